@@ -1,0 +1,82 @@
+"""Sources: anything with a length that gives the rows of a list of indices as arrays."""
+
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from shardwise.errors import DataError
+
+
+class Source(Protocol):
+    """`len(source)` rows; `source.rows(indices)` is a dictionary of arrays with a row for each index."""
+
+    def __len__(self) -> int: ...
+
+    def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]: ...
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """Arrays in memory that have their rows in common."""
+
+    arrays: Mapping[str, np.ndarray]
+
+    def __post_init__(self) -> None:
+        if len({len(array) for array in self.arrays.values()}) != 1:
+            shapes = ", ".join(f"{name} {array.shape}" for name, array in self.arrays.items())
+            raise DataError(f"the arrays of a source must have the same number of rows: {shapes or 'there are none'}.")
+
+    def __len__(self) -> int:
+        return len(next(iter(self.arrays.values())))
+
+    def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        return {name: array[indices] for name, array in self.arrays.items()}
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """One long sequence, cut into windows of `length` inputs with the labels one token later."""
+
+    tokens: np.ndarray
+    length: int
+
+    def __post_init__(self) -> None:
+        if len(self) < 1:
+            raise DataError(f"{len(self.tokens)} tokens are too few for one window of {self.length} and its last label.")
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.length
+
+    def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        windows = self.tokens[indices[:, None] * self.length + np.arange(self.length + 1)].astype(np.int32)
+        return {"inputs": windows[:, :-1], "labels": windows[:, 1:]}
+
+
+def stdlib_bytes(held_out_every: int = 20, max_bytes: int = 2**24) -> tuple[np.ndarray, np.ndarray]:
+    """(training, held-out) bytes of the source code of Python's own standard library, as found on this machine.
+
+    Every `held_out_every`th file is held out, so no held-out text stands next to a training window.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(path for path in root.rglob("*.py") if not {"site-packages", "dist-packages", "test", "tests"} & set(path.parts))
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    total = 0
+    for number, path in enumerate(files):
+        text = path.read_bytes() + b"\n"
+        total += len(text)
+        if total > max_bytes:
+            break
+        parts[number % held_out_every == held_out_every - 1].append(text)
+    if not parts[0] or not parts[1]:
+        raise DataError(f"found {len(files)} Python files below {root}; the standard library's source is not there.")
+    train, held_out = (np.frombuffer(b"".join(part), np.uint8) for part in parts)
+    return train, held_out
+
+
+def as_source(data: Any) -> Source:
+    """Arrays, or a source as it is."""
+    return Arrays({name: np.asarray(array) for name, array in data.items()}) if isinstance(data, Mapping) else data

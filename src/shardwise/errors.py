@@ -1,0 +1,31 @@
+"""Mistakes that a user can mend. The command line prints the message, without a traceback, and exits with the code."""
+
+
+class ShardwiseError(Exception):
+    """The fact with its values, the place, the remedy."""
+
+    exit_code = 1
+
+
+class ConfigError(ShardwiseError):
+    """Usage or configuration; always raised before anything is compiled."""
+
+    exit_code = 2
+
+
+class DataError(ShardwiseError):
+    """Data that is missing, too short or unreadable."""
+
+    exit_code = 3
+
+
+class CheckpointError(ShardwiseError):
+    """A checkpoint that cannot be written, read or used for this run."""
+
+    exit_code = 4
+
+
+class NumericsError(ShardwiseError):
+    """A loss or gradient that is not finite."""
+
+    exit_code = 5

@@ -1,0 +1,52 @@
+"""The loop is a generator: the hook system is the body of your `for` statement."""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import reduce
+from typing import Any
+
+import jax
+
+from shardwise.data.batches import Batches
+from shardwise.metrics import Mean
+from shardwise.state import TrainState
+from shardwise.step import Batch, EvalStep, TrainStep
+
+
+def steps(
+    step: TrainStep, state: TrainState, batches: Callable[[int], Batch], *, until: int
+) -> Iterator[tuple[int, TrainState, dict[str, jax.Array]]]:
+    """Yields (n, state, metrics) after each update, n counting from where `state` stands up to `until`.
+
+    Nothing here waits for the devices: the metrics are arrays that may still be under way, and the batch of the next
+    step is on its way before the body of the loop runs. The state that was yielded before is donated to the next step.
+    """
+    n = int(state.step)
+    if n >= until:
+        return
+    batch = step.place(batches(n))
+    while n < until:
+        state, metrics = step(state, batch)
+        n += 1
+        if n < until:
+            batch = step.place(batches(n))
+        yield n, state, metrics
+
+
+def evaluate(step: EvalStep, state: TrainState, batches: Batches | Iterable[Batch], *, rows: int | None = None) -> dict[str, float]:
+    """Exact weighted means over batches of any number and length; `rows` is the largest batch, if they differ.
+
+    With `Batches`, every row of the source counts once.
+    """
+    if isinstance(batches, Batches):
+        rows, batches = batches.batch_size, batches.once()
+    parts: list[dict[str, Mean]] = []
+    for batch in batches:
+        rows = rows or jax.tree.leaves(batch)[0].shape[0]
+        parts.append(step(state, batch, rows))
+    sums = reduce(lambda a, b: {name: a[name] + b[name] for name in a}, _on_host(parts))
+    return {name: float(mean.value) for name, mean in sums.items()}
+
+
+def _on_host(parts: Any) -> Any:
+    """Fetched in one go, and added in float64 by Python, so that the order of batches hardly matters."""
+    return jax.tree.map(float, jax.device_get(parts))

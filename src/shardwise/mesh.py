@@ -1,0 +1,67 @@
+"""From "data=4,model=2" to a mesh of devices."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+
+from shardwise.errors import ConfigError
+
+
+def parse_mesh(text: str, num_devices: int) -> dict[str, int]:
+    """Axis names and sizes, in order; one size may be -1 and takes the devices that are left.
+
+    The product must be the number of devices: a mesh that leaves devices idle is a mistake more often than a wish.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, size = (s.strip() for s in part.partition("="))
+        if not (name.isidentifier() and equals and size.lstrip("-").isdigit()):
+            raise ConfigError(f"mesh '{text}': cannot read '{part.strip()}'. Write axes as name=size, such as 'data=4,model=2'.")
+        if name in sizes:
+            raise ConfigError(f"mesh '{text}': axis '{name}' is given twice.")
+        sizes[name] = int(size)
+        if sizes[name] < 1 and sizes[name] != -1:
+            raise ConfigError(f"mesh '{text}': axis '{name}' has size {sizes[name]}; sizes are positive, or -1 to fill.")
+    to_fill = [name for name, size in sizes.items() if size == -1]
+    if len(to_fill) > 1:
+        raise ConfigError(f"mesh '{text}': only one axis can be -1, here are {len(to_fill)}: {', '.join(to_fill)}.")
+    known = math.prod(size for size in sizes.values() if size != -1)
+    if to_fill and num_devices % known == 0:
+        sizes[to_fill[0]] = num_devices // known
+    elif to_fill or known != num_devices:
+        fits = _nearest_mesh(sizes, num_devices)
+        raise ConfigError(
+            f"mesh '{text}' needs {'a multiple of ' if to_fill else ''}{known} devices, and there are {num_devices}. "
+            f"'{fits}' would use them all; on the CPU, --cpu-devices {known} gives {known} virtual devices."
+        )
+    return sizes
+
+
+def _nearest_mesh(sizes: dict[str, int], num_devices: int) -> str:
+    """The same axes with sizes that divide the devices that are left, the first axis taking the rest."""
+    first, *others = sizes
+    left, fitted = num_devices, {}
+    for name in others:
+        fitted[name] = math.gcd(left, max(sizes[name], 1))
+        left //= fitted[name]
+    return ",".join(f"{name}={size}" for name, size in {first: left, **fitted}.items())
+
+
+def make_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh over `devices` (all of them by default), ordered so that neighbours on an axis are close on the network.
+
+    The axes are of type Auto: ordinary model code runs under any of them, and creation never holds a whole weight.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    sizes = parse_mesh(text, len(devices))
+    grid = mesh_utils.create_device_mesh(tuple(sizes.values()), devices, allow_split_physical_axes=True)
+    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def mesh_text(mesh: Mesh) -> str:
+    """The text that `make_mesh` would take."""
+    return ",".join(f"{name}={size}" for name, size in mesh.shape.items())

@@ -1,0 +1,71 @@
+"""A mean that can be summed exactly, and the log of a run with one JSON object for every step."""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Mean:
+    """`total / weight`, kept apart so that parts of a batch add up to the whole.
+
+    A loss returns it with one entry for each row, or for each token of each row (first dimension: the rows of the
+    batch), or already summed. Only with an entry for each row can a batch be padded, since only then can shardwise
+    leave the padding out.
+    """
+
+    total: Any
+    weight: Any
+
+    def __add__(self, other: "Mean") -> "Mean":
+        return Mean(self.total + other.total, self.weight + other.weight)
+
+    @property
+    def value(self) -> Any:
+        return self.total / self.weight
+
+    def summed(self, mask: Any = None) -> "Mean":
+        """Both parts summed in float32, without the rows where `mask` is False."""
+        return Mean(_masked_sum(self.total, mask), _masked_sum(self.weight, mask))
+
+
+def _masked_sum(x: Any, mask: Any) -> jax.Array:
+    x = jnp.asarray(x, jnp.float32)
+    if mask is not None and x.ndim:
+        x = jnp.where(mask.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
+    return x.sum()
+
+
+class MetricsLog:
+    """`metrics.jsonl`: appended to while the run goes on, cut back to `step` when it resumes there."""
+
+    def __init__(self, path: Path, step: int = 0):
+        lines = read_metrics(path) if path.exists() else []
+        kept = [record for record in lines if record["step"] <= step]
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        os.replace(temporary, path)
+        self._file = path.open("a", buffering=1)
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a log; a last line that a crash cut short is left out."""
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records

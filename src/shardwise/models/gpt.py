@@ -1,0 +1,171 @@
+"""The GPT-2 family as plain NNX modules, from a byte-level toy to 1.5 billion parameters.
+
+Shapes: B rows, T tokens, D width, H heads, K width of a head, V vocabulary.
+
+Parameters carry logical names ("embed", "heads", "mlp", "vocab") that a mesh may map to its axes. Nothing here
+mentions a mesh or a dtype of computation: both are choices of the run.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+Array = jax.Array
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    vocab_size: int = 50304  # GPT-2's 50257, rounded up so that meshes and matrix units divide it
+    max_length: int = 1024
+    num_layers: int = 12
+    num_heads: int = 12
+    width: int = 768
+    dropout: float = 0.0  # after the embedding, the attention and the MLP
+    scan_layers: bool = False  # one compiled block for all layers: compile time does not grow with depth
+    remat: str = "none"  # what the backward pass recomputes: "none", "block" (all of it) or "dots" (all but matrix products)
+
+
+PRESETS = {
+    "byte": GPTConfig(vocab_size=256, max_length=128, num_layers=4, num_heads=4, width=128),
+    "gpt2": GPTConfig(),  # 124M
+    "gpt2-medium": GPTConfig(num_layers=24, num_heads=16, width=1024),  # 355M
+    "gpt2-large": GPTConfig(num_layers=36, num_heads=20, width=1280),  # 774M
+    "gpt2-xl": GPTConfig(num_layers=48, num_heads=25, width=1600),  # 1.5B
+}
+
+
+class Linear(nnx.Module):
+    """x @ kernel + bias over the last dims of x, on a flat matrix of tokens: backward passes are faster that way."""
+
+    def __init__(self, ins: tuple[int, ...], outs: tuple[int, ...], names: tuple[str | None, ...], stddev: float, rngs: nnx.Rngs):
+        init = nnx.with_partitioning(nnx.initializers.normal(stddev), names)
+        self.kernel = nnx.Param(init(rngs.params(), (*ins, *outs)))
+        self.bias = nnx.Param(nnx.with_partitioning(nnx.initializers.zeros, names[len(ins) :])(rngs.params(), outs))
+        self.num_ins = len(ins)
+
+    def __call__(self, x: Array) -> Array:
+        kernel, bias = self.kernel[...], self.bias[...]
+        lead, ins = x.shape[: x.ndim - self.num_ins], x.shape[x.ndim - self.num_ins :]
+        flat = x.reshape(math.prod(lead), *ins)
+        dims = tuple(range(1, 1 + self.num_ins)), tuple(range(self.num_ins))
+        y = jax.lax.dot_general(flat, kernel, (dims, ((), ())))
+        return (y + bias).reshape(*lead, *bias.shape)
+
+
+class Attention(nnx.Module):
+    def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
+        c = config
+        head = c.width // c.num_heads
+        self.qkv = Linear((c.width,), (3, c.num_heads, head), ("embed", None, "heads", None), 0.02, rngs)
+        out_stddev = 0.02 / math.sqrt(2 * c.num_layers)  # each residual branch adds this much less
+        self.out = Linear((c.num_heads, head), (c.width,), ("heads", None, "embed"), out_stddev, rngs)
+
+    def __call__(self, x: Array) -> Array:
+        q, k, v = jnp.unstack(self.qkv(x), axis=2)  # each (B, T, H, K)
+        return self.out(jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention_for(q)))
+
+
+class MLP(nnx.Module):
+    def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
+        c = config
+        self.up = Linear((c.width,), (4 * c.width,), ("embed", "mlp"), 0.02, rngs)
+        self.down = Linear((4 * c.width,), (c.width,), ("mlp", "embed"), 0.02 / math.sqrt(2 * c.num_layers), rngs)
+
+    def __call__(self, x: Array) -> Array:
+        return self.down(jax.nn.gelu(self.up(x), approximate=True))
+
+
+class Block(nnx.Module):
+    def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
+        self.norm1 = nnx.LayerNorm(config.width, epsilon=1e-5, rngs=rngs)
+        self.attn = Attention(config, rngs)
+        self.norm2 = nnx.LayerNorm(config.width, epsilon=1e-5, rngs=rngs)
+        self.mlp = MLP(config, rngs)
+        self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
+
+    def __call__(self, x: Array) -> Array:
+        x = x + self.dropout(self.attn(self.norm1(x)))
+        return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+class GPT(nnx.Module):
+    """tokens (B, T) -> logits (B, T, V); the output layer is the embedding, transposed."""
+
+    def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
+        c = config
+        if c.width % c.num_heads:
+            raise ValueError(f"width {c.width} is not divisible by {c.num_heads} heads")
+        if c.remat not in REMAT:
+            raise ValueError(f"remat '{c.remat}' is none of {', '.join(REMAT)}")
+        self.config = c
+        normal = nnx.initializers.normal(0.02)
+        self.tokens = nnx.Param(nnx.with_partitioning(normal, ("vocab", "embed"))(rngs.params(), (c.vocab_size, c.width)))
+        self.positions = nnx.Param(nnx.with_partitioning(normal, (None, "embed"))(rngs.params(), (c.max_length, c.width)))
+        self.dropout = nnx.Dropout(c.dropout, rngs=rngs)
+        if c.scan_layers:
+            stack = nnx.vmap(partial(Block, c), in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
+            self.blocks = nnx.split_rngs(splits=c.num_layers)(stack)(rngs)
+        else:
+            self.blocks = nnx.List([Block(c, rngs) for _ in range(c.num_layers)])
+        self.norm = nnx.LayerNorm(c.width, epsilon=1e-5, rngs=rngs)
+
+    def __call__(self, tokens: Array) -> Array:
+        length = tokens.shape[1]
+        if length > self.config.max_length:
+            raise ValueError(f"a sequence of {length} tokens; the model has {self.config.max_length} positions")
+        table = self.tokens[...]
+        x = jnp.take(table, tokens, axis=0) + self.positions[...][:length]
+        x = self.dropout(x)
+        block = REMAT[self.config.remat](lambda block, x: block(x))
+        if self.config.scan_layers:
+            x = nnx.scan(block, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.blocks, x)
+        else:
+            for layer in self.blocks:
+                x = block(layer, x)
+        x = self.norm(x)
+        flat = x.reshape(-1, x.shape[-1])
+        return jax.lax.dot_general(flat, table, (((1,), (1,)), ((), ()))).reshape(*tokens.shape, -1)
+
+
+REMAT: dict[str, Callable[[Any], Any]] = {
+    "none": lambda f: f,
+    "block": nnx.remat,
+    "dots": partial(nnx.remat, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+}
+
+
+def attention_for(q: Array) -> str | None:
+    """cuDNN's flash attention where it can run (half precision on a GPU), else what JAX chooses."""
+    half = q.dtype in (jnp.bfloat16, jnp.float16)
+    return "cudnn" if half and jax.default_backend() == "gpu" else None
+
+
+@jax.custom_vjp
+def cross_entropy(logits: Array, labels: Array) -> Array:
+    """Negative log-likelihood of each label, float32, whatever the dtype of the logits.
+
+    The backward pass keeps the logits as they came and one number for each row, instead of float32 probabilities.
+    """
+    return _cross_entropy_forward(logits, labels)[0]
+
+
+def _cross_entropy_forward(logits: Array, labels: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+    log_total = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
+    picked = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+    return log_total - picked.astype(jnp.float32), (logits, labels, log_total)
+
+
+def _cross_entropy_backward(saved: tuple[Array, Array, Array], g: Array) -> tuple[Array, None]:
+    logits, labels, log_total = saved
+    probabilities = jnp.exp(logits.astype(jnp.float32) - log_total[..., None])
+    is_label = jnp.arange(logits.shape[-1]) == labels[..., None]
+    return ((probabilities - is_label) * g[..., None]).astype(logits.dtype), None
+
+
+cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)

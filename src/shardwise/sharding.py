@@ -1,0 +1,272 @@
+"""Where every array lives: a PartitionSpec for each leaf of model, optimizer and batch, with the reason for it.
+
+For a parameter, the first of these that says something:
+
+1. a rule by path in `Rules.paths`, which is taken as it stands;
+2. the annotation on the variable (`nnx.with_partitioning` and its kin), in mesh axes or logical names;
+3. nothing.
+
+Then, unless a rule by path decided, automatic FSDP cuts the largest dimension that is still whole over the mesh's
+FSDP axes. Optimizer leaves follow their parameter. What cannot be done as asked is an error with numbers, never
+a silent replication.
+"""
+
+import difflib
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich.table import Table
+
+from shardwise.errors import ConfigError
+from shardwise.tree import did_you_mean, leaf_name, matches, num_bytes
+
+Axes = str | tuple[str, ...] | None
+TENSOR = ("model", "tp", "tensor")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How names become mesh axes. Axes that a mesh does not have are left out, so one set serves every mesh."""
+
+    logical: Mapping[str, Axes] = field(
+        default_factory=lambda: {"vocab": TENSOR, "heads": TENSOR, "mlp": TENSOR, "embed": "fsdp", "layers": None}
+    )
+    paths: tuple[tuple[str, tuple[Axes, ...]], ...] = ()  # (pattern, axes for each dim); the first match wins
+    batch: tuple[str, ...] = ("replica", "data", "dp", "batch", "fsdp")  # mesh axes that split the rows of a batch
+    fsdp: tuple[str, ...] = ("fsdp",)  # mesh axes over which parameters are stored in pieces
+    fsdp_min_size: int = 2**12  # elements; smaller leaves stay whole
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One leaf: what it is, how it is cut, and why."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: PartitionSpec
+    reason: str
+    bytes_per_device: int
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What the resolver needs to know of a parameter or other variable of the model."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    annotation: tuple[Axes, ...] | None = None
+
+
+def place_model(leaves: Mapping[str, Leaf], mesh: Mesh, rules: Rules) -> dict[str, Placement]:
+    """A placement for each variable of the model; all mistakes are reported at once."""
+    problems = [
+        f"rule '{pattern}' -> {axes} matches no parameter.{did_you_mean(pattern, leaves)}"
+        for pattern, axes in rules.paths
+        if not any(matches(pattern, path) for path in leaves)
+    ]
+    placements = {}
+    for path, leaf in leaves.items():
+        try:
+            placements[path] = _place(path, leaf, mesh, rules)
+        except ConfigError as error:
+            problems.append(str(error))
+    if not problems:
+        used = {axis for p in placements.values() for axis in _axes_in(p.spec)}
+        problems = [
+            f"mesh axis '{axis}' (size {size}) cuts neither the batch nor any parameter: its devices would all do the same work. "
+            f"Axes that split the batch are {', '.join(rules.batch)}; for another name, annotate the model, "
+            f"map one of its logical names ({', '.join(rules.logical)}) to '{axis}', or add it to Rules.batch."
+            for axis, size in mesh.shape.items()
+            if size > 1 and axis not in used and axis not in rules.batch
+        ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return placements
+
+
+def _place(path: str, leaf: Leaf, mesh: Mesh, rules: Rules) -> Placement:
+    rule = next(((pattern, axes) for pattern, axes in rules.paths if matches(pattern, path)), None)
+    if rule is not None:
+        dims = _resolve(path, leaf.shape, rule[1], f"rule '{rule[0]}'", mesh, rules)
+        return _placement(path, leaf.shape, leaf.dtype, dims, f"rule '{rule[0]}'", mesh)
+    dims, reasons = [()] * len(leaf.shape), []
+    if leaf.annotation is not None:
+        dims = _resolve(path, leaf.shape, leaf.annotation, "annotation", mesh, rules)
+        reasons.append(f"annotation {_show(leaf.annotation)}" + ("" if any(dims) else ": no such axis in this mesh"))
+    dims, reason = _add_fsdp(path, leaf.shape, dims, mesh, rules)
+    if reason or not reasons:
+        reasons.append(reason or "no rule")
+    return _placement(path, leaf.shape, leaf.dtype, dims, ", ".join(reasons), mesh)
+
+
+def _resolve(path: str, shape: tuple[int, ...], axes: Iterable[Axes], who: str, mesh: Mesh, rules: Rules) -> list[tuple[str, ...]]:
+    """Mesh axes for each dim, from names that are mesh axes or logical; checked against the shape."""
+    entries = tuple(axes)
+    if len(entries) > len(shape):
+        raise ConfigError(f"parameter '{path}' has shape {shape}; its {who} {_show(entries)} names {len(entries)} dims. Shorten it.")
+    dims = [tuple(_mesh_axes(path, entry, who, mesh, rules)) for entry in entries]
+    dims += [()] * (len(shape) - len(dims))
+    seen: dict[str, int] = {}
+    for dim, names in enumerate(dims):
+        for name in names:
+            if name in seen:
+                raise ConfigError(
+                    f"parameter '{path}' has shape {shape}; its {who} {_show(entries)} puts mesh axis '{name}' on dim {seen[name]} "
+                    f"and on dim {dim}. An axis can cut one dim only: give one of them another axis or None."
+                )
+            seen[name] = dim
+        size = math.prod(mesh.shape[name] for name in names)
+        if shape[dim] % size:
+            raise ConfigError(
+                f"parameter '{path}' has shape {shape}; its {who} shards dim {dim} over mesh axis {' x '.join(map(repr, names))} (size {size}), "
+                f"and {shape[dim]} is not divisible by {size}. Use {'='.join(names[:1])}={_choices(shape[dim], size)}, or change the {who}."
+            )
+    return dims
+
+
+def _mesh_axes(path: str, entry: Axes, who: str, mesh: Mesh, rules: Rules) -> Iterator[str]:
+    known = {axis for value in rules.logical.values() for axis in _as_tuple(value)} | set(rules.batch) | set(rules.fsdp)
+    for name in _as_tuple(entry):
+        if name in rules.logical:
+            yield from (axis for axis in _as_tuple(rules.logical[name]) if axis in mesh.shape)
+        elif name in mesh.shape:
+            yield name
+        elif name not in known:
+            raise ConfigError(
+                f"parameter '{path}': its {who} names '{name}', which is neither an axis of the mesh ({', '.join(mesh.shape)}) "
+                f"nor a logical name ({', '.join(rules.logical)}).{did_you_mean(name, {*mesh.shape, *rules.logical})}"
+            )
+
+
+def _add_fsdp(path: str, shape: tuple[int, ...], dims: list[tuple[str, ...]], mesh: Mesh, rules: Rules) -> tuple[list[tuple[str, ...]], str]:
+    """Cuts the largest whole dim over the FSDP axes that the leaf does not use yet."""
+    used = {axis for names in dims for axis in names}
+    axes = tuple(axis for axis in rules.fsdp if mesh.shape.get(axis, 1) > 1 and axis not in used)
+    if not axes:
+        return dims, ""
+    if math.prod(shape) < rules.fsdp_min_size:
+        return dims, f"small: under {rules.fsdp_min_size} elements"
+    size = math.prod(mesh.shape[axis] for axis in axes)
+    whole = [dim for dim, names in enumerate(dims) if not names and shape[dim] % size == 0]
+    if not whole:
+        raise ConfigError(
+            f"parameter '{path}' has shape {shape}, and no dim that is still whole is divisible by mesh axis {' x '.join(axes)} (size {size}). "
+            f"Use {axes[0]}={_choices(max(shape), size)}, or say Rules(paths=(('{path}', ()),)) to keep it whole on purpose."
+        )
+    best = max(whole, key=lambda dim: shape[dim])
+    return [axes if dim == best else names for dim, names in enumerate(dims)], f"automatic FSDP on dim {best}"
+
+
+def place_optimizer(opt_state: Any, params: Mapping[str, Placement], mesh: Mesh, rules: Rules) -> dict[str, Placement]:
+    """Placements for an (abstract) optimizer state: each leaf follows the parameter whose path ends its own.
+
+    A leaf of the parameter's shape is cut like it. Of another shape (Adafactor's rows and columns, a history of
+    gradients), each dim that the parameter has too, in order, is cut like that one. Counts and the like stay whole.
+    """
+    by_parts = {tuple(path.split("/")): placement for path, placement in params.items()}
+    placements = {}
+    for key_path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
+        path = leaf_name(key_path)
+        parts = tuple(path.split("/"))
+        param = next((by_parts[parts[i:]] for i in range(len(parts)) if parts[i:] in by_parts), None)
+        if param is not None:
+            matcher = difflib.SequenceMatcher(None, leaf.shape, param.shape, autojunk=False)
+            specs: dict[int, tuple[str, ...]] = {}
+            for block in matcher.get_matching_blocks():
+                specs |= {block.a + i: _as_tuple(_entry(param.spec, block.b + i)) for i in range(block.size)}
+            dims = [specs.get(dim, ()) for dim in range(len(leaf.shape))]
+            reason = "as its parameter" if leaf.shape == param.shape else f"dims shared with its parameter {param.shape}"
+        else:
+            dims, reason = _add_fsdp(path, leaf.shape, [()] * len(leaf.shape), mesh, rules)
+            reason = reason or "belongs to no parameter"
+        placements[path] = _placement(path, leaf.shape, leaf.dtype, dims, reason, mesh)
+    return placements
+
+
+def at_use(spec: PartitionSpec, rules: Rules) -> PartitionSpec:
+    """The layout in which the loss uses a parameter: whole over every axis that splits the batch.
+
+    This is what keeps activations on the batch axes. A parameter that stayed cut over an axis that also cuts the
+    batch would leave the partitioner to choose, and it often chooses to move activations, which are larger.
+    """
+    return PartitionSpec(*(_join(axis for axis in _as_tuple(entry) if axis not in rules.batch) for entry in spec))
+
+
+def batch_spec(mesh: Mesh, rules: Rules) -> PartitionSpec:
+    """Rows cut over all batch axes of the mesh; every other dim whole."""
+    return PartitionSpec(_join(axis for axis in mesh.axis_names if axis in rules.batch))
+
+
+def num_batch_shards(mesh: Mesh, rules: Rules) -> int:
+    return math.prod(size for axis, size in mesh.shape.items() if axis in rules.batch)
+
+
+def annotation_of(metadata: Mapping[str, Any]) -> tuple[Axes, ...] | None:
+    """The annotation that NNX keeps with a variable, in any of the forms it allows."""
+    value = metadata.get("out_sharding")
+    if isinstance(value, NamedSharding):
+        value = value.spec
+    return None if value is None else tuple(value)
+
+
+def placement_table(placements: Iterable[Placement], title: str) -> Table:
+    """For people: each leaf, its layout, the reason, and its bytes on one device."""
+    placements = list(placements)
+    whole = sum(num_bytes(p.shape, p.dtype) for p in placements)
+    one = sum(p.bytes_per_device for p in placements)
+    table = Table(title=title, caption=f"{show_bytes(one)} on each device of {show_bytes(whole)} in all", title_justify="left")
+    for column, justify in (("path", "left"), ("shape", "left"), ("dtype", "left"), ("layout", "left"), ("why", "left"), ("a device", "right")):
+        table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for p in placements:
+        shape = " x ".join(map(str, p.shape)) or "scalar"
+        table.add_row(p.path, shape, str(p.dtype), _show(p.spec), p.reason, show_bytes(p.bytes_per_device))
+    return table
+
+
+def show_bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def _placement(path: str, shape: tuple[int, ...], dtype: Any, dims: list[tuple[str, ...]], reason: str, mesh: Mesh) -> Placement:
+    pieces = math.prod(mesh.shape[axis] for names in dims for axis in names)
+    spec = PartitionSpec(*(_join(names) for names in dims)) if any(dims) else PartitionSpec()
+    return Placement(path, shape, dtype, spec, reason, num_bytes(shape, dtype) // pieces)
+
+
+def _as_tuple(entry: Axes) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _join(axes: Iterable[str]) -> Axes:
+    names = tuple(axes)
+    return None if not names else names[0] if len(names) == 1 else names
+
+
+def _entry(spec: PartitionSpec, dim: int) -> Axes:
+    return spec[dim] if dim < len(spec) else None
+
+
+def _axes_in(spec: PartitionSpec) -> Iterator[str]:
+    for entry in spec:
+        yield from _as_tuple(entry)
+
+
+def _show(spec: Iterable[Axes]) -> str:
+    entries = ["-" if entry is None else "*".join(_as_tuple(entry)) for entry in spec]
+    return f"({', '.join(entries)})" if any(entry != "-" for entry in entries) else "whole"
+
+
+def _choices(dim: int, size: int) -> str:
+    """The divisors of a dim that are nearest to the size that does not fit."""
+    divisors = sorted((d for d in range(1, dim + 1) if dim % d == 0), key=lambda d: abs(d - size))[:5]
+    *head, last = map(str, sorted(divisors))
+    return f"{', '.join(head)} or {last}" if head else last

@@ -1,0 +1,107 @@
+"""The state of a run: its abstract description first, then the arrays, created where they will live.
+
+One description serves creation, planning and restoring. Another mesh is another description, nothing else.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardwise.module import ModelFactory, ModuleDef, Pure, build_module, path_name, split_module
+from shardwise.sharding import Placement, Rules, at_use, place_model, place_optimizer
+from shardwise.tree import leaf_name
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Everything that a run must keep. `step` counts the batches consumed, so it is the data position too."""
+
+    step: Any
+    params: Pure
+    other: Pure  # batch statistics and any other variable that is no parameter and no random stream
+    opt_state: Any
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """A state without arrays: shapes, dtypes and shardings, and what it takes to create it."""
+
+    factory: ModelFactory
+    optimizer: optax.GradientTransformation
+    mesh: Mesh
+    rules: Rules
+    definition: ModuleDef
+    abstract: TrainState  # of jax.ShapeDtypeStruct with sharding
+    params: Mapping[str, Placement]
+    other: Mapping[str, Placement]
+    opt_state: Mapping[str, Placement]
+
+    @property
+    def shardings(self) -> TrainState:
+        return jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
+
+    def sharding(self, spec: PartitionSpec) -> NamedSharding:
+        return NamedSharding(self.mesh, spec)
+
+    def at_use(self, path: str) -> NamedSharding:
+        """The layout of a parameter where the loss uses it."""
+        return self.sharding(at_use(self.params[path].spec, self.rules))
+
+    @property
+    def num_params(self) -> int:
+        return sum(leaf.size for leaf in jax.tree.leaves(self.abstract.params))
+
+
+def abstract_state(
+    model: ModelFactory, optimizer: optax.GradientTransformation, mesh: Mesh, rules: Rules | None = None
+) -> StateSpec:
+    """Describes the state of `model` and `optimizer` on `mesh`; allocates nothing and compiles nothing."""
+    rules = Rules() if rules is None else rules
+    found: list[ModuleDef] = []
+
+    def create() -> TrainState:
+        definition, params, other = split_module(build_module(model, jax.random.key(0)))
+        found.append(definition)
+        return TrainState(jnp.zeros((), jnp.int32), params, other, optimizer.init(params))
+
+    shapes = jax.eval_shape(create)
+    definition = found[-1]
+    leaves = {path_name(path): leaf for path, leaf in {**definition.params, **definition.other}.items()}
+    placed = place_model(leaves, mesh, rules)
+    params = {path_name(path): placed[path_name(path)] for path in definition.params}
+    other = {path_name(path): placed[path_name(path)] for path in definition.other}
+    opt_state = place_optimizer(shapes.opt_state, params, mesh, rules)
+
+    def abstract(placements: Mapping[str, Placement], tree: Any) -> Any:
+        def one(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+            sharding = NamedSharding(mesh, placements[leaf_name(path)].spec)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        return jax.tree_util.tree_map_with_path(one, tree)
+
+    state = TrainState(
+        jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec())),
+        abstract(params, shapes.params),
+        abstract(other, shapes.other),
+        abstract(opt_state, shapes.opt_state),
+    )
+    return StateSpec(model, optimizer, mesh, rules, definition, state, params, other, opt_state)
+
+
+def init_state(spec: StateSpec, seed: int) -> TrainState:
+    """Model and optimizer, made inside one compiled function: no device ever holds a whole leaf that is cut.
+
+    The same seed gives the same bits on every mesh.
+    """
+
+    def create(key: jax.Array) -> TrainState:
+        _, params, other = split_module(build_module(spec.factory, key))
+        return TrainState(jnp.zeros((), jnp.int32), params, other, spec.optimizer.init(params))
+
+    return jax.jit(create, out_shardings=spec.shardings)(jax.random.key(seed))

@@ -1,0 +1,310 @@
+"""The one training step, and the evaluation step beside it: pure, jitted, with every layout pinned.
+
+The step is written for the global batch; XLA's partitioner cuts it. Three things are said explicitly, because left
+alone they go wrong: parameters are gathered where the model uses them (so activations stay on the batch axes),
+gradients are reduced straight into the layout of their parameter, and the state leaves in the layout it came in.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.lax import with_sharding_constraint
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardwise.errors import ConfigError, DataError
+from shardwise.metrics import Mean
+from shardwise.module import AccessHook
+from shardwise.sharding import batch_spec, num_batch_shards
+from shardwise.state import StateSpec, TrainState
+from shardwise.tree import named_leaves
+
+Batch = Any  # a pytree of arrays whose first dimension is the rows
+Loss = Callable[[nnx.Module, Batch], Any]
+RESERVED = ("loss", "weight", "grad_norm", "finite", "lr", "step")
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """How a host batch becomes arrays on the mesh, padded with copies of its last row where that is needed."""
+
+    rows: int
+    padded_rows: int
+    sharding: NamedSharding
+
+    def place(self, batch: Batch) -> Batch:
+        """Starts the transfer of a batch; returns at once."""
+        self.check(batch)
+        missing = self.padded_rows - self.rows
+        if missing:
+            batch = jax.tree.map(lambda x: np.concatenate([x, np.repeat(x[-1:], missing, axis=0)]), batch)
+        if jax.process_count() == 1:
+            return jax.device_put(batch, self.sharding)
+        return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, self.sharding, lambda index: x[index]), batch)
+
+    def check(self, batch: Batch) -> None:
+        for x in jax.tree.leaves(batch):
+            if x.shape[0] != self.rows:
+                shapes = {name: leaf.shape for name, leaf in named_leaves(batch).items()}
+                raise DataError(f"a batch has rows {shapes}; this run was compiled for {self.rows} rows a batch.")
+
+    def mask(self) -> jax.Array | None:
+        """Which rows count; None when all do."""
+        return None if self.padded_rows == self.rows else jnp.arange(self.padded_rows) < self.rows
+
+    def abstract(self, batch: Batch) -> Batch:
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((self.padded_rows, *x.shape[1:]), _device_dtype(x), sharding=self.sharding), batch
+        )
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """`step(state, batch) -> (state, metrics)`. The state that goes in is donated: use the one that comes out."""
+
+    function: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]  # jitted
+    layout: BatchLayout
+    spec: StateSpec
+    batch: Batch  # abstract
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        return self.function(state, batch)
+
+    def place(self, batch: Batch) -> Batch:
+        return self.layout.place(batch)
+
+    def lower(self) -> Any:
+        """The step traced for its abstract state, ready for `.compile()`; allocates nothing."""
+        return self.function.lower(self.spec.abstract, self.batch)  # type: ignore[attr-defined]
+
+
+def make_train_step(
+    spec: StateSpec,
+    loss: Loss,
+    batch: Batch,
+    *,
+    seed: int = 0,
+    accumulate: int = 1,
+    compute_dtype: Any = None,
+) -> TrainStep:
+    """Builds the step for batches like `batch` (arrays or shapes). Compiles nothing yet.
+
+    seed: root of every random stream; the streams of step n are those of (seed, path of the stream, n).
+    accumulate: the batch is worked off in this many parts, one after the other; the result is that of the whole.
+    compute_dtype: the dtype in which the model sees its parameters, such as "bfloat16"; None leaves them alone.
+    """
+    layout = _train_layout(spec, loss, batch, accumulate)
+    hooks = access_hooks(spec, compute_dtype)
+    optimizer = optax.with_extra_args_support(spec.optimizer)
+    micro_sharding = spec.sharding(PartitionSpec(None, *layout.sharding.spec))
+
+    def objective(params: Any, other: Any, rows: Batch, mask: Any, key: jax.Array) -> tuple[jax.Array, Any]:
+        model = spec.definition.merge(params, other, key, hooks)
+        means = as_means(loss(model, rows), _num_rows(rows), mask)
+        return means["loss"].total, (means, spec.definition.read_other(model))
+
+    gradient = jax.grad(objective, has_aux=True)
+
+    def accumulated(params: Any, other: Any, rows: Batch, mask: Any, key: jax.Array) -> Any:
+        """The sums of `gradient` over the parts; row i goes to part i % accumulate, which moves no row off its device."""
+
+        def parts(x: jax.Array) -> jax.Array:
+            x = x.reshape(x.shape[0] // accumulate, accumulate, *x.shape[1:]).swapaxes(0, 1)
+            return with_sharding_constraint(x, micro_sharding)
+
+        def one(carry: Any, part: Any) -> Any:
+            sums, other = carry
+            index, (rows, mask) = part
+            grads, (means, other) = gradient(params, other, rows, mask, jax.random.fold_in(key, index))
+            return (jax.tree.map(jnp.add, sums, (grads, means)), other), None
+
+        split = jax.tree.map(parts, (rows, mask))
+        first = jax.tree.map(lambda x: x[0], split)
+        grads, (means, _) = jax.eval_shape(gradient, params, other, *first, key)
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (grads, means))
+        zeros = (with_sharding_constraint(zeros[0], spec.shardings.params), zeros[1])
+        ((grads, means), other), _ = jax.lax.scan(one, (zeros, other), (jnp.arange(accumulate), split))
+        return grads, (means, other)
+
+    def step(state: TrainState, rows: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        compute = gradient if accumulate == 1 else accumulated
+        grads, (means, other) = compute(state.params, state.other, rows, layout.mask(), key)
+        grads = jax.tree.map(lambda g: g / means["loss"].weight.astype(g.dtype), grads)
+        grads = with_sharding_constraint(grads, spec.shardings.params)
+        grad_norm = optax.tree.norm(grads)
+        value = means["loss"].value
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params, value=value, grad=grads)
+        params = optax.apply_updates(state.params, updates)
+
+        finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)
+        keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)  # noqa: E731
+        new_state = TrainState(
+            state.step + 1, keep(params, state.params), keep(other, state.other), keep(opt_state, state.opt_state)
+        )
+        metrics = {name: mean.value for name, mean in means.items()}
+        metrics |= {"weight": means["loss"].weight, "grad_norm": grad_norm, "finite": finite, **_learning_rate(opt_state)}
+        return new_state, metrics
+
+    function = jax.jit(
+        step,
+        donate_argnums=0,
+        in_shardings=(spec.shardings, layout.sharding),
+        out_shardings=(spec.shardings, spec.sharding(PartitionSpec())),
+    )
+    return TrainStep(function, layout, spec, layout.abstract(batch))
+
+
+@dataclass(frozen=True)
+class EvalStep:
+    """`step(state, batch) -> {name: Mean}`, summed over the batch; the model is in evaluation mode."""
+
+    function: Callable[..., dict[str, Mean]]  # jitted
+    spec: StateSpec
+    pads: bool
+
+    def __call__(self, state: TrainState, batch: Batch, rows: int) -> dict[str, Mean]:
+        """A host batch of up to `rows` rows. A shorter one is padded, or compiled for its own size if the loss gives no weights."""
+        size = _num_rows(batch)
+        shards = num_batch_shards(self.spec.mesh, self.spec.rules)
+        padded = -(-rows // shards) * shards if self.pads else size
+        spec = batch_spec(self.spec.mesh, self.spec.rules) if padded % shards == 0 else PartitionSpec()
+        layout = BatchLayout(size, padded, self.spec.sharding(spec))
+        mask = jax.device_put(np.arange(padded) < size, layout.sharding) if self.pads else None
+        return self.function(state.params, state.other, layout.place(batch), mask)
+
+
+def make_eval_step(spec: StateSpec, loss: Loss, batch: Batch, *, compute_dtype: Any = None) -> EvalStep:
+    """Builds the evaluation of `loss` for batches like `batch`. Random streams, if any are left, are the same each time."""
+    hooks = access_hooks(spec, compute_dtype)
+
+    def step(params: Any, other: Any, rows: Batch, mask: Any) -> dict[str, Mean]:
+        model = spec.definition.merge(params, other, jax.random.key(0), hooks)
+        model.eval()
+        return as_means(loss(model, rows), _num_rows(rows), mask)
+
+    function = jax.jit(step, out_shardings=spec.sharding(PartitionSpec()))
+    return EvalStep(function, spec, pads=_gives_row_weights(spec, loss, batch, _num_rows(batch)))
+
+
+def as_means(output: Any, rows: int, mask: Any = None) -> dict[str, Mean]:
+    """What a loss returned, as summed means: the loss itself under "loss", then its further metrics."""
+    loss, extra = output if isinstance(output, tuple) else (output, {})
+    named = {"loss": loss, **extra}
+    if clash := [name for name in extra if name in RESERVED]:
+        raise ConfigError(f"the loss returns metrics named {', '.join(clash)}; these names are taken ({', '.join(RESERVED)}).")
+    means = {}
+    for name, value in named.items():
+        if isinstance(value, Mean):
+            means[name] = value.summed(mask)
+        elif jnp.ndim(value) == 0:
+            means[name] = Mean(jnp.asarray(value, jnp.float32) * rows, jnp.float32(rows))
+        else:
+            raise ConfigError(
+                f"the loss returned an array of shape {jnp.shape(value)} for '{name}'. Return a scalar, "
+                f"or Mean(total, weight) with an entry for each row."
+            )
+    return means
+
+
+def access_hooks(spec: StateSpec, compute_dtype: Any = None) -> dict[str, AccessHook]:
+    """For each variable, the function that its value passes through wherever the model reads it."""
+    dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
+    hooks = {path: _gather_hook(spec, p.shape, p.spec, spec.at_use(path).spec, dtype) for path, p in spec.params.items()}
+    return hooks | {path: _gather_hook(spec, p.shape, p.spec, PartitionSpec(), None) for path, p in spec.other.items()}
+
+
+def _gather_hook(
+    spec: StateSpec, full: tuple[int, ...], stored: PartitionSpec, used: PartitionSpec, dtype: Any
+) -> AccessHook:
+    """Forward: cast, then gather. Backward: cast back, and reduce straight into the stored layout."""
+
+    def hook(_: Any, value: jax.Array) -> jax.Array:
+        cast = dtype if dtype is not None and jnp.issubdtype(value.dtype, jnp.floating) else value.dtype
+        used_here, stored_here = (_sliced(layout, full, value.shape) for layout in (used, stored))
+
+        @jax.custom_vjp
+        def gather(x: jax.Array) -> jax.Array:
+            return with_sharding_constraint(x.astype(cast), spec.sharding(used_here))
+
+        def backward(_: None, g: jax.Array) -> tuple[jax.Array]:
+            return (with_sharding_constraint(g.astype(value.dtype), spec.sharding(stored_here)),)
+
+        gather.defvjp(lambda x: (gather(x), None), backward)
+        return gather(value)
+
+    return hook
+
+
+def _sliced(layout: PartitionSpec, full: tuple[int, ...], shape: tuple[int, ...]) -> PartitionSpec:
+    """The layout of a variable, for the part of it that a model reads: without the leading dims that a scan over
+    layers takes off, and whole along each dim that was sliced to another size."""
+    entries = (*layout, *(None,) * (len(full) - len(layout)))
+    lost = max(len(full) - len(shape), 0)
+    if len(shape) > len(full):
+        return PartitionSpec()
+    return PartitionSpec(*(e if a == b else None for e, a, b in zip(entries[lost:], full[lost:], shape, strict=True)))
+
+
+def _train_layout(spec: StateSpec, loss: Loss, batch: Batch, accumulate: int) -> BatchLayout:
+    """Checks the batch against the mesh, and decides whether it must and may be padded."""
+    rows = _num_rows(batch)
+    shards = num_batch_shards(spec.mesh, spec.rules)
+    if accumulate < 1 or accumulate > rows:
+        raise ConfigError(f"accumulate={accumulate} does not split a batch of {rows} rows; it must be between 1 and {rows}.")
+    unit = shards * accumulate
+    padded = -(-rows // unit) * unit
+    weighted = _gives_row_weights(spec, loss, batch, rows)
+    if padded != rows:
+        what = f"a batch of {rows} rows is not divisible by {unit} ({shards} shards of the batch x accumulate={accumulate})"
+        remedy = f"Use a batch of {max(padded - unit, unit)} or {padded} rows"
+        if not weighted:
+            raise ConfigError(f"{what}. {remedy}, or let the loss return Mean(total, weight) with an entry for each row: then it can be padded.")
+        if spec.other:
+            first = next(iter(spec.other))
+            raise ConfigError(f"{what}, and padding would enter the statistics that the model keeps ('{first}'). {remedy}.")
+    return BatchLayout(rows, padded, spec.sharding(batch_spec(spec.mesh, spec.rules)))
+
+
+def _gives_row_weights(spec: StateSpec, loss: Loss, batch: Batch, rows: int) -> bool:
+    """Whether the loss, and every metric beside it, has an entry for each row."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, _device_dtype(x)), batch)
+    seen: list[bool] = []
+
+    def trace(params: Any, other: Any, rows_: Batch, key: jax.Array) -> Any:
+        output = loss(spec.definition.merge(params, other, key), rows_)
+        as_means(output, rows)  # raises for what is no loss
+        parts = output if isinstance(output, tuple) else (output, {})
+        values = [parts[0], *parts[1].values()]
+        seen.append(all(isinstance(v, Mean) and _per_row(v.total, rows) and _per_row(v.weight, rows) for v in values))
+        return ()
+
+    jax.eval_shape(trace, spec.abstract.params, spec.abstract.other, shapes, jax.random.key(0))
+    return seen[-1]
+
+
+def _per_row(x: Any, rows: int) -> bool:
+    return jnp.ndim(x) > 0 and jnp.shape(x)[0] == rows
+
+
+def _num_rows(batch: Batch) -> int:
+    leaves = named_leaves(batch)
+    rows = {leaf.shape[0] if leaf.shape else 0 for leaf in leaves.values()}
+    if len(rows) != 1 or 0 in rows:
+        raise DataError(f"the arrays of a batch must have the same number of rows, at least 1: { {n: x.shape for n, x in leaves.items()} }.")
+    return int(rows.pop())
+
+
+def _device_dtype(x: Any) -> Any:
+    return jax.dtypes.canonicalize_dtype(x.dtype)
+
+
+def _learning_rate(opt_state: Any) -> dict[str, jax.Array]:
+    """The live learning rate, where the optimizer keeps it in its state (`optax.inject_hyperparams`)."""
+    found = [leaf for name, leaf in named_leaves(opt_state).items() if name.endswith("hyperparams/learning_rate")]
+    return {"lr": found[0]} if len(found) == 1 else {}
