@@ -169,3 +169,24 @@ def _cross_entropy_backward(saved: tuple[Array, Array, Array], g: Array) -> tupl
 
 
 cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
+
+
+def generate(model: GPT, prompt: Array, num_tokens: int, key: Array, temperature: float = 0.8) -> Array:
+    """`prompt` (B, P) continued by `num_tokens` sampled tokens; sees at most the last `max_length` tokens."""
+    graphdef, state = nnx.split(model)
+    window = model.config.max_length
+    rows, length = prompt.shape
+    buffer = jnp.zeros((rows, max(window, length + num_tokens)), prompt.dtype).at[:, :length].set(prompt)
+
+    @jax.jit
+    def extend(state: Any, buffer: Array, at: Array) -> Array:
+        start = jnp.maximum(0, at - window)
+        seen = jax.lax.dynamic_slice_in_dim(buffer, start, window, axis=1)
+        logits = nnx.merge(graphdef, state)(seen)
+        last = jax.lax.dynamic_index_in_dim(logits, at - 1 - start, axis=1, keepdims=False)
+        choice = jax.random.categorical(jax.random.fold_in(key, at), last.astype(jnp.float32) / temperature)
+        return jax.lax.dynamic_update_slice_in_dim(buffer, choice[:, None].astype(buffer.dtype), at, axis=1)
+
+    for at in range(length, length + num_tokens):
+        buffer = extend(state, buffer, jnp.int32(at))
+    return buffer[:, : length + num_tokens]

@@ -1,0 +1,54 @@
+"""shardwise trains any Flax NNX model on any device mesh.
+
+Names are imported when they are first used, so that the command line can answer without waiting for JAX.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint import Checkpoints as Checkpoints
+    from shardwise.data import Arrays as Arrays
+    from shardwise.data import Batches as Batches
+    from shardwise.data import Tokens as Tokens
+    from shardwise.data import stdlib_bytes as stdlib_bytes
+    from shardwise.errors import ShardwiseError as ShardwiseError
+    from shardwise.loop import evaluate as evaluate
+    from shardwise.loop import steps as steps
+    from shardwise.mesh import make_mesh as make_mesh
+    from shardwise.metrics import Mean as Mean
+    from shardwise.run import Result as Result
+    from shardwise.run import Run as Run
+    from shardwise.run import fit as fit
+    from shardwise.sharding import Rules as Rules
+    from shardwise.sharding import placement_table as placement_table
+    from shardwise.state import TrainState as TrainState
+    from shardwise.state import abstract_state as abstract_state
+    from shardwise.state import init_state as init_state
+    from shardwise.step import make_eval_step as make_eval_step
+    from shardwise.step import make_train_step as make_train_step
+
+_HOMES = {
+    "checkpoint": ("Checkpoints",),
+    "data": ("Arrays", "Batches", "Tokens", "stdlib_bytes"),
+    "errors": ("ShardwiseError",),
+    "loop": ("evaluate", "steps"),
+    "mesh": ("make_mesh",),
+    "metrics": ("Mean",),
+    "run": ("Result", "Run", "fit"),
+    "sharding": ("Rules", "placement_table"),
+    "state": ("TrainState", "abstract_state", "init_state"),
+    "step": ("make_eval_step", "make_train_step"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+__all__ = sorted(_HOME_OF)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'shardwise' has no attribute '{name}'")
+    return getattr(importlib.import_module(f"shardwise.{_HOME_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

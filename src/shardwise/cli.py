@@ -1,0 +1,137 @@
+"""The command line. JAX is imported only when a recipe has been found."""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ConfigError, ShardwiseError
+
+HELP = """\
+shardwise trains any Flax NNX model on any device mesh.
+
+  shardwise train RECIPE [arguments of the recipe]      train, or go on where the run directory stands
+  shardwise explain RECIPE [arguments of the recipe]    how each parameter and optimizer leaf is laid out, and why
+
+RECIPE is file.py or file.py:function; `shardwise train RECIPE --help` shows its arguments.
+
+before or after the verb:
+  --cpu-devices N    use the CPU as N virtual devices
+  --json FILE        write the answer for programs, too
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code."""
+    try:
+        return _main(list(sys.argv[1:] if argv is None else argv))
+    except ShardwiseError as error:
+        print(f"shardwise: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _main(argv: list[str]) -> int:
+    parser = _Parser(prog="shardwise", add_help=False, allow_abbrev=False)
+    parser.add_argument("--cpu-devices", type=int)
+    parser.add_argument("--json", type=Path)
+    options, rest = parser.parse_known_args(argv)
+    if not rest or rest[0] in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return 0 if rest else 2
+    verb, *args = rest
+    if verb not in VERBS:
+        raise ConfigError(f"there is no command '{verb}'; there are {', '.join(VERBS)}.")
+    if not args or args[0].startswith("-"):
+        if {"-h", "--help"} & set(args):
+            print(HELP, end="")
+            return 0
+        raise ConfigError(f"'shardwise {verb}' needs a recipe: shardwise {verb} file.py")
+    return VERBS[verb](args[0], args[1:], options)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise ConfigError(message)
+
+
+def _load(verb: str, target: str, args: list[str], options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
+    """The run that the recipe gives for these arguments, and what run.json shall say of it."""
+    from shardwise.recipe import bind_recipe, find_recipe, load_recipe, make_run
+
+    path, function = find_recipe(target)
+    _use_cpu_devices(options.cpu_devices)
+    recipe = load_recipe(path, function)
+    arguments = bind_recipe(recipe, args, prog=f"shardwise {verb} {target}")
+    described = {"recipe": f"{path}:{function}", "arguments": {k: str(v) for k, v in arguments.items()}, "source": path.read_text()}
+    return make_run(recipe, arguments), described
+
+
+def _use_cpu_devices(count: int | None) -> None:
+    if count is None:
+        return
+    if count < 1:
+        raise ConfigError(f"--cpu-devices {count}: at least 1.")
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", count)
+
+
+def train(target: str, args: list[str], options: argparse.Namespace) -> int:
+    from dataclasses import replace
+
+    from shardwise.run import fit
+
+    run, described = _load("train", target, args, options)
+    if run.out is None:
+        stem = Path(target.partition(":")[0]).stem
+        run = replace(run, out=Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+    result = fit(run, describe=described)
+    _write_answer(options, {"out": str(run.out), "metrics": result.metrics, "eval": result.eval_metrics, "seconds": result.seconds})
+    devices = f" --cpu-devices {options.cpu_devices}" if options.cpu_devices else ""
+    again = " ".join([target, *args, *([] if "--out" in args else ["--out", str(run.out)])])
+    print(
+        f"next:\n  shardwise train {again} --steps {2 * run.steps}{devices}   # go on from here\n"
+        f"  shardwise explain {target} --mesh data=4,model=2 --cpu-devices 8   # another layout, before paying for it",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def explain(target: str, args: list[str], options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from shardwise.mesh import make_mesh, mesh_text
+    from shardwise.sharding import placement_table
+    from shardwise.state import abstract_state
+
+    run, _ = _load("explain", target, args, options)
+    mesh = make_mesh(run.mesh)
+    spec = abstract_state(run.model, run.optimizer, mesh, run.rules)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    parts = {"parameters": spec.params, "other variables": spec.other, "optimizer": spec.opt_state}
+    for title, placements in parts.items():
+        if placements:
+            console.print(placement_table(placements.values(), f"{title} on mesh {mesh_text(mesh)}"))
+    rows = [
+        {"kind": kind, "path": p.path, "shape": p.shape, "dtype": str(p.dtype), "spec": list(p.spec), "why": p.reason, "bytes": p.bytes_per_device}
+        for kind, placements in parts.items()
+        for p in placements.values()
+    ]
+    _write_answer(options, {"mesh": dict(mesh.shape), "leaves": rows})
+    return 0
+
+
+def _write_answer(options: argparse.Namespace, answer: dict[str, Any]) -> None:
+    if options.json is not None:
+        options.json.write_text(json.dumps(answer, indent=2, default=str) + os.linesep)
+
+
+VERBS = {"train": train, "explain": explain}
+
+if __name__ == "__main__":
+    sys.exit(main())

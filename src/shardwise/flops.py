@@ -1,0 +1,48 @@
+"""Counts the arithmetic of a function from its trace, independent of any compiler or device."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.extend import core
+
+
+def count_flops(function: Callable[..., Any], *args: Any) -> float:
+    """Floating-point operations of the matrix products and convolutions of `function`, two for each multiply and add.
+
+    `args` may be arrays or shapes. The body of a scan counts as often as it runs. Element-wise work is left out, as is
+    usual for MFU; so is what rematerialization does twice, when `function` is the forward pass.
+    """
+    return _count(jax.make_jaxpr(function)(*args).jaxpr)
+
+
+def _count(jaxpr: core.Jaxpr) -> float:
+    return sum(_count_one(equation) for equation in jaxpr.eqns)
+
+
+def _count_one(equation: Any) -> float:
+    name, params = equation.primitive.name, equation.params
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        left = equation.invars[0].aval.shape
+        return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[dim] for dim in contracted)
+    if name == "conv_general_dilated":
+        kernel = equation.invars[1].aval.shape
+        out_features = kernel[params["dimension_numbers"].rhs_spec[0]]
+        return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) / out_features
+    if name.startswith("dot_product_attention_fwd"):  # cuDNN's, opaque to the trace: q is (B, T, H, K), k is (B, S, H, K)
+        q, k = (variable.aval.shape for variable in equation.invars[:2])
+        return 4.0 * math.prod(q) * k[1]
+    if name == "cond":
+        return max(_count(branch.jaxpr) for branch in params["branches"])
+    times = params["length"] if name == "scan" else 1
+    return times * sum(_count(inner) for inner in _inner(params))
+
+
+def _inner(params: dict[str, Any]) -> Iterator[core.Jaxpr]:
+    for value in params.values():
+        if isinstance(value, core.ClosedJaxpr):
+            yield value.jaxpr
+        elif isinstance(value, core.Jaxpr):
+            yield value

@@ -1,0 +1,56 @@
+"""What a run did, for people: its curve as a picture, its end as a few lines."""
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+from shardwise.metrics import read_metrics
+
+
+def plot_losses(metrics: Path, picture: Path) -> None:
+    """Training loss of every step and held-out loss, from `metrics.jsonl` to a PNG file."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    records = read_metrics(metrics)
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    trained = [(r["step"], r["loss"]) for r in records if "loss" in r]
+    held_out = [(r["step"], r["eval_loss"]) for r in records if "eval_loss" in r]
+    axes.plot(*zip(*trained, strict=True), color="#9db8d9", linewidth=1, label="training")
+    smooth = _smoothed([loss for _, loss in trained])
+    axes.plot([step for step, _ in trained], smooth, color="#1f4e8c", linewidth=2, label="training, smoothed")
+    if held_out:
+        axes.plot(*zip(*held_out, strict=True), color="#d1495b", marker="o", label=f"held out, {held_out[-1][1]:.3f} at the end")
+    axes.set(xlabel="step", ylabel="loss", title=str(picture.parent.name))
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(picture, dpi=120)
+
+
+def _smoothed(values: list[float], share: float = 0.05) -> list[float]:
+    """Exponential mean over about `share` of the run, corrected for its start."""
+    decay = 1 - 1 / max(1.0, share * len(values))
+    mean, weight, out = 0.0, 0.0, []
+    for value in values:
+        mean, weight = decay * mean + (1 - decay) * value, decay * weight + (1 - decay)
+        out.append(mean / weight)
+    return out
+
+
+def show_seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 60 else str(datetime.timedelta(seconds=round(seconds)))
+
+
+def show_rate(value: float) -> str:
+    for unit in ("", "k", "M"):
+        if value < 1000:
+            return f"{value:.3g}{unit}" if value < 100 else f"{value:.0f}{unit}"
+        value /= 1000
+    return f"{value:.3g}G"
+
+
+def show_metrics(metrics: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())

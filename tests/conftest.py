@@ -1,0 +1,13 @@
+"""Eight virtual CPU devices for every test. Too few is a failure, never a skip."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+
+def pytest_sessionstart(session):
+    assert jax.device_count() == 8, f"the tests need 8 CPU devices and found {jax.device_count()}"

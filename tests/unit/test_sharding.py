@@ -1,0 +1,158 @@
+"""The resolver: which rule fires for a leaf, and what is said when none can."""
+
+import io
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+
+from shardwise.errors import ConfigError
+from shardwise.mesh import make_mesh
+from shardwise.sharding import Leaf, Rules, annotation_of, at_use, batch_spec, place_model, place_optimizer, placement_table
+
+F32 = jnp.dtype("float32")
+
+
+def place(shape, annotation=None, mesh="data=2,fsdp=2,model=2", rules=None, path="w"):
+    return place_model({path: Leaf(shape, F32, annotation), "filler": Leaf((64, 64), F32, (None, "model"))}, make_mesh(mesh), rules or Rules())[path]
+
+
+@pytest.mark.parametrize(
+    ("annotation", "mesh", "spec", "why"),
+    [
+        ((None, "model"), "data=4,model=2", P(None, "model"), "annotation (-, model)"),
+        (("embed", "mlp"), "data=2,fsdp=2,model=2", P("fsdp", "model"), "annotation (embed, mlp)"),
+        (("embed", "mlp"), "data=2,fsdp=2,tp=2", P("fsdp", "tp"), "annotation (embed, mlp)"),
+        (("embed", "mlp"), "data=8", P(), "annotation (embed, mlp): no such axis in this mesh"),
+        ((("data", "model"), None), "data=4,model=2", P(("data", "model"), None), "annotation (data*model, -)"),
+        (None, "fsdp=8", P("fsdp", None), "automatic FSDP on dim 0"),
+        (("model",), "fsdp=4,model=2", P("model", "fsdp"), "annotation (model), automatic FSDP on dim 1"),
+        (None, "data=8", P(), "no rule"),
+    ],
+)
+def test_the_rule_that_fires_is_told(annotation, mesh, spec, why):
+    leaves = {"w": Leaf((512, 256), F32, annotation), "filler": Leaf((64, 64), F32, (None, ("model", "tp")))}
+    placement = place_model(leaves, make_mesh(mesh), Rules())["w"]
+    assert (placement.spec, placement.reason) == (spec, why)
+
+
+def test_a_rule_by_path_comes_first_and_is_taken_as_it_stands():
+    rules = Rules(paths=(("w*", ("fsdp", None)), ("*", ())))
+    assert place((512, 256), (None, "model"), rules=Rules(paths=(("w*", ("fsdp", None)),))).spec == P("fsdp", None)
+    with pytest.raises(ConfigError, match="axis 'model'"):  # the second rule keeps the rest whole, so nothing uses 'model'
+        place((512, 256), rules=rules)
+
+
+def test_named_shardings_and_specs_count_as_annotations():
+    mesh = make_mesh("data=4,model=2")
+    assert annotation_of({"out_sharding": NamedSharding(mesh, P(None, "model"))}) == (None, "model")
+    assert annotation_of({"out_sharding": P("model")}) == ("model",)
+    assert annotation_of({}) is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "annotation", "mesh", "words"),
+    [
+        ((768, 2304), (None, "model"), "data=1,model=5", "dim 1 over mesh axis 'model' (size 5), and 2304 is not divisible by 5. Use model=2, 3, 4, 6 or 8"),
+        ((64, 64), ("model", "model"), "data=4,model=2", "puts mesh axis 'model' on dim 0 and on dim 1"),
+        ((64, 64), ("embed", "embed"), "fsdp=4,model=2", "puts mesh axis 'fsdp' on dim 0 and on dim 1"),
+        ((64,), ("model", None), "data=4,model=2", "names 2 dims"),
+        ((64, 64), ("modle", None), "data=4,model=2", "names 'modle', which is neither an axis of the mesh (data, model)"),
+        ((99, 101), None, "fsdp=4,model=2", "no dim that is still whole is divisible by mesh axis fsdp (size 4)"),
+    ],
+)
+def test_what_cannot_be_done_is_an_error_with_numbers(shape, annotation, mesh, words):
+    devices = jax.devices()[:5] if "5" in mesh else None
+    with pytest.raises(ConfigError) as error:
+        place_model({"blocks/0/w": Leaf(shape, F32, annotation)}, make_mesh(mesh, devices), Rules())
+    assert "parameter 'blocks/0/w'" in str(error.value)
+    assert words in str(error.value)
+
+
+def test_the_closest_name_is_offered():
+    with pytest.raises(ConfigError, match="Did you mean 'model'"):
+        place((64, 64), ("modle", None))
+    with pytest.raises(ConfigError, match=r"rule 'blocks/\*/kernal'.*matches no parameter. Did you mean 'blocks/0/kernel'"):
+        place((64, 64), path="blocks/0/kernel", rules=Rules(paths=(("blocks/*/kernal", ()),)))
+
+
+def test_all_mistakes_are_told_at_once():
+    leaves = {name: Leaf((7, 64), F32, ("model", None)) for name in ("a", "b", "c")}
+    with pytest.raises(ConfigError) as error:
+        place_model(leaves, make_mesh("data=4,model=2"), Rules())
+    assert [f"parameter '{name}'" in str(error.value) for name in leaves] == [True] * 3
+
+
+def test_an_axis_that_cuts_nothing_is_refused():
+    with pytest.raises(ConfigError, match="mesh axis 'model' \\(size 2\\) cuts neither the batch nor any parameter"):
+        place_model({"w": Leaf((64, 64), F32)}, make_mesh("data=4,model=2"), Rules())
+    place_model({"w": Leaf((64, 64), F32)}, make_mesh("data=8,model=1"), Rules())
+
+
+def test_rows_are_cut_over_all_batch_axes_and_parameters_are_whole_over_them_where_used():
+    mesh = make_mesh("replica=2,fsdp=2,model=2")
+    assert batch_spec(mesh, Rules()) == P(("replica", "fsdp"))
+    assert at_use(P("fsdp", "model"), Rules()) == P(None, "model")
+    assert at_use(P(("fsdp", "model"), None), Rules()) == P("model", None)
+
+
+@given(st.lists(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 64]), min_size=0, max_size=4), st.sampled_from([2, 4, 8]))
+def test_automatic_fsdp_stores_exactly_its_share_or_says_why_not(shape, size):
+    leaf = Leaf(tuple(shape), F32)
+    rules = Rules(fsdp_min_size=16)
+    mesh = make_mesh(f"fsdp={size}", jax.devices()[:size])
+    elements = 1
+    for dim in shape:
+        elements *= dim
+    try:
+        placement = place_model({"w": leaf}, mesh, rules)["w"]
+    except ConfigError:
+        assert elements >= 16
+        assert all(dim % size for dim in shape)
+        return
+    cut = NamedSharding(mesh, placement.spec).shard_shape(tuple(shape))
+    held = 4
+    for dim in cut:
+        held *= dim
+    assert placement.bytes_per_device == held
+    assert held == elements * 4 // (size if elements >= 16 else 1)
+
+
+def test_factored_and_masked_optimizer_states_follow_their_parameters():
+    mesh = make_mesh("fsdp=4,model=2")
+    params = {"w": jnp.zeros((256, 512)), "b": jnp.zeros((512,))}
+    leaves = {"w": Leaf((256, 512), F32, ("fsdp", "model")), "b": Leaf((512,), F32, ("model",))}
+    placed = place_model(leaves, mesh, Rules())
+    adafactor = place_optimizer(jax.eval_shape(optax.adafactor(1e-3).init, params), placed, mesh, Rules())
+    by_shape = {(path.split("/")[-2], path.split("/")[-1]): p.spec for path, p in adafactor.items() if p.path.endswith(("/w", "/b"))}
+    assert by_shape["v_row", "w"] == P("fsdp")
+    assert by_shape["v_col", "w"] == P("model")
+    assert by_shape["v", "b"] == P("model")
+    masked = optax.partition({"train": optax.adamw(1e-3), "freeze": optax.set_to_zero()}, lambda p: {"w": "train", "b": "freeze"})
+    placements = place_optimizer(jax.eval_shape(masked.init, params), placed, mesh, Rules())
+    assert [p.spec for path, p in placements.items() if path.endswith("/w")] == [P("fsdp", "model")] * 2
+    assert not any(path.endswith("/b") for path in placements)
+
+
+def test_the_longest_path_wins_where_one_parameter_ends_like_another():
+    mesh = make_mesh("data=4,model=2")
+    leaves = {"kernel": Leaf((8, 8), F32, ("model", None)), "a/kernel": Leaf((8, 8), F32, (None, "model"))}
+    placed = place_model(leaves, mesh, Rules())
+    state = jax.eval_shape(optax.trace(0.9).init, {"kernel": jnp.zeros((8, 8)), "a": {"kernel": jnp.zeros((8, 8))}})
+    specs = {path: p.spec for path, p in place_optimizer(state, placed, mesh, Rules()).items()}
+    assert specs == {"trace/kernel": P("model", None), "trace/a/kernel": P(None, "model")}
+
+
+def test_the_table_shows_layout_reason_and_bytes():
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(placement_table([place((512, 256), ("embed", "mlp"))], "parameters"))
+    text = console.export_text()
+    assert "(fsdp, model)" in text
+    assert "annotation (embed, mlp)" in text
+    assert "128.0 KiB on each device of 512.0 KiB in all" in text

@@ -1,0 +1,95 @@
+"""States are described without arrays and created where they live."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from shardwise.errors import ConfigError
+from shardwise.mesh import make_mesh
+from shardwise.module import split_module
+from shardwise.sharding import Rules
+from shardwise.state import abstract_state, init_state
+from shardwise.tree import named_leaves
+
+
+class Wide(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(256, 1024, rngs=rngs, kernel_init=nnx.with_partitioning(nnx.initializers.normal(), ("embed", "mlp")))
+        self.down = nnx.Linear(1024, 256, rngs=rngs)
+
+
+def test_no_device_ever_holds_a_whole_parameter_that_is_cut():
+    spec = abstract_state(Wide, optax.adamw(1e-3), make_mesh("fsdp=4,model=2"))
+    state = init_state(spec, 0)
+    for name, leaf in named_leaves(state.params).items():
+        if name.endswith("kernel"):
+            cut = 8 if name == "up/kernel" else 4
+            assert {shard.data.size for shard in leaf.addressable_shards} == {leaf.size // cut}
+
+    def create(key):
+        from shardwise.module import build_module
+
+        _, params, other = split_module(build_module(Wide, key))
+        return params, spec.optimizer.init(params)
+
+    shardings = (spec.shardings.params, spec.shardings.opt_state)
+    program = jax.jit(create, out_shardings=shardings).lower(jax.random.key(0)).compile()
+    largest = max(np.prod([int(d) for d in dims.split(",")]) for dims in re.findall(r"f32\[([\d,]+)\]", program.as_text()))
+    assert largest <= 256 * 1024 // 4
+
+
+def test_the_same_seed_gives_the_same_bits_on_every_mesh():
+    def bits(text, devices):
+        spec = abstract_state(Wide, optax.adamw(1e-3), make_mesh(text, jax.devices()[:devices]))
+        return {name: np.asarray(leaf).tobytes() for name, leaf in named_leaves(init_state(spec, 7)).items()}
+
+    reference = bits("data=1", 1)
+    assert len(reference) == 1 + 4 + 8 + 1
+    for text in ("data=8", "fsdp=8", "data=2,fsdp=2,model=2", "model=8"):
+        assert bits(text, 8) == reference
+
+
+def test_the_description_allocates_nothing_and_says_all():
+    huge = lambda rngs: nnx.Linear(2**20, 2**20, rngs=rngs)  # noqa: E731  4 TiB
+    spec = abstract_state(huge, optax.adamw(1e-3), make_mesh("fsdp=8"))
+    assert spec.num_params == 2**40 + 2**20
+    assert spec.params["kernel"].bytes_per_device == 2**42 // 8
+    assert spec.abstract.opt_state[0].mu["kernel"].sharding == spec.abstract.params["kernel"].sharding
+
+
+def test_variables_of_every_kind_have_their_place():
+    class Counter(nnx.Variable):
+        pass
+
+    class Kinds(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(4, 4, rngs=rngs)
+            self.norm = nnx.BatchNorm(4, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+            self.calls = Counter(jnp.zeros((), jnp.int32))
+            self.tied = self.linear
+
+    spec = abstract_state(Kinds, optax.sgd(0.1), make_mesh("data=8"))
+    assert sorted(spec.params) == ["linear/bias", "linear/kernel", "norm/bias", "norm/scale"]
+    assert sorted(spec.other) == ["calls", "norm/mean", "norm/var"]
+    assert sorted(rng.name for rng in spec.definition.rngs) == ["dropout/rngs/count", "dropout/rngs/key"]
+    state = init_state(spec, 0)
+    merged = spec.definition.merge(state.params, state.other, jax.random.key(0))
+    assert merged.tied is merged.linear
+
+
+@pytest.mark.parametrize(
+    ("factory", "words"),
+    [
+        (lambda rngs: nnx.Dropout(0.5, rngs=rngs), "has no nnx.Param"),
+        (lambda rngs: None, "returned a NoneType"),
+    ],
+)
+def test_what_is_no_model_is_refused(factory, words):
+    with pytest.raises(ConfigError, match=words):
+        abstract_state(factory, optax.sgd(0.1), make_mesh("data=8"), Rules())

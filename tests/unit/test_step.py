@@ -1,0 +1,225 @@
+"""One step: exact for any split of the batch, safe from bad numbers, compiled once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.errors import ConfigError, DataError
+from shardwise.mesh import make_mesh
+from shardwise.metrics import Mean
+from shardwise.sharding import Rules
+from shardwise.state import abstract_state, init_state
+from shardwise.step import make_train_step
+from shardwise.tree import named_leaves
+
+LR = 0.1
+
+
+class Plain(nnx.Module):
+    def __init__(self, rngs, dropout=0.0):
+        self.hidden = nnx.Linear(6, 16, rngs=rngs)
+        self.dropout = nnx.Dropout(dropout, rngs=rngs)
+        self.out = nnx.Linear(16, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.dropout(nnx.tanh(self.hidden(x))))
+
+
+def weighted_loss(model, batch):
+    squares = ((model(batch["x"]) - batch["y"]) ** 2).sum(-1)
+    return Mean(squares * batch["w"], batch["w"])
+
+
+def scalar_loss(model, batch):
+    return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+
+
+def make_batch(rows, seed=0, weights=True):
+    rng = np.random.default_rng(seed)
+    batch = {"x": rng.normal(size=(rows, 6)).astype("f4"), "y": rng.normal(size=(rows, 3)).astype("f4")}
+    return batch | ({"w": rng.uniform(0, 2, rows).astype("f4")} if weights else {})
+
+
+def one_step(batch, mesh="data=1", loss=weighted_loss, factory=Plain, optimizer=None, **options):
+    devices = jax.devices()[:1] if mesh == "data=1" else None
+    spec = abstract_state(factory, optimizer or optax.sgd(LR), make_mesh(mesh, devices))
+    step = make_train_step(spec, loss, batch, **options)
+    return step(init_state(spec, 0), step.place(batch))
+
+
+def expected_step(batch):
+    """The weighted mean over the whole batch and one step of gradient descent, written without shardwise."""
+    model = Plain(nnx.Rngs(jax.random.key(0)))
+
+    def loss(model):
+        squares = ((model(batch["x"]) - batch["y"]) ** 2).sum(-1)
+        return (squares * batch["w"]).sum() / batch["w"].sum()
+
+    value, grads = nnx.value_and_grad(loss)(model)
+    nnx.Optimizer(model, optax.sgd(LR), wrt=nnx.Param).update(model, grads)
+    return float(value), {"/".join(map(str, path)): np.asarray(v[...]) for path, v in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+
+
+def assert_step(result, batch, tolerance=2e-6):
+    state, metrics = result
+    value, params = expected_step(batch)
+    assert abs(float(metrics["loss"]) - value) < tolerance
+    for name, leaf in named_leaves(state.params).items():
+        np.testing.assert_allclose(leaf, params[name], atol=tolerance, err_msg=name)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(1, 40), st.sampled_from(["data=1", "data=8", "data=4,fsdp=2"]), st.integers(1, 4))
+def test_any_number_of_rows_on_any_mesh_in_any_number_of_parts_is_the_same_step(rows, mesh, accumulate):
+    batch = make_batch(rows)
+    accumulate = min(accumulate, rows)
+    assert_step(one_step(batch, mesh, accumulate=accumulate), batch)
+
+
+def test_rows_without_weight_change_nothing():
+    batch = make_batch(16)
+    batch["w"][5:] = 0
+    part = {name: array[:5] for name, array in batch.items()}
+    assert_step(one_step(batch, "data=8", accumulate=2), part)
+
+
+def test_padding_enters_neither_the_loss_nor_the_weight():
+    _, metrics = one_step(make_batch(13), "data=8")
+    assert float(metrics["weight"]) == pytest.approx(make_batch(13)["w"].sum(), rel=1e-6)
+
+
+def test_a_scalar_loss_cannot_be_padded_and_the_numbers_are_told():
+    batch = make_batch(13, weights=False)
+    with pytest.raises(ConfigError, match=r"13 rows is not divisible by 8 .* Use a batch of 8 or 16 rows, or let the loss return Mean"):
+        one_step(batch, "data=8", scalar_loss)
+    one_step(batch, "data=1", scalar_loss)
+    with pytest.raises(ConfigError, match="not divisible by 2"):
+        one_step(batch, "data=1", scalar_loss, accumulate=2)
+
+
+def test_padding_is_refused_where_it_would_enter_batch_statistics():
+    class Normed(Plain):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.norm = nnx.BatchNorm(6, rngs=rngs)
+
+        def __call__(self, x):
+            return super().__call__(self.norm(x))
+
+    with pytest.raises(ConfigError, match="padding would enter the statistics that the model keeps \\('norm/mean'\\)"):
+        one_step(make_batch(13), "data=8", factory=Normed)
+    state, _ = one_step(make_batch(16), "data=8", factory=Normed)
+    mean = make_batch(16)["x"].mean(0)
+    np.testing.assert_allclose(state.other["norm"]["mean"], 0.01 * mean, atol=1e-6)  # over the whole batch, not a shard
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_numbers_that_are_not_finite_leave_the_state_untouched(bad, accumulate):
+    batch = make_batch(16)
+    batch["x"][3, 2] = bad
+    spec = abstract_state(Plain, optax.adamw(1e-2), make_mesh("data=8"))
+    step = make_train_step(spec, weighted_loss, batch, accumulate=accumulate)
+    good = make_batch(16)
+    state, _ = step(init_state(spec, 0), step.place(good))
+    before = {name: np.asarray(leaf).tobytes() for name, leaf in named_leaves((state.params, state.opt_state)).items()}
+    state, metrics = step(state, step.place(batch))
+    after = {name: np.asarray(leaf).tobytes() for name, leaf in named_leaves((state.params, state.opt_state)).items()}
+    assert not bool(metrics["finite"])
+    assert before == after
+    assert int(state.step) == 2  # the batch was consumed all the same
+    _, metrics = step(state, step.place(good))
+    assert bool(metrics["finite"])
+
+
+def test_a_finite_loss_with_an_infinite_gradient_is_caught():
+    def loss(model, batch):  # sqrt has an infinite derivative at 0, its value is 0
+        return jnp.sqrt(jnp.abs(model.out.kernel[...] * 0).sum()) + scalar_loss(model, batch)
+
+    state, metrics = one_step(make_batch(8, weights=False), "data=8", loss)
+    assert np.isfinite(float(metrics["loss"]))
+    assert not bool(metrics["finite"])
+    assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(state.params))
+
+
+def test_random_streams_depend_on_seed_and_step_and_on_nothing_else():
+    factory = lambda rngs: Plain(rngs, dropout=0.5)  # noqa: E731
+    batch = make_batch(16)
+
+    def losses(seed, mesh, start=0):
+        spec = abstract_state(factory, optax.sgd(0.0), make_mesh(mesh, jax.devices()[:1] if mesh == "data=1" else None))
+        step = make_train_step(spec, weighted_loss, batch, seed=seed, accumulate=2)
+        state = init_state(spec, 0)
+        state = type(state)(state.step + start, state.params, state.other, state.opt_state)
+        out = []
+        for _ in range(3):
+            state, metrics = step(state, step.place(batch))
+            out.append(float(metrics["loss"]))
+        return np.array(out)
+
+    one = losses(0, "data=1")
+    assert len(set(one)) == 3  # another mask at each step
+    np.testing.assert_allclose(losses(0, "data=4,fsdp=2"), one, rtol=1e-6)
+    np.testing.assert_allclose(losses(0, "data=1", start=1)[:2], one[1:], rtol=1e-6)  # nothing is carried along
+    assert not np.allclose(losses(1, "data=1"), one)
+
+
+def test_the_second_call_never_compiles_and_the_state_is_donated():
+    batch = make_batch(16)
+    spec = abstract_state(lambda rngs: Plain(rngs, 0.1), optax.adamw(1e-3), make_mesh("data=2,fsdp=4"), Rules(fsdp_min_size=8))
+    step = make_train_step(spec, weighted_loss, batch, accumulate=2)
+    state = init_state(spec, 0)
+    first, _ = step(state, step.place(batch))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name) if "compile" in name else None)
+    for _ in range(3):
+        first, _ = step(first, step.place(batch))
+    jax.block_until_ready(first)
+    assert [name for name in compiled if "backend_compile" in name] == []
+    assert jax.tree.map(lambda leaf: leaf.sharding, first) == spec.shardings
+
+
+def test_mixed_precision_keeps_float32_masters():
+    seen = []
+
+    def loss(model, batch):
+        seen.append(model.hidden.kernel[...].dtype)
+        out = model(batch["x"].astype(jnp.bfloat16))
+        seen.append(out.dtype)
+        return Mean(((out.astype(jnp.float32) - batch["y"]) ** 2).sum(-1), batch["w"])
+
+    state, metrics = one_step(make_batch(16), "data=4,fsdp=2", loss, compute_dtype="bfloat16", optimizer=optax.adam(1e-3))
+    assert seen[-2:] == [jnp.bfloat16, jnp.bfloat16]
+    assert {leaf.dtype for leaf in jax.tree.leaves((state.params, state.opt_state[0].mu))} == {jnp.dtype("float32")}
+    assert np.isfinite(float(metrics["loss"]))
+
+
+def test_further_metrics_are_exact_means_too():
+    def loss(model, batch):
+        squares = ((model(batch["x"]) - batch["y"]) ** 2).sum(-1)
+        return Mean(squares, jnp.ones_like(squares)), {"big": Mean((squares > 1).astype(jnp.float32), jnp.ones_like(squares))}
+
+    _, metrics = one_step(make_batch(13), "data=8", loss)
+    _, reference = one_step(make_batch(13), "data=1", loss)
+    assert float(metrics["big"]) == pytest.approx(float(reference["big"]), rel=1e-6)
+    with pytest.raises(ConfigError, match="grad_norm"):
+        one_step(make_batch(8), loss=lambda model, batch: (scalar_loss(model, batch), {"grad_norm": 1.0}))
+
+
+def test_what_is_no_loss_and_no_batch_is_refused():
+    with pytest.raises(ConfigError, match=r"array of shape \(8, 3\) for 'loss'"):
+        one_step(make_batch(8), loss=lambda model, batch: model(batch["x"]))
+    with pytest.raises(DataError, match="same number of rows"):
+        one_step({**make_batch(8), "w": np.ones(7, "f4")})
+    with pytest.raises(ConfigError, match="accumulate=9 does not split a batch of 8 rows"):
+        one_step(make_batch(8), accumulate=9)
+    spec = abstract_state(Plain, optax.sgd(LR), make_mesh("data=8"))
+    step = make_train_step(spec, weighted_loss, make_batch(8))
+    with pytest.raises(DataError, match="compiled for 8 rows"):
+        step.place(make_batch(16))
