@@ -6,8 +6,8 @@ For a parameter, the first of these that says something:
 2. the annotation on the variable (`nnx.with_partitioning` and its kin), in mesh axes or logical names;
 3. nothing.
 
-Then, unless a rule by path decided, automatic FSDP cuts the largest dimension that is still whole over the mesh's
-FSDP axes. Optimizer leaves follow their parameter. What cannot be done as asked is an error with numbers, never
+Then, unless a rule by path decided, automatic FSDP cuts the largest dimension over the mesh's FSDP axes, if the leaf
+does not use them yet. Optimizer leaves follow their parameter. What cannot be done as asked is an error with numbers, never
 a silent replication.
 """
 
@@ -144,7 +144,7 @@ def _mesh_axes(path: str, entry: Axes, who: str, mesh: Mesh, rules: Rules) -> It
 
 
 def _add_fsdp(path: str, shape: tuple[int, ...], dims: list[tuple[str, ...]], mesh: Mesh, rules: Rules) -> tuple[list[tuple[str, ...]], str]:
-    """Cuts the largest whole dim over the FSDP axes that the leaf does not use yet."""
+    """Cuts the largest dim that can be over the FSDP axes that the leaf does not use yet, a whole one for preference."""
     used = {axis for names in dims for axis in names}
     axes = tuple(axis for axis in rules.fsdp if mesh.shape.get(axis, 1) > 1 and axis not in used)
     if not axes:
@@ -152,14 +152,16 @@ def _add_fsdp(path: str, shape: tuple[int, ...], dims: list[tuple[str, ...]], me
     if math.prod(shape) < rules.fsdp_min_size:
         return dims, f"small: under {rules.fsdp_min_size} elements"
     size = math.prod(mesh.shape[axis] for axis in axes)
-    whole = [dim for dim, names in enumerate(dims) if not names and shape[dim] % size == 0]
-    if not whole:
+    fitting = [dim for dim, names in enumerate(dims) if shape[dim] % (size * math.prod(mesh.shape[name] for name in names)) == 0]
+    if not fitting and used:
+        return dims, f"no dim left that {' x '.join(axes)} ({size}) divides"
+    if not fitting:
         raise ConfigError(
-            f"parameter '{path}' has shape {shape}, and no dim that is still whole is divisible by mesh axis {' x '.join(axes)} (size {size}). "
+            f"parameter '{path}' has shape {shape}, and no dim of it is divisible by mesh axis {' x '.join(axes)} (size {size}). "
             f"Use {axes[0]}={_choices(max(shape), size)}, or say Rules(paths=(('{path}', ()),)) to keep it whole on purpose."
         )
-    best = max(whole, key=lambda dim: shape[dim])
-    return [axes if dim == best else names for dim, names in enumerate(dims)], f"automatic FSDP on dim {best}"
+    best = max(fitting, key=lambda dim: (not dims[dim], shape[dim]))
+    return [(*names, *axes) if dim == best else names for dim, names in enumerate(dims)], f"automatic FSDP on dim {best}"
 
 
 def place_optimizer(opt_state: Any, params: Mapping[str, Placement], mesh: Mesh, rules: Rules) -> dict[str, Placement]:
