@@ -21,7 +21,7 @@ from shardwise.models.gpt import GPT, PRESETS, cross_entropy, generate
 def loss(model: GPT, batch: dict[str, jax.Array]) -> Mean:
     """Nats for each byte: an entry for each of them, so that padding and micro-batches cannot change the mean."""
     nats = cross_entropy(model(batch["inputs"]), batch["labels"])
-    return Mean(nats, jnp.ones_like(nats))
+    return Mean(nats)
 
 
 def sample(model: GPT, prompt: str = "def ", num_bytes: int = 300) -> str:
@@ -31,17 +31,17 @@ def sample(model: GPT, prompt: str = "def ", num_bytes: int = 300) -> str:
 
 
 def recipe(
-    steps: int = 600,
+    steps: int = 1000,
     mesh: str = "data=-1",
     out: Path | None = None,
     seed: int = 0,
     batch_size: int = 16,
     length: int = 128,
     accumulate: int = 1,
-    lr: float = 2e-3,
+    lr: float = 4e-3,
     dropout: float = 0.0,
     compute_dtype: str | None = None,
-    eval_every: int = 200,
+    eval_every: int = 250,
     save_every: int = 0,
 ) -> Run:
     train, held_out = stdlib_bytes()
@@ -66,4 +66,5 @@ def recipe(
         save_every=save_every,
         out=out,
         sample=sample,
+        unit="tokens",
     )

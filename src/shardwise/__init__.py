@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shardwise.loop import evaluate as evaluate
     from shardwise.loop import steps as steps
     from shardwise.mesh import make_mesh as make_mesh
+    from shardwise.mesh import mesh_text as mesh_text
     from shardwise.metrics import Mean as Mean
     from shardwise.run import Result as Result
     from shardwise.run import Run as Run
@@ -33,7 +34,7 @@ _HOMES = {
     "data": ("Arrays", "Batches", "Tokens", "stdlib_bytes"),
     "errors": ("ShardwiseError",),
     "loop": ("evaluate", "steps"),
-    "mesh": ("make_mesh",),
+    "mesh": ("make_mesh", "mesh_text"),
     "metrics": ("Mean",),
     "run": ("Result", "Run", "fit"),
     "sharding": ("Rules", "placement_table"),
@@ -41,7 +42,7 @@ _HOMES = {
     "step": ("make_eval_step", "make_train_step"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-__all__ = sorted(_HOME_OF)  # noqa: PLE0605
+__all__ = sorted(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:

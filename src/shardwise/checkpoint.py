@@ -23,7 +23,7 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
 
     def latest(self) -> int | None:
-        return self._manager.latest_step()  # type: ignore[no-any-return]
+        return self._manager.latest_step()
 
     def save(self, state: TrainState, metadata: dict[str, Any]) -> None:
         args = ocp.args.Composite(state=ocp.args.StandardSave(_tree(state)), meta=ocp.args.JsonSave(metadata))

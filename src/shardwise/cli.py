@@ -118,7 +118,15 @@ def explain(target: str, args: list[str], options: argparse.Namespace) -> int:
         if placements:
             console.print(placement_table(placements.values(), f"{title} on mesh {mesh_text(mesh)}"))
     rows = [
-        {"kind": kind, "path": p.path, "shape": p.shape, "dtype": str(p.dtype), "spec": list(p.spec), "why": p.reason, "bytes": p.bytes_per_device}
+        {
+            "kind": kind,
+            "path": p.path,
+            "shape": p.shape,
+            "dtype": str(p.dtype),
+            "spec": list(p.spec),
+            "why": p.reason,
+            "bytes": p.bytes_per_device,
+        }
         for kind, placements in parts.items()
         for p in placements.values()
     ]

@@ -6,20 +6,22 @@ from typing import Any
 
 import jax
 
-from shardwise.data.batches import Batches
+from shardwise.data.batches import Batches, as_batches
+from shardwise.errors import DataError
 from shardwise.metrics import Mean
 from shardwise.state import TrainState
-from shardwise.step import Batch, EvalStep, TrainStep
+from shardwise.step import Batch, EvalStep, TrainStep, num_rows
 
 
 def steps(
-    step: TrainStep, state: TrainState, batches: Callable[[int], Batch], *, until: int
+    step: TrainStep, state: TrainState, batches: Callable[[int], Batch] | Iterable[Batch], *, until: int
 ) -> Iterator[tuple[int, TrainState, dict[str, jax.Array]]]:
     """Yields (n, state, metrics) after each update, n counting from where `state` stands up to `until`.
 
     Nothing here waits for the devices: the metrics are arrays that may still be under way, and the batch of the next
     step is on its way before the body of the loop runs. The state that was yielded before is donated to the next step.
     """
+    batches = as_batches(batches)
     n = int(state.step)
     if n >= until:
         return
@@ -41,8 +43,10 @@ def evaluate(step: EvalStep, state: TrainState, batches: Batches | Iterable[Batc
         rows, batches = batches.batch_size, batches.once()
     parts: list[dict[str, Mean]] = []
     for batch in batches:
-        rows = rows or jax.tree.leaves(batch)[0].shape[0]
+        rows = rows or num_rows(batch)
         parts.append(step(state, batch, rows))
+    if not parts:
+        raise DataError("there is nothing to evaluate: no batch came.")
     sums = reduce(lambda a, b: {name: a[name] + b[name] for name in a}, _on_host(parts))
     return {name: float(mean.value) for name, mean in sums.items()}
 

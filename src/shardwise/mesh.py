@@ -36,7 +36,8 @@ def parse_mesh(text: str, num_devices: int) -> dict[str, int]:
         fits = _nearest_mesh(sizes, num_devices)
         raise ConfigError(
             f"mesh '{text}' needs {'a multiple of ' if to_fill else ''}{known} devices, and there are {num_devices}. "
-            f"'{fits}' would use them all; on the CPU, --cpu-devices {known} gives {known} virtual devices."
+            f"'{fits}' would use them all; on the CPU, --cpu-devices {known} "
+            f"(in Python: jax.config.update('jax_num_cpu_devices', {known}) before the first use) gives {known} virtual devices."
         )
     return sizes
 
@@ -51,13 +52,16 @@ def _nearest_mesh(sizes: dict[str, int], num_devices: int) -> str:
     return ",".join(f"{name}={size}" for name, size in {first: left, **fitted}.items())
 
 
-def make_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
+def make_mesh(mesh: str | Mesh, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh over `devices` (all of them by default), ordered so that neighbours on an axis are close on the network.
+    A mesh that is one already is returned as it is.
 
     The axes are of type Auto: ordinary model code runs under any of them, and creation never holds a whole weight.
     """
+    if isinstance(mesh, Mesh):
+        return mesh
     devices = list(jax.devices() if devices is None else devices)
-    sizes = parse_mesh(text, len(devices))
+    sizes = parse_mesh(mesh, len(devices))
     grid = mesh_utils.create_device_mesh(tuple(sizes.values()), devices, allow_split_physical_axes=True)
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 

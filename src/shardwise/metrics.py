@@ -1,6 +1,7 @@
 """A mean that can be summed exactly, and the log of a run with one JSON object for every step."""
 
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +16,14 @@ import jax.numpy as jnp
 class Mean:
     """`total / weight`, kept apart so that parts of a batch add up to the whole.
 
-    A loss returns it with one entry for each row, or for each token of each row (first dimension: the rows of the
+    A loss returns it with an entry for each row, or for each token of each row (first dimension: the rows of the
     batch), or already summed. Only with an entry for each row can a batch be padded, since only then can shardwise
-    leave the padding out.
+    leave the padding out. A weight of fewer dimensions than the total holds for each entry of it: `Mean(nats)` is the
+    plain mean.
     """
 
     total: Any
-    weight: Any
+    weight: Any = 1.0
 
     def __add__(self, other: "Mean") -> "Mean":
         return Mean(self.total + other.total, self.weight + other.weight)
@@ -32,7 +34,17 @@ class Mean:
 
     def summed(self, mask: Any = None) -> "Mean":
         """Both parts summed in float32, without the rows where `mask` is False."""
-        return Mean(_masked_sum(self.total, mask), _masked_sum(self.weight, mask))
+        return Mean(_masked_sum(self.total, mask), _masked_sum(self._weights(), mask))
+
+    def has_rows(self, rows: int) -> bool:
+        """Whether there is an entry for each row."""
+        return all(jnp.ndim(x) > 0 and jnp.shape(x)[0] == rows for x in (self.total, self._weights()))
+
+    def _weights(self) -> Any:
+        if jnp.ndim(self.weight) >= jnp.ndim(self.total):
+            return self.weight
+        missing = jnp.ndim(self.total) - jnp.ndim(self.weight)
+        return jnp.broadcast_to(jnp.reshape(self.weight, (*jnp.shape(self.weight), *(1,) * missing)), jnp.shape(self.total))
 
 
 def _masked_sum(x: Any, mask: Any) -> jax.Array:
@@ -54,7 +66,9 @@ class MetricsLog:
         self._file = path.open("a", buffering=1)
 
     def write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record) + "\n")
+        """Numbers that are not finite are written as text, since JSON has none."""
+        finite = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        self._file.write(json.dumps(finite) + "\n")
 
     def close(self) -> None:
         self._file.close()

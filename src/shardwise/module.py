@@ -76,7 +76,9 @@ def split_module(module: nnx.Module) -> tuple[ModuleDef, Pure, Pure]:
     flat = dict(nnx.to_flat_state(state))
     if len({_parts(path) for path in flat}) < len(flat):
         raise ConfigError("two variables of the model have the same path once indices are written as text; rename one.")
-    rngs, params, other = [], {}, {}
+    rngs: list[RngLeaf] = []
+    params: dict[tuple[Any, ...], Leaf] = {}
+    other: dict[tuple[Any, ...], Leaf] = {}
     for path, variable in flat.items():
         value = variable.get_value()
         if not hasattr(value, "shape"):

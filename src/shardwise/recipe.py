@@ -39,7 +39,9 @@ def load_recipe(path: Path, function: str) -> Callable[..., Any]:
     recipe = getattr(module, function, None)
     if not callable(recipe):
         functions = [name for name, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == path.stem]
-        raise ConfigError(f"recipe '{path}' has no function '{function}'; it has {', '.join(functions) or 'none'}.{did_you_mean(function, functions)}")
+        raise ConfigError(
+            f"recipe '{path}' has no function '{function}'; it has {', '.join(functions) or 'none'}.{did_you_mean(function, functions)}"
+        )
     return recipe
 
 

@@ -44,12 +44,13 @@ def show_seconds(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 60 else str(datetime.timedelta(seconds=round(seconds)))
 
 
-def show_rate(value: float) -> str:
-    for unit in ("", "k", "M"):
-        if value < 1000:
-            return f"{value:.3g}{unit}" if value < 100 else f"{value:.0f}{unit}"
+def show_count(value: float) -> str:
+    """Three digits and a prefix: 844k, 13.2M, 1.56G."""
+    for unit in ("", "k", "M", "G", "T"):
+        if value < 999.5:
+            return f"{value:.3g}{unit}"
         value /= 1000
-    return f"{value:.3g}G"
+    return f"{value:.3g}P"
 
 
 def show_metrics(metrics: dict[str, Any]) -> str:

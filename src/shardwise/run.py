@@ -4,7 +4,7 @@ import json
 import platform
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -14,22 +14,23 @@ from typing import Any, Literal
 import jax
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from shardwise.checkpoint import Checkpoints
-from shardwise.data import Batches
+from shardwise.data import Batches, as_batches
 from shardwise.errors import ConfigError, NumericsError, ShardwiseError
 from shardwise.flops import count_flops
 from shardwise.hardware import find_chip
 from shardwise.loop import evaluate, steps
-from shardwise.mesh import make_mesh, mesh_text
+from shardwise.mesh import mesh_text
 from shardwise.metrics import MetricsLog
 from shardwise.module import ModelFactory
-from shardwise.report import plot_losses, show_metrics, show_rate, show_seconds
+from shardwise.report import plot_losses, show_count, show_metrics, show_seconds
 from shardwise.sharding import Rules, show_bytes
-from shardwise.state import TrainState, abstract_state, init_state
-from shardwise.step import Batch, Loss, TrainStep, as_means, make_eval_step, make_train_step
+from shardwise.state import StateSpec, TrainState, abstract_state, init_state
+from shardwise.step import Batch, EvalStep, Loss, TrainStep, as_means, make_eval_step, make_train_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +40,9 @@ class Run:
     model: ModelFactory  # (rngs) -> nnx.Module
     loss: Loss  # (model, batch) -> scalar, or Mean(total, weight), or one of them with a dict of further metrics
     optimizer: optax.GradientTransformation
-    data: Callable[[int], Batch]  # the batch of a step, usually Batches(...)
+    data: Callable[[int], Batch] | Iterable[Batch]  # the batch of a step, usually Batches(...); a plain iterable cannot resume
     steps: int
-    mesh: str = "data=-1"
+    mesh: str | Mesh = "data=-1"
     rules: Rules = field(default_factory=Rules)
     seed: int = 0
     accumulate: int = 1
@@ -52,18 +53,31 @@ class Run:
     on_nonfinite: Literal["stop", "skip"] = "stop"
     out: Path | None = None  # the run directory; None keeps nothing
     sample: Callable[[nnx.Module], str] | None = None  # text to show at the end, from the trained model
-    unit: str = "tokens"  # what the weight of the loss counts
+    unit: str = "items"  # what the weight of the loss counts: tokens, images ...
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run whose every input has been checked, with nothing compiled and nothing allocated yet."""
+
+    spec: StateSpec
+    batches: Callable[[int], Batch]
+    step: TrainStep
+    eval_step: EvalStep | None
+    flops: float  # of one step: forward, and twice as much backward
+    peak_flops: float | None  # of all devices together, a second
 
 
 @dataclass(frozen=True)
 class Result:
-    """The state at the end, the metrics of the last step and of the last evaluation, and the time it took."""
+    """The state at the end, the metrics of the last step and of the last evaluation, and where the time went."""
 
+    spec: StateSpec
     state: TrainState
     metrics: dict[str, float]
     eval_metrics: dict[str, float]
     sample: str | None
-    seconds: dict[str, float]  # "compile" and first step, "steps", "eval"
+    seconds: dict[str, float]
 
 
 class Stopped(ShardwiseError):
@@ -72,107 +86,133 @@ class Stopped(ShardwiseError):
     exit_code = 75
 
 
+def prepare(run: Run) -> Prepared:
+    """Mesh, description of the state, and steps. What cannot work is refused here."""
+    for name in ("steps", "accumulate"):
+        if getattr(run, name) < 1:
+            raise ConfigError(f"{name}={getattr(run, name)}; it must be at least 1.")
+    spec = abstract_state(run.model, run.optimizer, run.mesh, run.rules)
+    batches = as_batches(run.data)
+    options = {"compute_dtype": run.compute_dtype}
+    step = make_train_step(spec, run.loss, batches(0), seed=run.seed, accumulate=run.accumulate, **options)
+    eval_step = make_eval_step(spec, run.loss, next(run.eval_data.once()), **options) if run.eval_data is not None else None
+    chip = find_chip(spec.mesh.devices.flat[0].device_kind)
+    peak = chip.flops * spec.mesh.size if chip else None
+    return Prepared(spec, batches, step, eval_step, 3 * _forward_flops(run, step), peak)
+
+
 def fit(run: Run, *, describe: dict[str, Any] | None = None, console: Console | None = None) -> Result:
     """Trains from the newest checkpoint in `run.out`, or from the start. `describe` goes into run.json as it is."""
     console = console or Console(stderr=True)
-    if run.steps < 1:
-        raise ConfigError(f"steps={run.steps}; a run has at least 1.")
-    mesh = make_mesh(run.mesh)
-    spec = abstract_state(run.model, run.optimizer, mesh, run.rules)
-    step = make_train_step(
-        spec, run.loss, run.data(0), seed=run.seed, accumulate=run.accumulate, compute_dtype=run.compute_dtype
-    )
-    eval_step = None
-    if run.eval_data is not None:
-        example = next(run.eval_data.once())
-        eval_step = make_eval_step(spec, run.loss, example, compute_dtype=run.compute_dtype)
-    peak, flops = _peak_flops(mesh), 3 * _forward_flops(run, step)
-    whole = sum(p.bytes_per_device for group in (spec.params, spec.other, spec.opt_state) for p in group.values())
-    console.print(
-        f"[bold]{spec.num_params / 1e6:.2f}M parameters[/] on mesh [bold]{mesh_text(mesh)}[/] ({mesh.devices.flat[0].device_kind}), "
-        f"{show_bytes(whole)} of state on each device, {flops / 1e9:.3g} GFLOP a step"
-    )
-
-    checkpoints = log = None
-    state = None
-    if run.out is not None:
-        run.out.mkdir(parents=True, exist_ok=True)
-        checkpoints = Checkpoints(run.out / "checkpoints")
-        latest = checkpoints.latest()
-        if latest is not None:
-            state = checkpoints.restore(spec, latest)
-            console.print(f"resuming {run.out} at step {latest}")
-        _write_json(run.out / "run.json", {**(describe or {}), "steps": run.steps, "mesh": mesh_text(mesh), **_environment()})
-        log = MetricsLog(run.out / "metrics.jsonl", latest or 0)
+    prepared = prepare(run)
+    spec = prepared.spec
+    _headline(console, prepared)
+    state, checkpoints = _restore(run, spec, console)
     if state is None:
         state = init_state(spec, run.seed)
     start = int(state.step)
+    book = _Bookkeeper(run, prepared, start)
+    if run.out is not None:
+        _write_json(run.out / "run.json", {**(describe or {}), "steps": run.steps, "mesh": mesh_text(spec.mesh), **_environment()})
     if start >= run.steps:
         console.print(f"nothing to do: {run.out} has finished its {start} steps. Ask for more with --steps.")
 
-    clock = _Clock()
-    record: dict[str, float] = {}
     eval_metrics: dict[str, float] = {}
-    pending: tuple[int, dict[str, jax.Array]] | None = None
+    stopping = False
+    with book, _stop_on_signals() as stopped, _progress(console, run, start) as show:
+        for n, state, metrics in steps(prepared.step, state, prepared.batches, until=run.steps):  # noqa: B020
+            book.record(n, metrics)
+            stopping = stopped()
+            last = n == run.steps or stopping
+            if prepared.eval_step is not None and run.eval_data is not None and _is_due(n, run.eval_every, n == run.steps):
+                book.finish()
+                eval_metrics = evaluate(prepared.eval_step, state, run.eval_data)
+                book.write({"step": n, **{f"eval_{name}": value for name, value in eval_metrics.items()}}, "eval")
+            if checkpoints is not None and _is_due(n, run.save_every, last):
+                book.finish()
+                checkpoints.save(state, {"step": n, "mesh": mesh_text(spec.mesh)})
+                book.clock.lap("save")
+            if last:
+                book.finish()
+            if book.last:
+                show(book.last, eval_metrics)
+            if stopping:
+                break
+        if checkpoints is not None:
+            checkpoints.close()
+            book.clock.lap("save")
+    if stopping:
+        raise Stopped(
+            f"stopped by a signal after step {int(state.step)}" + (f"; the same command resumes {run.out} there." if run.out else ".")
+        )
 
-    def finish(n: int, metrics: dict[str, jax.Array]) -> dict[str, float]:
-        """Fetches the metrics of a step that has been overtaken by the next, writes them down, and applies the policy."""
+    text = _sample(run, spec, state) if run.sample is not None else None
+    _summary(console, run, book, eval_metrics, text)
+    return Result(spec, state, book.last, eval_metrics, text, book.clock.seconds)
+
+
+def _restore(run: Run, spec: StateSpec, console: Console) -> tuple[TrainState | None, Checkpoints | None]:
+    """The newest state in the run directory, if there is one, and the checkpoints there, if there is a directory."""
+    if run.out is None:
+        return None, None
+    run.out.mkdir(parents=True, exist_ok=True)
+    checkpoints = Checkpoints(run.out / "checkpoints")
+    latest = checkpoints.latest()
+    if latest is None:
+        return None, checkpoints
+    console.print(f"resuming {run.out} at step {latest}")
+    return checkpoints.restore(spec, latest), checkpoints
+
+
+def _is_due(n: int, every: int, last: bool) -> bool:
+    return last or bool(every and n % every == 0)
+
+
+class _Bookkeeper:
+    """Writes down each step once the next one is under way, so that reading its metrics never leaves the devices idle."""
+
+    def __init__(self, run: Run, prepared: Prepared, start: int):
+        self.run, self.prepared, self.first = run, prepared, start + 1
+        self.log = MetricsLog(run.out / "metrics.jsonl", start) if run.out is not None else None
+        self.clock = _Clock()
+        self.last: dict[str, Any] = {}
+        self._pending: tuple[int, dict[str, jax.Array]] | None = None
+
+    def __enter__(self) -> "_Bookkeeper":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.log is not None:
+            self.log.close()
+
+    def record(self, n: int, metrics: dict[str, jax.Array]) -> None:
+        """Takes the metrics of step n, and finishes the step before it."""
+        self.finish()
+        self._pending = (n, metrics)
+
+    def finish(self) -> None:
+        """Waits for the step that is pending, if any; applies the policy for numbers that are not finite."""
+        if self._pending is None:
+            return
+        (n, metrics), self._pending = self._pending, None
         values = {name: value.item() for name, value in jax.device_get(metrics).items()}
         finite, weight = values.pop("finite"), values.pop("weight")
-        seconds = clock.lap("compile" if n == start + 1 else "steps")
-        rate = weight / seconds
-        record = {"step": n, **values, "step_s": seconds, f"{run.unit}_per_s": rate}
-        if peak:
-            record["mfu"] = flops / seconds / peak
-        if log is not None:
-            log.write(record if finite else {name: _json_number(value) for name, value in record.items()} | {"skipped": True})
-        if not finite and run.on_nonfinite == "stop":
+        seconds = self.clock.lap("compile" if n == self.first else "steps")
+        self.last = {"step": n, **values, "step_s": seconds, f"{self.run.unit}_per_s": weight / seconds}
+        if self.prepared.peak_flops:
+            self.last["mfu"] = self.prepared.flops / seconds / self.prepared.peak_flops
+        self.write(self.last if finite else {**self.last, "skipped": True})
+        if not finite and self.run.on_nonfinite == "stop":
             raise NumericsError(
                 f"step {n}: loss {values['loss']}, gradient norm {values['grad_norm']}: not finite, so the update was not applied. "
                 f"Lower the learning rate or look at the batch of step {n - 1}; on_nonfinite='skip' would leave such batches out."
             )
-        return record
 
-    stop = False
-    try:
-        with _stop_on_signals() as stopped, _progress(console, run, start) as show:
-            for n, new_state, metrics in steps(step, state, run.data, until=run.steps):
-                state = new_state
-                if pending is not None:
-                    record = finish(*pending)
-                    show(record, eval_metrics)
-                pending = (n, metrics)
-                stop = stopped()
-                last = n == run.steps or stop
-                evaluating = eval_step is not None and (n == run.steps or (run.eval_every and n % run.eval_every == 0))
-                saving = checkpoints is not None and (last or (run.save_every and n % run.save_every == 0))
-                if last or evaluating or saving:
-                    record = finish(*pending)
-                    pending = None
-                if evaluating and eval_step is not None and run.eval_data is not None:
-                    eval_metrics = evaluate(eval_step, state, run.eval_data)
-                    if log is not None:
-                        log.write({"step": n, **{f"eval_{name}": value for name, value in eval_metrics.items()}})
-                    clock.lap("eval")
-                if saving and checkpoints is not None:
-                    checkpoints.save(state, {"step": n, "mesh": mesh_text(mesh)})
-                    clock.lap("save")
-                if pending is None:
-                    show(record, eval_metrics)
-                if stop:
-                    break
-        if checkpoints is not None:
-            checkpoints.close()
-            clock.lap("save")
-    finally:
-        if log is not None:
-            log.close()
-    if stop:
-        raise Stopped(f"stopped by a signal after step {int(state.step)}" + (f"; the same command resumes {run.out} there." if run.out else "."))
-
-    text = _sample(run, step, state) if run.sample is not None else None
-    _summary(console, run, record, eval_metrics, clock, text)
-    return Result(state, record, eval_metrics, text, clock.seconds)
+    def write(self, record: dict[str, Any], lap: str | None = None) -> None:
+        if lap is not None:
+            self.clock.lap(lap)
+        if self.log is not None:
+            self.log.write(record)
 
 
 class _Clock:
@@ -242,41 +282,48 @@ def _progress(console: Console, run: Run, start: int) -> Iterator[Callable[[dict
     yield show_line
 
 
-def _status(run: Run, record: dict[str, float], eval_metrics: dict[str, float]) -> str:
+def _status(run: Run, record: dict[str, Any], eval_metrics: dict[str, float]) -> str:
     text = f"loss {record['loss']:.4f}"
     if eval_metrics:
-        text += f", held out {eval_metrics['loss']:.4f}"
-    text += f", {show_rate(record[f'{run.unit}_per_s'])} {run.unit}/s"
+        text += f", held out {show_metrics(eval_metrics)}"
+    text += f", {show_count(record[f'{run.unit}_per_s'])} {run.unit}/s"
     return text + (f", MFU {record['mfu']:.1%}" if "mfu" in record else "")
 
 
-def _summary(
-    console: Console, run: Run, record: dict[str, float], eval_metrics: dict[str, float], clock: _Clock, text: str | None
-) -> None:
+def _headline(console: Console, prepared: Prepared) -> None:
+    spec = prepared.spec
+    held = sum(p.bytes_per_device for group in (spec.params, spec.other, spec.opt_state) for p in group.values())
+    console.print(
+        f"[bold]{show_count(spec.num_params)} parameters[/] on mesh [bold]{mesh_text(spec.mesh)}[/] "
+        f"({spec.mesh.devices.flat[0].device_kind}), {show_bytes(held)} of state on each device, "
+        f"{show_count(prepared.flops)}FLOP a step",
+        soft_wrap=True,
+    )
+
+
+def _summary(console: Console, run: Run, book: _Bookkeeper, eval_metrics: dict[str, float], text: str | None) -> None:
     if eval_metrics:
         console.print(f"held out: {show_metrics(eval_metrics)}")
-    spent = ", ".join(f"{name} {show_seconds(seconds)}" for name, seconds in clock.seconds.items())
-    console.print(f"time: {spent}")
+    console.print("time: " + ", ".join(f"{name} {show_seconds(seconds)}" for name, seconds in book.clock.seconds.items()))
     if text is not None:
         console.rule("a sample")
-        console.print(text, markup=False, highlight=False)
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
         console.rule()
-    if run.out is not None:
+    if run.out is not None and book.last:
         picture = run.out / "loss.png"
-        if record:
-            plot_losses(run.out / "metrics.jsonl", picture)
+        plot_losses(run.out / "metrics.jsonl", picture)
         console.print(f"run directory: {run.out}\nloss curve:    {picture}", highlight=False, soft_wrap=True)
 
 
-def _sample(run: Run, step: TrainStep, state: TrainState) -> str:
+def _sample(run: Run, spec: StateSpec, state: TrainState) -> str:
     assert run.sample is not None
-    model = step.spec.definition.merge(state.params, state.other, jax.random.key(run.seed))
+    model = spec.module(state, jax.random.key(run.seed))
     model.eval()
     return run.sample(model)
 
 
 def _forward_flops(run: Run, step: TrainStep) -> float:
-    """Of the loss on one global batch; the backward pass takes twice as much again."""
+    """Of the loss on one global batch."""
     spec = step.spec
 
     def forward(params: Any, other: Any, batch: Batch) -> Any:
@@ -285,11 +332,6 @@ def _forward_flops(run: Run, step: TrainStep) -> float:
 
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((step.layout.rows, *x.shape[1:]), x.dtype), step.batch)
     return count_flops(forward, spec.abstract.params, spec.abstract.other, shapes)
-
-
-def _peak_flops(mesh: jax.sharding.Mesh) -> float | None:
-    chip = find_chip(mesh.devices.flat[0].device_kind)
-    return chip.flops * mesh.devices.size if chip else None
 
 
 def _environment() -> dict[str, Any]:
@@ -303,7 +345,3 @@ def _environment() -> dict[str, Any]:
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, default=str) + "\n")
-
-
-def _json_number(value: Any) -> Any:
-    return value if not isinstance(value, float) or value == value and abs(value) != float("inf") else str(value)

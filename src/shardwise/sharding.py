@@ -123,8 +123,9 @@ def _resolve(path: str, shape: tuple[int, ...], axes: Iterable[Axes], who: str, 
         size = math.prod(mesh.shape[name] for name in names)
         if shape[dim] % size:
             raise ConfigError(
-                f"parameter '{path}' has shape {shape}; its {who} shards dim {dim} over mesh axis {' x '.join(map(repr, names))} (size {size}), "
-                f"and {shape[dim]} is not divisible by {size}. Use {'='.join(names[:1])}={_choices(shape[dim], size)}, or change the {who}."
+                f"parameter '{path}' has shape {shape}; its {who} shards dim {dim} over mesh axis {' x '.join(map(repr, names))} "
+                f"(size {size}), and {shape[dim]} is not divisible by {size}. Use {'*'.join(names)}={_choices(shape[dim], size)}, "
+                f"or change the {who}."
             )
     return dims
 
@@ -143,7 +144,9 @@ def _mesh_axes(path: str, entry: Axes, who: str, mesh: Mesh, rules: Rules) -> It
             )
 
 
-def _add_fsdp(path: str, shape: tuple[int, ...], dims: list[tuple[str, ...]], mesh: Mesh, rules: Rules) -> tuple[list[tuple[str, ...]], str]:
+def _add_fsdp(
+    path: str, shape: tuple[int, ...], dims: list[tuple[str, ...]], mesh: Mesh, rules: Rules
+) -> tuple[list[tuple[str, ...]], str]:
     """Cuts the largest dim that can be over the FSDP axes that the leaf does not use yet, a whole one for preference."""
     used = {axis for names in dims for axis in names}
     axes = tuple(axis for axis in rules.fsdp if mesh.shape.get(axis, 1) > 1 and axis not in used)
@@ -221,9 +224,16 @@ def placement_table(placements: Iterable[Placement], title: str) -> Table:
     placements = list(placements)
     whole = sum(num_bytes(p.shape, p.dtype) for p in placements)
     one = sum(p.bytes_per_device for p in placements)
-    table = Table(title=title, caption=f"{show_bytes(one)} on each device of {show_bytes(whole)} in all", title_justify="left")
-    for column, justify in (("path", "left"), ("shape", "left"), ("dtype", "left"), ("layout", "left"), ("why", "left"), ("a device", "right")):
-        table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    table = Table(title=title, caption=f"{show_bytes(one)} on each device, of {show_bytes(whole)} in all", title_justify="left")
+    for column, justify in (
+        ("path", "left"),
+        ("shape", "left"),
+        ("dtype", "left"),
+        ("layout", "left"),
+        ("why", "left"),
+        ("per device", "right"),
+    ):
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=column in ("path", "shape", "layout"))  # type: ignore[arg-type]
     for p in placements:
         shape = " x ".join(map(str, p.shape)) or "scalar"
         table.add_row(p.path, shape, str(p.dtype), _show(p.spec), p.reason, show_bytes(p.bytes_per_device))

@@ -10,8 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardwise.errors import ConfigError
+from shardwise.mesh import make_mesh
 from shardwise.module import ModelFactory, ModuleDef, Pure, build_module, path_name, split_module
 from shardwise.sharding import Placement, Rules, at_use, place_model, place_optimizer
 from shardwise.tree import leaf_name
@@ -53,16 +56,23 @@ class StateSpec:
         """The layout of a parameter where the loss uses it."""
         return self.sharding(at_use(self.params[path].spec, self.rules))
 
+    def module(self, state: TrainState, key: jax.Array | None = None) -> nnx.Module:
+        """The model with the arrays of `state`; `key` feeds its random streams, if it has any."""
+        return self.definition.merge(state.params, state.other, jax.random.key(0) if key is None else key)
+
     @property
     def num_params(self) -> int:
         return sum(leaf.size for leaf in jax.tree.leaves(self.abstract.params))
 
 
-def abstract_state(
-    model: ModelFactory, optimizer: optax.GradientTransformation, mesh: Mesh, rules: Rules | None = None
-) -> StateSpec:
+def abstract_state(model: ModelFactory, optimizer: optax.GradientTransformation, mesh: Mesh | str, rules: Rules | None = None) -> StateSpec:
     """Describes the state of `model` and `optimizer` on `mesh`; allocates nothing and compiles nothing."""
+    if isinstance(model, nnx.Module):
+        raise ConfigError(
+            f"the model is a {type(model).__name__} already; give the function that makes it, such as lambda rngs: Model(rngs=rngs)."
+        )
     rules = Rules() if rules is None else rules
+    mesh = make_mesh(mesh)
     found: list[ModuleDef] = []
 
     def create() -> TrainState:

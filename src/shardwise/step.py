@@ -65,7 +65,10 @@ class BatchLayout:
 
 @dataclass(frozen=True)
 class TrainStep:
-    """`step(state, batch) -> (state, metrics)`. The state that goes in is donated: use the one that comes out."""
+    """`step(state, batch) -> (state, metrics)`. The state that goes in is donated: its arrays are gone afterwards.
+
+    To keep a state, copy it before: `jax.tree.map(jnp.copy, state)`.
+    """
 
     function: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]  # jitted
     layout: BatchLayout
@@ -105,7 +108,7 @@ def make_train_step(
 
     def objective(params: Any, other: Any, rows: Batch, mask: Any, key: jax.Array) -> tuple[jax.Array, Any]:
         model = spec.definition.merge(params, other, key, hooks)
-        means = as_means(loss(model, rows), _num_rows(rows), mask)
+        means = as_means(loss(model, rows), num_rows(rows), mask)
         return means["loss"].total, (means, spec.definition.read_other(model))
 
     gradient = jax.grad(objective, has_aux=True)
@@ -144,9 +147,7 @@ def make_train_step(
 
         finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)
         keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)  # noqa: E731
-        new_state = TrainState(
-            state.step + 1, keep(params, state.params), keep(other, state.other), keep(opt_state, state.opt_state)
-        )
+        new_state = TrainState(state.step + 1, keep(params, state.params), keep(other, state.other), keep(opt_state, state.opt_state))
         metrics = {name: mean.value for name, mean in means.items()}
         metrics |= {"weight": means["loss"].weight, "grad_norm": grad_norm, "finite": finite, **_learning_rate(opt_state)}
         return new_state, metrics
@@ -170,7 +171,9 @@ class EvalStep:
 
     def __call__(self, state: TrainState, batch: Batch, rows: int) -> dict[str, Mean]:
         """A host batch of up to `rows` rows. A shorter one is padded, or compiled for its own size if the loss gives no weights."""
-        size = _num_rows(batch)
+        size = num_rows(batch)
+        if size > rows:
+            raise DataError(f"a batch of {size} rows came after one of {rows}; give evaluate(..., rows={size}) the largest.")
         shards = num_batch_shards(self.spec.mesh, self.spec.rules)
         padded = -(-rows // shards) * shards if self.pads else size
         spec = batch_spec(self.spec.mesh, self.spec.rules) if padded % shards == 0 else PartitionSpec()
@@ -186,17 +189,16 @@ def make_eval_step(spec: StateSpec, loss: Loss, batch: Batch, *, compute_dtype: 
     def step(params: Any, other: Any, rows: Batch, mask: Any) -> dict[str, Mean]:
         model = spec.definition.merge(params, other, jax.random.key(0), hooks)
         model.eval()
-        return as_means(loss(model, rows), _num_rows(rows), mask)
+        return as_means(loss(model, rows), num_rows(rows), mask)
 
     function = jax.jit(step, out_shardings=spec.sharding(PartitionSpec()))
-    return EvalStep(function, spec, pads=_gives_row_weights(spec, loss, batch, _num_rows(batch)))
+    return EvalStep(function, spec, pads=not _without_rows(spec, loss, batch))
 
 
 def as_means(output: Any, rows: int, mask: Any = None) -> dict[str, Mean]:
     """What a loss returned, as summed means: the loss itself under "loss", then its further metrics."""
-    loss, extra = output if isinstance(output, tuple) else (output, {})
-    named = {"loss": loss, **extra}
-    if clash := [name for name in extra if name in RESERVED]:
+    named = _named(output)
+    if clash := [name for name in list(named)[1:] if name in RESERVED]:
         raise ConfigError(f"the loss returns metrics named {', '.join(clash)}; these names are taken ({', '.join(RESERVED)}).")
     means = {}
     for name, value in named.items():
@@ -219,9 +221,7 @@ def access_hooks(spec: StateSpec, compute_dtype: Any = None) -> dict[str, Access
     return hooks | {path: _gather_hook(spec, p.shape, p.spec, PartitionSpec(), None) for path, p in spec.other.items()}
 
 
-def _gather_hook(
-    spec: StateSpec, full: tuple[int, ...], stored: PartitionSpec, used: PartitionSpec, dtype: Any
-) -> AccessHook:
+def _gather_hook(spec: StateSpec, full: tuple[int, ...], stored: PartitionSpec, used: PartitionSpec, dtype: Any) -> AccessHook:
     """Forward: cast, then gather. Backward: cast back, and reduce straight into the stored layout."""
 
     def hook(_: Any, value: jax.Array) -> jax.Array:
@@ -233,7 +233,8 @@ def _gather_hook(
             return with_sharding_constraint(x.astype(cast), spec.sharding(used_here))
 
         def backward(_: None, g: jax.Array) -> tuple[jax.Array]:
-            return (with_sharding_constraint(g.astype(value.dtype), spec.sharding(stored_here)),)
+            g = with_sharding_constraint(g.astype(value.dtype), spec.sharding(used_here))
+            return (with_sharding_constraint(g, spec.sharding(stored_here)),)
 
         gather.defvjp(lambda x: (gather(x), None), backward)
         return gather(value)
@@ -253,50 +254,57 @@ def _sliced(layout: PartitionSpec, full: tuple[int, ...], shape: tuple[int, ...]
 
 def _train_layout(spec: StateSpec, loss: Loss, batch: Batch, accumulate: int) -> BatchLayout:
     """Checks the batch against the mesh, and decides whether it must and may be padded."""
-    rows = _num_rows(batch)
+    rows = num_rows(batch)
     shards = num_batch_shards(spec.mesh, spec.rules)
     if accumulate < 1 or accumulate > rows:
         raise ConfigError(f"accumulate={accumulate} does not split a batch of {rows} rows; it must be between 1 and {rows}.")
     unit = shards * accumulate
     padded = -(-rows // unit) * unit
-    weighted = _gives_row_weights(spec, loss, batch, rows)
+    scalars = _without_rows(spec, loss, batch)
     if padded != rows:
         what = f"a batch of {rows} rows is not divisible by {unit} ({shards} shards of the batch x accumulate={accumulate})"
         remedy = f"Use a batch of {max(padded - unit, unit)} or {padded} rows"
-        if not weighted:
-            raise ConfigError(f"{what}. {remedy}, or let the loss return Mean(total, weight) with an entry for each row: then it can be padded.")
+        if scalars:
+            names = " and ".join(repr(name) for name in scalars)
+            raise ConfigError(
+                f"{what}. {remedy}, or let the loss return Mean(total, weight) with an entry for each row for {names}: "
+                f"then it can be padded."
+            )
         if spec.other:
             first = next(iter(spec.other))
             raise ConfigError(f"{what}, and padding would enter the statistics that the model keeps ('{first}'). {remedy}.")
     return BatchLayout(rows, padded, spec.sharding(batch_spec(spec.mesh, spec.rules)))
 
 
-def _gives_row_weights(spec: StateSpec, loss: Loss, batch: Batch, rows: int) -> bool:
-    """Whether the loss, and every metric beside it, has an entry for each row."""
+def _without_rows(spec: StateSpec, loss: Loss, batch: Batch) -> list[str]:
+    """The names, "loss" or a metric's, that come without an entry for each row; found by tracing, before anything is compiled."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, _device_dtype(x)), batch)
-    seen: list[bool] = []
+    rows = num_rows(batch)
+    found: list[list[str]] = []
 
-    def trace(params: Any, other: Any, rows_: Batch, key: jax.Array) -> Any:
-        output = loss(spec.definition.merge(params, other, key), rows_)
+    def trace(params: Any, other: Any, batch: Batch, key: jax.Array) -> Any:
+        output = loss(spec.definition.merge(params, other, key), batch)
         as_means(output, rows)  # raises for what is no loss
-        parts = output if isinstance(output, tuple) else (output, {})
-        values = [parts[0], *parts[1].values()]
-        seen.append(all(isinstance(v, Mean) and _per_row(v.total, rows) and _per_row(v.weight, rows) for v in values))
+        found.append([name for name, value in _named(output).items() if not (isinstance(value, Mean) and value.has_rows(rows))])
         return ()
 
     jax.eval_shape(trace, spec.abstract.params, spec.abstract.other, shapes, jax.random.key(0))
-    return seen[-1]
+    return found[-1]
 
 
-def _per_row(x: Any, rows: int) -> bool:
-    return jnp.ndim(x) > 0 and jnp.shape(x)[0] == rows
+def _named(output: Any) -> dict[str, Any]:
+    loss, extra = output if isinstance(output, tuple) else (output, {})
+    return {"loss": loss, **extra}
 
 
-def _num_rows(batch: Batch) -> int:
+def num_rows(batch: Batch) -> int:
+    """The rows that all arrays of a batch have in common."""
     leaves = named_leaves(batch)
     rows = {leaf.shape[0] if leaf.shape else 0 for leaf in leaves.values()}
     if len(rows) != 1 or 0 in rows:
-        raise DataError(f"the arrays of a batch must have the same number of rows, at least 1: { {n: x.shape for n, x in leaves.items()} }.")
+        raise DataError(
+            f"the arrays of a batch must have the same number of rows, at least 1: { {n: x.shape for n, x in leaves.items()} }."
+        )
     return int(rows.pop())
 
 

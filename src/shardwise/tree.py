@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:
@@ -39,7 +40,7 @@ def lookup(tree: Any, path: tuple[str, ...]) -> Any:
 
 def num_bytes(shape: tuple[int, ...], dtype: Any) -> int:
     """Bytes of an array, those of typed random keys included."""
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         key_bits = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
         return math.prod(shape) * key_bits.size * key_bits.dtype.itemsize
     return math.prod(shape) * dtype.itemsize

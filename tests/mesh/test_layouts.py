@@ -108,7 +108,11 @@ def train(case, mesh):
     return initial, np.array(jax.device_get(losses))
 
 
-@pytest.mark.parametrize("make_case", [gpt_case, lambda: gpt_case(scan_layers=True, remat="block"), digits_case, mixer_case], ids=["gpt", "gpt-scan", "digits", "mixer"])
+@pytest.mark.parametrize(
+    "make_case",
+    [gpt_case, lambda: gpt_case(scan_layers=True, remat="block"), digits_case, mixer_case],
+    ids=["gpt", "gpt-scan", "digits", "mixer"],
+)
 def test_every_layout_is_the_same_run(make_case):
     case = make_case()
     initial, losses = train(case, make_mesh("data=1", jax.devices()[:1]))

@@ -14,7 +14,7 @@ from shardwise.errors import DataError
 def test_each_epoch_holds_every_row_once(rows, batch_size, seed):
     if batch_size > rows:
         with pytest.raises(DataError, match=f"{rows} rows, too few for a batch of {batch_size}"):
-            Batches({"x": np.arange(rows)}, batch_size)
+            Batches({"x": np.arange(rows)}, batch_size)(0)
         return
     batches = Batches({"x": np.arange(rows)}, batch_size, seed=seed)
     seen = np.concatenate([batches(step)["x"] for step in range(-(-2 * rows // batch_size))])

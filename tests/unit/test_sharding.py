@@ -20,7 +20,9 @@ F32 = jnp.dtype("float32")
 
 
 def place(shape, annotation=None, mesh="data=2,fsdp=2,model=2", rules=None, path="w"):
-    return place_model({path: Leaf(shape, F32, annotation), "filler": Leaf((64, 64), F32, (None, "model"))}, make_mesh(mesh), rules or Rules())[path]
+    return place_model(
+        {path: Leaf(shape, F32, annotation), "filler": Leaf((64, 64), F32, (None, "model"))}, make_mesh(mesh), rules or Rules()
+    )[path]
 
 
 @pytest.mark.parametrize(
@@ -34,12 +36,19 @@ def place(shape, annotation=None, mesh="data=2,fsdp=2,model=2", rules=None, path
         (None, "fsdp=8", P("fsdp", None), "automatic FSDP on dim 0"),
         (("model",), "fsdp=4,model=2", P("model", "fsdp"), "annotation (model), automatic FSDP on dim 1"),
         (None, "data=8", P(), "no rule"),
+        (("fsdp", "model"), "data=2,fsdp=2,model=2", P("fsdp", "model"), "annotation (fsdp, model)"),
     ],
 )
 def test_the_rule_that_fires_is_told(annotation, mesh, spec, why):
     leaves = {"w": Leaf((512, 256), F32, annotation), "filler": Leaf((64, 64), F32, (None, ("model", "tp")))}
     placement = place_model(leaves, make_mesh(mesh), Rules())["w"]
     assert (placement.spec, placement.reason) == (spec, why)
+
+
+def test_a_leaf_that_is_cut_already_is_cut_further_where_that_divides():
+    assert place((8192,), ("model",)).spec == P(("model", "fsdp"))
+    placement = place((4098,), ("model",))
+    assert (placement.spec, placement.reason) == (P("model"), "annotation (model), no dim left that fsdp (2) divides")
 
 
 def test_a_rule_by_path_comes_first_and_is_taken_as_it_stands():
@@ -59,12 +68,17 @@ def test_named_shardings_and_specs_count_as_annotations():
 @pytest.mark.parametrize(
     ("shape", "annotation", "mesh", "words"),
     [
-        ((768, 2304), (None, "model"), "data=1,model=5", "dim 1 over mesh axis 'model' (size 5), and 2304 is not divisible by 5. Use model=2, 3, 4, 6 or 8"),
+        (
+            (768, 2304),
+            (None, "model"),
+            "data=1,model=5",
+            "dim 1 over mesh axis 'model' (size 5), and 2304 is not divisible by 5. Use model=2, 3, 4, 6 or 8",
+        ),
         ((64, 64), ("model", "model"), "data=4,model=2", "puts mesh axis 'model' on dim 0 and on dim 1"),
         ((64, 64), ("embed", "embed"), "fsdp=4,model=2", "puts mesh axis 'fsdp' on dim 0 and on dim 1"),
         ((64,), ("model", None), "data=4,model=2", "names 2 dims"),
         ((64, 64), ("modle", None), "data=4,model=2", "names 'modle', which is neither an axis of the mesh (data, model)"),
-        ((99, 101), None, "fsdp=4,model=2", "no dim that is still whole is divisible by mesh axis fsdp (size 4)"),
+        ((99, 101), None, "fsdp=4,model=2", "no dim of it is divisible by mesh axis fsdp (size 4)"),
     ],
 )
 def test_what_cannot_be_done_is_an_error_with_numbers(shape, annotation, mesh, words):
@@ -155,4 +169,4 @@ def test_the_table_shows_layout_reason_and_bytes():
     text = console.export_text()
     assert "(fsdp, model)" in text
     assert "annotation (embed, mlp)" in text
-    assert "128.0 KiB on each device of 512.0 KiB in all" in text
+    assert "128.0 KiB on each device, of 512.0 KiB in all" in text

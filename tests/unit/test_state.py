@@ -11,7 +11,7 @@ from flax import nnx
 
 from shardwise.errors import ConfigError
 from shardwise.mesh import make_mesh
-from shardwise.module import split_module
+from shardwise.module import build_module, split_module
 from shardwise.sharding import Rules
 from shardwise.state import abstract_state, init_state
 from shardwise.tree import named_leaves
@@ -32,9 +32,7 @@ def test_no_device_ever_holds_a_whole_parameter_that_is_cut():
             assert {shard.data.size for shard in leaf.addressable_shards} == {leaf.size // cut}
 
     def create(key):
-        from shardwise.module import build_module
-
-        _, params, other = split_module(build_module(Wide, key))
+        _, params, _ = split_module(build_module(Wide, key))
         return params, spec.optimizer.init(params)
 
     shardings = (spec.shardings.params, spec.shardings.opt_state)

@@ -1,6 +1,7 @@
 """Random-access data: the batch of a step is a pure function of (seed, step)."""
 
 from shardwise.data.batches import Batches as Batches
+from shardwise.data.batches import as_batches as as_batches
 from shardwise.data.sources import Arrays as Arrays
 from shardwise.data.sources import Source as Source
 from shardwise.data.sources import Tokens as Tokens

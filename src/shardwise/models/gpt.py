@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ class GPTConfig:
 
 
 PRESETS = {
-    "byte": GPTConfig(vocab_size=256, max_length=128, num_layers=4, num_heads=4, width=128),
+    "byte": GPTConfig(vocab_size=256, max_length=128, num_layers=2, num_heads=4, width=128),
     "gpt2": GPTConfig(),  # 124M
     "gpt2-medium": GPTConfig(num_layers=24, num_heads=16, width=1024),  # 355M
     "gpt2-large": GPTConfig(num_layers=36, num_heads=20, width=1280),  # 774M
@@ -108,6 +108,7 @@ class GPT(nnx.Module):
         self.tokens = nnx.Param(nnx.with_partitioning(normal, ("vocab", "embed"))(rngs.params(), (c.vocab_size, c.width)))
         self.positions = nnx.Param(nnx.with_partitioning(normal, (None, "embed"))(rngs.params(), (c.max_length, c.width)))
         self.dropout = nnx.Dropout(c.dropout, rngs=rngs)
+        self.blocks: Any
         if c.scan_layers:
             stack = nnx.vmap(partial(Block, c), in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
             self.blocks = nnx.split_rngs(splits=c.num_layers)(stack)(rngs)
@@ -140,7 +141,7 @@ REMAT: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def attention_for(q: Array) -> str | None:
+def attention_for(q: Array) -> Literal["cudnn"] | None:
     """cuDNN's flash attention where it can run (half precision on a GPU), else what JAX chooses."""
     half = q.dtype in (jnp.bfloat16, jnp.float16)
     return "cudnn" if half and jax.default_backend() == "gpu" else None
@@ -148,7 +149,7 @@ def attention_for(q: Array) -> str | None:
 
 @jax.custom_vjp
 def cross_entropy(logits: Array, labels: Array) -> Array:
-    """Negative log-likelihood of each label, float32, whatever the dtype of the logits.
+    """Negative log-likelihood of each label (from 0 to V - 1), float32, whatever the dtype of the logits.
 
     The backward pass keeps the logits as they came and one number for each row, instead of float32 probabilities.
     """
@@ -172,21 +173,24 @@ cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
 def generate(model: GPT, prompt: Array, num_tokens: int, key: Array, temperature: float = 0.8) -> Array:
-    """`prompt` (B, P) continued by `num_tokens` sampled tokens; sees at most the last `max_length` tokens."""
-    graphdef, state = nnx.split(model)
-    window = model.config.max_length
+    """`prompt` (B, P) continued by `num_tokens` tokens; sees at most the last `max_length`. Temperature 0 takes the likeliest."""
     rows, length = prompt.shape
-    buffer = jnp.zeros((rows, max(window, length + num_tokens)), prompt.dtype).at[:, :length].set(prompt)
-
-    @jax.jit
-    def extend(state: Any, buffer: Array, at: Array) -> Array:
-        start = jnp.maximum(0, at - window)
-        seen = jax.lax.dynamic_slice_in_dim(buffer, start, window, axis=1)
-        logits = nnx.merge(graphdef, state)(seen)
-        last = jax.lax.dynamic_index_in_dim(logits, at - 1 - start, axis=1, keepdims=False)
-        choice = jax.random.categorical(jax.random.fold_in(key, at), last.astype(jnp.float32) / temperature)
-        return jax.lax.dynamic_update_slice_in_dim(buffer, choice[:, None].astype(buffer.dtype), at, axis=1)
-
+    if length < 1:
+        raise ValueError("generate needs a prompt of at least one token")
+    graphdef, state = nnx.split(model)
+    buffer = jnp.zeros((rows, max(model.config.max_length, length + num_tokens)), prompt.dtype).at[:, :length].set(prompt)
     for at in range(length, length + num_tokens):
-        buffer = extend(state, buffer, jnp.int32(at))
+        buffer = _extend(graphdef, state, buffer, jnp.int32(at), jax.random.fold_in(key, at), temperature)
     return buffer[:, : length + num_tokens]
+
+
+@partial(jax.jit, static_argnames=("graphdef", "temperature"), donate_argnames="buffer")
+def _extend(graphdef: Any, state: Any, buffer: Array, at: Array, key: Array, temperature: float) -> Array:
+    """`buffer` with one token more, at index `at`."""
+    model = nnx.merge(graphdef, state)
+    window = model.config.max_length
+    start = jnp.maximum(0, at - window)
+    logits = model(jax.lax.dynamic_slice_in_dim(buffer, start, window, axis=1))
+    last = jax.lax.dynamic_index_in_dim(logits, at - 1 - start, axis=1, keepdims=False).astype(jnp.float32)
+    choice = jax.random.categorical(key, last / temperature) if temperature else last.argmax(-1)
+    return jax.lax.dynamic_update_slice_in_dim(buffer, choice[:, None].astype(buffer.dtype), at, axis=1)

@@ -52,8 +52,9 @@ def config_from_hf(config: Mapping[str, Any]) -> GPTConfig:
 def params_from_hf(tensors: Mapping[str, np.ndarray], config: GPTConfig) -> dict[str, Any]:
     """The parameters of `GPT(config)`, float32, as the nested dictionary that `split_module` yields.
 
-    Names may carry the prefix "transformer." or not. A vocabulary smaller than ours is filled up with rows of zeros.
-    Their logits are 0, which is not unlikely where the others are negative: cut the logits before a softmax over them.
+    Names may carry the prefix "transformer." or not. A vocabulary smaller than ours is filled up with the mean of
+    its rows: such a token gets the mean of all logits, so at most the average probability. Rows of zeros would get logit
+    0, which is very likely where published logits are all far below it.
     """
     table = _table(config)
     given: dict[str, np.ndarray] = {}
@@ -80,7 +81,7 @@ def params_from_hf(tensors: Mapping[str, np.ndarray], config: GPTConfig) -> dict
     for name, entry in table.items():
         value = given[name].astype(np.float32)
         if name == EMBEDDING:
-            value = np.pad(value, ((0, config.vocab_size - len(value)), (0, 0)))
+            value = np.concatenate([value, np.tile(value.mean(0), (config.vocab_size - len(value), 1))])
         *parents, last = entry.path.split("/")
         node = params
         for part in parents:

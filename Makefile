@@ -1,0 +1,38 @@
+# Two commands on a fresh machine with Python 3.11 or newer: `make run` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# The main job is sized for a laptop; say JAX_PLATFORMS=cuda make run to use a GPU.
+export JAX_PLATFORMS ?= cpu
+
+.PHONY: run test lint bench-loop clean
+
+run: $(VENV)/.run
+	$(BIN)/shardwise train recipes/stdlib_gpt.py
+
+test: $(VENV)/.test lint
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench-loop: $(VENV)/.run
+	$(BIN)/python benchmarks/loop.py
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: requirements.txt pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -r requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	touch $@
+
+$(VENV)/.test: requirements-test.txt $(VENV)/.run
+	$(BIN)/python -m pip install --quiet -r requirements-test.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

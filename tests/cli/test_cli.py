@@ -1,0 +1,174 @@
+"""The real command: what it does, what it says to mistakes, and how it exits."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RECIPE = '''
+"""A tiny recipe."""
+import time
+from pathlib import Path
+import numpy as np, optax
+from flax import nnx
+from shardwise import Batches, Run
+
+def recipe(steps: int = 6, mesh: str = "data=-1", out: Path | None = None, batch_size: int = 8, lr: float = 0.1,
+           pause: float = 0.0, save_every: int = 0, poison: int = -1, skip: bool = False) -> Run:
+    rng = np.random.default_rng(0)
+    data = {"x": rng.normal(size=(64, 4)).astype("f4"), "y": rng.normal(size=(64, 2)).astype("f4")}
+    inner = Batches(data, batch_size)
+    def batches(step):
+        time.sleep(pause)
+        batch = inner(step)
+        return {**batch, "x": batch["x"] * np.nan} if step == poison else batch
+    return Run(
+        model=lambda rngs: nnx.Linear(4, 2, rngs=rngs), loss=lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean(),
+        optimizer=optax.sgd(lr), data=batches, eval_data=Batches(data, 5), steps=steps, mesh=mesh, out=out, save_every=save_every,
+        on_nonfinite="skip" if skip else "stop", unit="rows")
+
+def broken() -> Run:
+    raise ValueError("no such corpus")
+
+def other() -> int:
+    return 3
+'''
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "tiny.py").write_text(RECIPE)
+    (tmp_path / "syntax.py").write_text("def recipe(:")
+    return tmp_path
+
+
+def start(folder, *args):
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "shardwise.cli", *args]
+    return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def shardwise(folder, *args):
+    process = start(folder, *args)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def records(folder, run="a"):
+    return [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["trian", "tiny.py"], "there is no command 'trian'; there are train, explain"),
+        (["train"], "needs a recipe"),
+        (["train", "tinny.py"], "there is no recipe file 'tinny.py'. Did you mean 'tiny.py'"),
+        (["train", "tiny.py:recip"], "has no function 'recip'; it has recipe, broken, other. Did you mean 'recipe'"),
+        (["train", "syntax.py"], "cannot be imported: SyntaxError"),
+        (["train", "tiny.py", "--stepz", "3"], "--steps"),
+        (["train", "tiny.py", "--steps", "three"], "--steps"),
+        (["train", "tiny.py:broken"], "the recipe raised ValueError: no such corpus"),
+        (["train", "tiny.py:other"], "returned a int; it must return a shardwise.Run"),
+        (["train", "tiny.py", "--steps", "0"], "steps=0; it must be at least 1"),
+        (["train", "tiny.py", "--mesh", "data=3", "--cpu-devices", "8"], "mesh 'data=3' needs 3 devices, and there are 8"),
+        (["--cpu-devices", "8", "train", "tiny.py", "--mesh", "data=4,model=2"], "mesh axis 'model' (size 2) cuts neither"),
+        (["train", "tiny.py", "--cpu-devices", "8", "--batch-size", "6"], "a batch of 6 rows is not divisible by 8"),
+        (["train", "tiny.py", "--cpu-devices", "zero"], "--cpu-devices"),
+        (["train", "tiny.py", "--cpu-devices", "0"], "at least 1"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_exit_with_2_and_say_what_to_do(folder, args, words):
+    code, out, err = shardwise(folder, *args)
+    assert code == 2
+    assert words in out + err
+    assert "Traceback" not in err
+    assert "compiling" not in err
+
+
+def test_mistakes_that_need_no_recipe_are_answered_without_waiting_for_jax(folder):
+    start_time = time.monotonic()
+    code, _, _ = shardwise(folder, "train", "missing.py")
+    assert code == 2
+    assert time.monotonic() - start_time < 3
+
+
+def test_train_leaves_a_run_directory_and_resumes_it_exactly(folder):
+    code, _, err = shardwise(folder, "train", "tiny.py", "--out", "straight", "--json", "answer.json")
+    assert code == 0, err
+    assert "shardwise train tiny.py --out straight --steps 12" in err
+    answer = json.loads((folder / "answer.json").read_text())
+    straight = records(folder, "straight")
+    assert [r["step"] for r in straight if "loss" in r] == [1, 2, 3, 4, 5, 6]
+    assert answer["eval"]["loss"] == straight[-1]["eval_loss"]
+    assert (folder / "straight" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    described = json.loads((folder / "straight" / "run.json").read_text())
+    assert described["recipe"] == "tiny.py:recipe"
+    assert described["versions"]["jax"]
+    assert "def recipe" in described["source"]
+
+    assert shardwise(folder, "train", "tiny.py", "--out", "a", "--steps", "4")[0] == 0
+    code, _, err = shardwise(folder, "train", "tiny.py", "--out", "a")
+    assert code == 0
+    assert "resuming a at step 4" in err
+    losses = lambda run: [(r["step"], r["loss"]) for r in records(folder, run) if "loss" in r]  # noqa: E731
+    assert losses("a") == losses("straight")
+    code, _, err = shardwise(folder, "train", "tiny.py", "--out", "a")
+    assert code == 0
+    assert "has finished its 6 steps" in err
+
+
+def test_a_signal_saves_the_step_and_exits_with_75(folder):
+    process = start(folder, "train", "tiny.py", "--out", "a", "--steps", "100000", "--pause", "0.05")
+    log = folder / "a" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (log.exists() and log.read_text().count("\n") > 3):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 75, err
+    last = records(folder)[-1]["step"]
+    assert f"stopped by a signal after step {last}" in err
+    code, _, err = shardwise(folder, "train", "tiny.py", "--out", "a", "--steps", str(last + 1))
+    assert code == 0
+    assert f"resuming a at step {last}" in err
+
+
+def test_numbers_that_are_not_finite_stop_the_run_or_are_skipped(folder):
+    code, _, err = shardwise(folder, "train", "tiny.py", "--out", "a", "--poison", "3")
+    assert code == 5
+    assert "step 4: loss nan" in err
+    assert "Traceback" not in err
+    code, _, err = shardwise(folder, "train", "tiny.py", "--out", "b", "--poison", "3", "--skip")
+    assert code == 0, err
+    steps = records(folder, "b")
+    assert [r.get("skipped", False) for r in steps if "loss" in r] == [False, False, False, True, False, False]
+
+
+def test_explain_shows_layouts_and_reasons(folder):
+    recipe = str(ROOT / "recipes" / "stdlib_gpt.py")
+    code, out, err = shardwise(folder, "explain", recipe, "--mesh", "fsdp=4,model=2", "--cpu-devices", "8", "--json", "answer.json")
+    assert code == 0, err
+    assert "blocks/0/attn/qkv/kernel" in out
+    assert "annotation (embed, -, heads, -)" in out
+    leaves = {(leaf["kind"], leaf["path"]): leaf for leaf in json.loads((folder / "answer.json").read_text())["leaves"]}
+    kernel = leaves["parameters", "blocks/0/mlp/up/kernel"]
+    assert kernel["spec"] == ["fsdp", "model"]
+    assert kernel["bytes"] == 128 * 512 * 4 // 8
+
+
+def test_the_main_recipe_runs_on_a_mesh(folder):
+    recipe = str(ROOT / "recipes" / "stdlib_gpt.py")
+    args = ["--steps", "2", "--eval-every", "0", "--batch-size", "8", "--length", "32", "--mesh", "data=4,model=2", "--cpu-devices", "8"]
+    code, _, err = shardwise(folder, "train", recipe, *args)
+    assert code == 0, err
+    assert "a sample" in err
+    assert "loss.png" in err

@@ -1,0 +1,125 @@
+"""Every Optax optimizer goes through one suite: described, created, sharded like its parameters, stepped, not recompiled."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from shardwise import Mean, Rules, abstract_state, init_state, make_mesh, make_train_step
+from shardwise.tree import named_leaves
+
+contrib = optax.contrib
+LABELS = {"hidden": {"kernel": "train", "bias": "freeze"}, "out": {"kernel": "train", "bias": "train"}}
+
+OPTIMIZERS = {
+    **{
+        name: getattr(optax, name)(1e-3)
+        for name in [
+            "adabelief",
+            "adadelta",
+            "adafactor",
+            "adagrad",
+            "adam",
+            "adamax",
+            "adamaxw",
+            "adamw",
+            "adan",
+            "amsgrad",
+            "fromage",
+            "lamb",
+            "lars",
+            "lion",
+            "nadam",
+            "nadamw",
+            "novograd",
+            "optimistic_gradient_descent",
+            "radam",
+            "rmsprop",
+            "rprop",
+            "sgd",
+            "sign_sgd",
+            "sm3",
+            "yogi",
+        ]
+    },
+    **{
+        name: getattr(contrib, name)(1e-3)
+        for name in ["acprop", "ademamix", "adopt", "dowg", "madgrad", "muon", "prodigy", "simplified_ademamix"]
+    },
+    "noisy_sgd": optax.noisy_sgd(1e-3, key=0),
+    "polyak_sgd": optax.polyak_sgd(),
+    "dog": contrib.dog(1e-3),
+    "cocob": contrib.cocob(),
+    "dadapt_adamw": contrib.dadapt_adamw(),
+    "momo": contrib.momo(),
+    "schedule_free_adamw": contrib.schedule_free_adamw(1e-3),
+    "mechanize": contrib.mechanize(optax.adam(1e-3)),
+    "momentum": optax.sgd(1e-3, momentum=0.9, nesterov=True),
+    "reduce_on_plateau": optax.chain(optax.adam(1e-3), contrib.reduce_on_plateau()),
+    "multi_steps": optax.MultiSteps(optax.adam(1e-3), 2),
+    "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(1e-3, 10))),
+    "injected": optax.inject_hyperparams(optax.adamw, hyperparam_dtype=jnp.float32)(learning_rate=1e-3),
+    "masked": optax.chain(optax.masked(optax.add_decayed_weights(0.1), lambda p: jax.tree.map(lambda x: x.ndim > 1, p)), optax.adam(1e-3)),
+    "partition": optax.partition({"train": optax.adamw(1e-3), "freeze": optax.set_to_zero()}, LABELS),
+    "ema": optax.chain(optax.adam(1e-3), optax.ema(0.9)),
+}
+
+
+class Net(nnx.Module):
+    """Wide enough (over 128) that Adafactor keeps rows and columns instead of the whole second moment."""
+
+    def __init__(self, rngs):
+        tensor_parallel = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
+        self.hidden = nnx.Linear(128, 256, kernel_init=tensor_parallel, rngs=rngs)
+        self.out = nnx.Linear(256, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(nnx.tanh(self.hidden(x)))
+
+
+def loss(model, batch):
+    squares = ((model(batch["x"]) - batch["y"]) ** 2).sum(-1)
+    return Mean(squares, jnp.ones_like(squares))
+
+
+RNG = np.random.default_rng(0)
+BATCH = {"x": RNG.normal(size=(16, 128)).astype("f4"), "y": RNG.normal(size=(16, 8)).astype("f4")}
+
+
+def three_steps(optimizer, mesh):
+    spec = abstract_state(Net, optimizer, mesh, Rules(fsdp_min_size=1024))
+    step = make_train_step(spec, loss, BATCH)
+    state = init_state(spec, 0)
+    losses, compiled = [], []
+    for _ in range(3):
+        state, metrics = step(state, step.place(BATCH))
+        losses.append(float(metrics["loss"]))
+        if not compiled:  # whatever is compiled from here on is too much
+            jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
+            compiled.append("first step")
+    jax.monitoring.clear_event_listeners()
+    return spec, [event for event in compiled if "backend_compile" in event], state, losses
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_contract(name):
+    optimizer = OPTIMIZERS[name]
+    spec, recompiled, state, losses = three_steps(optimizer, make_mesh("data=2,fsdp=2,model=2"))
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == spec.shardings, "a layout drifted"
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state) == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), spec.abstract)
+    assert recompiled == []
+
+    whole = 256 * 128 * 4  # bytes of the large kernel; every leaf as large as it must be cut as it is
+    for path, leaf in named_leaves(state.opt_state).items():
+        if leaf.nbytes >= whole and path.endswith("hidden/kernel"):
+            assert {shard.data.nbytes for shard in leaf.addressable_shards} == {leaf.nbytes // 4}, path
+
+    one_device = three_steps(optimizer, make_mesh("data=1", jax.devices()[:1]))
+    np.testing.assert_allclose(losses, one_device[3], rtol=2e-5)
+    if name not in ("noisy_sgd",):
+        before = {path: np.asarray(leaf) for path, leaf in named_leaves(init_state(spec, 0).params).items()}
+        after = named_leaves(state.params)
+        moved = {path for path in before if not np.array_equal(before[path], after[path])}
+        assert moved == {path for path in before if not (name == "partition" and path == "hidden/bias")}

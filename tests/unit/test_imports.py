@@ -1,0 +1,51 @@
+"""Imports go in one direction, and asking for help does not wait for JAX."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import shardwise
+
+ROOT = Path(shardwise.__file__).parent
+LEVELS = [
+    {"errors", "metrics", "hardware", "flops", "models", "models.gpt"},
+    {"tree", "report", "models.hf"},
+    {"mesh", "data.sources"},
+    {"sharding", "data.batches"},
+    {"module", "data"},
+    {"state"},
+    {"step", "checkpoint"},
+    {"loop"},
+    {"run"},
+    {"recipe"},
+    {"cli"},
+]
+LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
+
+
+def imports_of(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("shardwise"):
+            yield node.module.removeprefix("shardwise").lstrip(".")
+
+
+def test_a_module_imports_only_from_lower_levels():
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in ROOT.rglob("*.py")}
+    modules.pop("__init__")
+    assert set(modules) == set(LEVEL), "a new module needs a level"
+    wrong = [(name, other) for name, path in modules.items() for other in imports_of(path) if LEVEL[other] >= LEVEL[name]]
+    assert wrong == []
+
+
+def test_models_import_nothing_of_ours_but_models():
+    for name in ("models.gpt", "models.hf"):
+        path = ROOT / (name.replace(".", "/") + ".py")
+        assert all(other.startswith("models") for other in imports_of(path)), name
+
+
+def test_the_public_names_exist_and_help_does_not_import_jax():
+    for name in shardwise.__all__:
+        assert getattr(shardwise, name) is not None
+    code = "import sys; from shardwise.cli import main; main(['--help']); sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
