@@ -20,7 +20,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import Mean, abstract_state, init_state, make_mesh, make_train_step
+from shardwise import Mean, abstract_state, init_state, make_mesh, make_train_step, use_cpu_devices
 
 INPUTS, OUTPUTS = 5, 3
 SGD = optax.sgd(0.05)
@@ -223,6 +223,5 @@ def main() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
+    use_cpu_devices(8)
     main()

@@ -15,7 +15,7 @@ from flax import nnx
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from shardwise import Batches, Mean, Run, fit
+from shardwise import Batches, Mean, Run, fit, use_cpu_devices
 
 
 class ConvNet(nnx.Module):
@@ -63,5 +63,5 @@ def main(mesh: str = "data=-1", steps: int = 200) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", 8)  # where there is only a CPU, it acts as eight devices
+    use_cpu_devices(8)
     main()

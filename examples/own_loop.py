@@ -26,6 +26,7 @@ from shardwise import (
     make_train_step,
     placement_table,
     steps,
+    use_cpu_devices,
 )
 
 
@@ -77,5 +78,5 @@ def main(mesh: str = "fsdp=-1", eval_every: int = 10, patience: int = 5) -> dict
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", 8)  # where there is only a CPU, it acts as eight devices
+    use_cpu_devices(8)
     main()

@@ -16,7 +16,7 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardwise import TrainState, abstract_state, init_state, make_mesh
+from shardwise import TrainState, abstract_state, init_state, make_mesh, use_cpu_devices
 
 
 class MLP(nnx.Module):
@@ -109,6 +109,5 @@ def main(num_steps: int = 20) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
+    use_cpu_devices(8)
     main()

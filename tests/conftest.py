@@ -7,7 +7,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import hypothesis
 import jax
 
-jax.config.update("jax_num_cpu_devices", 8)
+from shardwise import use_cpu_devices
+
+use_cpu_devices(8)
 hypothesis.settings.register_profile("shardwise", deadline=None, derandomize=True)  # compiling takes its time
 hypothesis.settings.load_profile("shardwise")
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shardwise.loop import steps as steps
     from shardwise.mesh import make_mesh as make_mesh
     from shardwise.mesh import mesh_text as mesh_text
+    from shardwise.mesh import use_cpu_devices as use_cpu_devices
     from shardwise.metrics import Mean as Mean
     from shardwise.run import Result as Result
     from shardwise.run import Run as Run
@@ -34,7 +35,7 @@ _HOMES = {
     "data": ("Arrays", "Batches", "Tokens", "stdlib_bytes"),
     "errors": ("ShardwiseError",),
     "loop": ("evaluate", "steps"),
-    "mesh": ("make_mesh", "mesh_text"),
+    "mesh": ("make_mesh", "mesh_text", "use_cpu_devices"),
     "metrics": ("Mean",),
     "run": ("Result", "Run", "fit"),
     "sharding": ("Rules", "placement_table"),

@@ -63,22 +63,14 @@ def _load(verb: str, target: str, args: list[str], options: argparse.Namespace) 
     from shardwise.recipe import bind_recipe, find_recipe, load_recipe, make_run
 
     path, function = find_recipe(target)
-    _use_cpu_devices(options.cpu_devices)
+    if options.cpu_devices is not None:
+        from shardwise.mesh import use_cpu_devices
+
+        use_cpu_devices(options.cpu_devices)
     recipe = load_recipe(path, function)
     arguments = bind_recipe(recipe, args, prog=f"shardwise {verb} {target}")
     described = {"recipe": f"{path}:{function}", "arguments": {k: str(v) for k, v in arguments.items()}, "source": path.read_text()}
     return make_run(recipe, arguments), described
-
-
-def _use_cpu_devices(count: int | None) -> None:
-    if count is None:
-        return
-    if count < 1:
-        raise ConfigError(f"--cpu-devices {count}: at least 1.")
-    import jax
-
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", count)
 
 
 def train(target: str, args: list[str], options: argparse.Namespace) -> int:

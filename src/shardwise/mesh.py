@@ -1,6 +1,7 @@
 """From "data=4,model=2" to a mesh of devices."""
 
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ def parse_mesh(text: str, num_devices: int) -> dict[str, int]:
         raise ConfigError(
             f"mesh '{text}' needs {'a multiple of ' if to_fill else ''}{known} devices, and there are {num_devices}. "
             f"'{fits}' would use them all; on the CPU, --cpu-devices {known} "
-            f"(in Python: jax.config.update('jax_num_cpu_devices', {known}) before the first use) gives {known} virtual devices."
+            f"(in Python: shardwise.use_cpu_devices({known}) before all else) gives {known} virtual devices."
         )
     return sizes
 
@@ -64,6 +65,21 @@ def make_mesh(mesh: str | Mesh, devices: Sequence[Any] | None = None) -> Mesh:
     sizes = parse_mesh(mesh, len(devices))
     grid = mesh_utils.create_device_mesh(tuple(sizes.values()), devices, allow_split_physical_axes=True)
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def use_cpu_devices(count: int) -> None:
+    """Makes the CPU act as `count` devices. Call it before JAX first looks for devices.
+
+    JAX's own switch for this gives the devices as many threads as there are, and XLA's collectives on the CPU block
+    theirs while they wait: two collectives that do not depend on each other, begun in another order by another device,
+    then wait for ever. More threads than can be blocked at once avoid that.
+    """
+    if count < 1:
+        raise ConfigError(f"{count} CPU devices; there must be at least 1.")
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", count)
+    if count > 1:
+        os.environ.setdefault("PJRT_NPROC", str(8 * count))
 
 
 def mesh_text(mesh: Mesh) -> str:

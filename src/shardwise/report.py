@@ -16,7 +16,7 @@ def plot_losses(metrics: Path, picture: Path) -> None:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    trained = [(r["step"], r["loss"]) for r in records if "loss" in r]
+    trained = [(r["step"], r["loss"]) for r in records if "loss" in r and not r.get("skipped")]
     held_out = [(r["step"], r["eval_loss"]) for r in records if "eval_loss" in r]
     axes.plot(*zip(*trained, strict=True), color="#9db8d9", linewidth=1, label="training")
     smooth = _smoothed([loss for _, loss in trained])
@@ -44,13 +44,13 @@ def show_seconds(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 60 else str(datetime.timedelta(seconds=round(seconds)))
 
 
-def show_count(value: float) -> str:
+def show_count(value: float, gap: str = "") -> str:
     """Three digits and a prefix: 844k, 13.2M, 1.56G."""
-    for unit in ("", "k", "M", "G", "T"):
+    for prefix in ("", "k", "M", "G", "T"):
         if value < 999.5:
-            return f"{value:.3g}{unit}"
+            return f"{value:.3g}{gap}{prefix}"
         value /= 1000
-    return f"{value:.3g}P"
+    return f"{value:.3g}{gap}P"
 
 
 def show_metrics(metrics: dict[str, Any]) -> str:

@@ -120,7 +120,7 @@ def fit(run: Run, *, describe: dict[str, Any] | None = None, console: Console | 
     eval_metrics: dict[str, float] = {}
     stopping = False
     with book, _stop_on_signals() as stopped, _progress(console, run, start) as show:
-        for n, state, metrics in steps(prepared.step, state, prepared.batches, until=run.steps):  # noqa: B020
+        for n, state, metrics in steps(prepared.step, state, prepared.batches, until=run.steps):
             book.record(n, metrics)
             stopping = stopped()
             last = n == run.steps or stopping
@@ -296,7 +296,7 @@ def _headline(console: Console, prepared: Prepared) -> None:
     console.print(
         f"[bold]{show_count(spec.num_params)} parameters[/] on mesh [bold]{mesh_text(spec.mesh)}[/] "
         f"({spec.mesh.devices.flat[0].device_kind}), {show_bytes(held)} of state on each device, "
-        f"{show_count(prepared.flops)}FLOP a step",
+        f"{show_count(prepared.flops, ' ')}FLOP a step",
         soft_wrap=True,
     )
 

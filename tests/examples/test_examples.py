@@ -37,7 +37,7 @@ def test_own_loop_stops_early_and_keeps_the_best(capsys):
     assert figures["accuracy"] > 0.8
     assert figures["accuracy_of_module"] == pytest.approx(figures["accuracy"], abs=1e-3)  # the best, not the last
     printed = capsys.readouterr().out
-    assert "automatic FSDP" in printed
+    assert "FSDP" in printed
     assert "step   10: loss" in printed
 
 

@@ -61,7 +61,9 @@ def test_fsdp_costs_an_eighth_of_the_state_and_hardly_more_temporary_memory():
     cut, cut_flops = compile_for("fsdp=8")
     temporary = cut.temp_size_in_bytes / plain.temp_size_in_bytes
     arguments = cut.argument_size_in_bytes / plain.argument_size_in_bytes
-    print(f"temporary memory {temporary:.3f}, arguments {arguments:.4f}, arithmetic {cut_flops / plain_flops:.3f} of plain data parallelism")
+    print(
+        f"temporary memory {temporary:.3f}, arguments {arguments:.4f}, arithmetic {cut_flops / plain_flops:.3f} of plain data parallelism"
+    )
     assert temporary <= 1.3
     assert arguments <= 0.14
     assert cut_flops <= 1.05 * plain_flops

@@ -20,7 +20,9 @@ class Net(nnx.Module):
 
 def spec_for(mesh, devices=8, optimizer=None, **options):
     rules = Rules(fsdp_min_size=16)
-    return abstract_state(lambda rngs: Net(rngs, **options), optimizer or optax.adamw(1e-3), make_mesh(mesh, jax.devices()[:devices]), rules)
+    return abstract_state(
+        lambda rngs: Net(rngs, **options), optimizer or optax.adamw(1e-3), make_mesh(mesh, jax.devices()[:devices]), rules
+    )
 
 
 @pytest.fixture

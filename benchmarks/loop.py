@@ -1,0 +1,154 @@
+"""What the loop costs beside a hand-written one: `make bench-loop`.
+
+The same model, loss, optimizer and batches, on one device: once as a jitted NNX step in a plain `for` loop, as one would
+write it by hand, once through `steps()`, once through all that `fit()` does for a step (finite check, gradient norm,
+metrics.jsonl). The three take turns, round after round, so that a noisy machine is noisy for all; each figure is the
+median over the rounds of a ratio within one round.
+
+Goal: at most 1.02 times the time for steps of 5 ms or more, and at most 100 microseconds a step of extra host time.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+from shardwise import Batches, Mean, Run, Tokens, init_state, steps
+from shardwise.models.gpt import GPT, GPTConfig, cross_entropy
+from shardwise.run import _Bookkeeper, prepare
+
+
+def loss(model, batch):
+    return Mean(cross_entropy(model(batch["inputs"]), batch["labels"]))
+
+
+def gpt(width: int, layers: int, rows: int, length: int):
+    config = GPTConfig(vocab_size=256, max_length=length, num_layers=layers, num_heads=2, width=width)
+    tokens = np.random.default_rng(0).integers(0, 256, 200_000)
+    return (lambda rngs: GPT(config, rngs)), Batches(Tokens(tokens, length), rows)
+
+
+CASES = {  # name: model and data; from a step that is all overhead to one that is all arithmetic
+    "tiny": gpt(width=8, layers=1, rows=2, length=8),
+    "5 ms": gpt(width=64, layers=1, rows=8, length=32),
+    "30 ms": gpt(width=128, layers=2, rows=8, length=64),
+}
+
+
+@dataclass
+class ByHand:
+    """The loop that people write: split once, jit on the arrays, donate, read the loss one step late."""
+
+    factory: Any
+    batches: Batches
+
+    def __post_init__(self):
+        with nnx.use_eager_sharding(False):
+            model = self.factory(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, make_optimizer(), wrt=nnx.Param)
+        graphdef, self.state = nnx.split((model, optimizer))
+
+        def step(state, batch):
+            model, optimizer = nnx.merge(graphdef, state)
+            objective = lambda model: cross_entropy(model(batch["inputs"]), batch["labels"]).mean()  # noqa: E731
+            value, grads = nnx.value_and_grad(objective)(model)
+            optimizer.update(model, grads)
+            return nnx.state((model, optimizer)), value
+
+        self.step = jax.jit(step, donate_argnums=0)
+
+    def run(self, count):
+        previous = None
+        for n in range(count):
+            self.state, value = self.step(self.state, jax.device_put(self.batches(n)))
+            if previous is not None:
+                float(previous)
+            previous = value
+        float(previous)
+
+
+@dataclass
+class Ours:
+    """`steps()`, reading the loss one step late like the loop by hand."""
+
+    run_: Run
+
+    def __post_init__(self):
+        self.prepared = prepare(self.run_)
+        self.state = init_state(self.prepared.spec, 0)
+
+    def run(self, count):
+        previous = None
+        start = int(self.state.step)
+        for _, self.state, metrics in steps(self.prepared.step, self.state, self.prepared.batches, until=start + count):
+            if previous is not None:
+                float(previous)
+            previous = metrics["loss"]
+        float(previous)
+
+
+@dataclass
+class Whole(Ours):
+    """`steps()` with the bookkeeping of `fit()`: every metric of every step fetched and written to a file."""
+
+    def run(self, count):
+        start = int(self.state.step)
+        with _Bookkeeper(self.run_, self.prepared, start) as book:
+            for n, self.state, metrics in steps(self.prepared.step, self.state, self.prepared.batches, until=start + count):
+                book.record(n, metrics)
+            book.finish()
+
+
+def make_optimizer():
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+
+def timed(loop, count):
+    start = time.perf_counter()
+    loop.run(count)
+    return (time.perf_counter() - start) / count
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=0.7, help="of work for each loop in each round")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+    answer = {}
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}; median of {options.rounds} rounds")
+    print(f"{'step':8s} {'by hand':>12s} {'steps()':>20s} {'all of fit()':>22s}")
+    for name, (factory, batches) in CASES.items():
+        out = Path(tempfile.mkdtemp())
+        run = Run(model=factory, loss=loss, optimizer=make_optimizer(), data=batches, steps=1, mesh=mesh, out=out)
+        loops = {"by hand": ByHand(factory, batches), "steps": Ours(run), "fit": Whole(run)}
+        for loop in loops.values():
+            loop.run(3)
+        count = max(20, int(options.seconds / timed(loops["by hand"], 20)))
+        rounds = [{key: timed(loop, count) for key, loop in loops.items()} for _ in range(options.rounds)]
+        hand = statistics.median(r["by hand"] for r in rounds)
+        row = {"by_hand_s": hand}
+        text = f"{name:8s} {hand * 1e3:9.3f} ms"
+        for key in ("steps", "fit"):
+            ratio = statistics.median(r[key] / r["by hand"] for r in rounds)
+            extra = statistics.median(r[key] - r["by hand"] for r in rounds)
+            row |= {f"{key}_ratio": ratio, f"{key}_extra_s": extra}
+            text += f"   {ratio:6.3f} x {extra * 1e6:+7.0f} us"
+        answer[name] = row
+        print(text, flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(answer, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
