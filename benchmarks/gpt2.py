@@ -39,11 +39,11 @@ def make_run(preset: str, rows: int, length: int, remat: str, scan: bool) -> Run
 
 
 def measure(run: Run, count: int) -> dict[str, float]:
-    """Median over chunks of ten steps; within a chunk nothing waits for the device but its end."""
+    """Median over chunks of twenty steps; within a chunk nothing waits for the device but its end."""
     prepared = prepare(run)
     state = init_state(prepared.spec, 0)
     start = time.perf_counter()
-    chunk, times, last = 10, [], None
+    chunk, times, last = 20, [], None
     for n, _, metrics in steps(prepared.step, state, prepared.batches, until=chunk * (count // chunk + 2)):
         if n == 1:
             jax.block_until_ready(metrics)
@@ -67,6 +67,35 @@ def measure(run: Run, count: int) -> dict[str, float]:
     }
 
 
+def profile(run: Run, folder: Path, top: int = 40) -> None:
+    """Kernel times of three steps, largest first, with the operation each belongs to; the compiled program goes into `folder`."""
+    prepared = prepare(run)
+    state = init_state(prepared.spec, 0)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "step.hlo").write_text(prepared.step.lower().compile().as_text())
+    for n, _, metrics in steps(prepared.step, state, prepared.batches, until=8):
+        jax.block_until_ready(metrics)
+        if n == 5:
+            jax.profiler.start_trace(folder / "trace")
+    jax.profiler.stop_trace()
+    data = jax.profiler.ProfileData.from_file(str(next((folder / "trace").rglob("*.xplane.pb"))))
+    kernels: dict[str, list[float]] = {}
+    for plane in data.planes:
+        if "GPU" not in plane.name:
+            continue
+        for line in plane.lines:
+            if not line.name.startswith("Stream"):
+                continue
+            for event in line.events:
+                stats = dict(event.stats)
+                key = f"{stats.get('hlo_op', '')} | {event.name[:60]} | {str(stats.get('name', stats.get('tf_op', '')))[-90:]}"
+                kernels.setdefault(key, []).append(event.duration_ns / 1e6)
+    rows = sorted(((sum(times) / 3, len(times) // 3, key) for key, times in kernels.items()), reverse=True)
+    print(f"all kernels: {sum(row[0] for row in rows):.2f} ms a step")
+    for total, count, key in rows[:top]:
+        print(f"{total:8.3f} ms {count:4d} x  {key}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="gpt2", choices=sorted(PRESETS))
@@ -76,8 +105,12 @@ def main() -> None:
     parser.add_argument("--scan", action="store_true")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--profile", type=Path, help="instead of timing, write a profile of three steps into this folder")
     options = parser.parse_args()
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {options.preset}, {options.length} tokens a row")
+    if options.profile:
+        profile(make_run(options.preset, options.rows[0], options.length, options.remat, options.scan), options.profile)
+        return
     answers = []
     for rows in options.rows:
         answer = measure(make_run(options.preset, rows, options.length, options.remat, options.scan), options.steps)

@@ -1,6 +1,8 @@
 """The GPT-2 family as plain NNX modules, from a byte-level toy to 1.5 billion parameters.
 
-Shapes: B rows, T tokens, D width, H heads, K width of a head, V vocabulary.
+Shapes: B rows, T tokens, N = B * T, D width, H heads, K width of a head, V vocabulary. Between the layers the tokens of
+all rows stand in one matrix (N, D); only attention looks at rows. Three dimensions would leave XLA a choice of layouts:
+on GPUs it then transposes every layer's activations, on CPUs its backward products are slower.
 
 Parameters carry logical names ("embed", "heads", "mlp", "vocab") that a mesh may map to its axes. Nothing here
 mentions a mesh or a dtype of computation: both are choices of the run.
@@ -41,21 +43,16 @@ PRESETS = {
 
 
 class Linear(nnx.Module):
-    """x @ kernel + bias over the last dims of x, on a flat matrix of tokens: backward passes are faster that way."""
+    """(N, ins) -> (N, outs), each of one or more dims: x @ kernel + bias."""
 
     def __init__(self, ins: tuple[int, ...], outs: tuple[int, ...], names: tuple[str | None, ...], stddev: float, rngs: nnx.Rngs):
         init = nnx.with_partitioning(nnx.initializers.normal(stddev), names)
         self.kernel = nnx.Param(init(rngs.params(), (*ins, *outs)))
         self.bias = nnx.Param(nnx.with_partitioning(nnx.initializers.zeros, names[len(ins) :])(rngs.params(), outs))
-        self.num_ins = len(ins)
 
     def __call__(self, x: Array) -> Array:
-        kernel, bias = self.kernel[...], self.bias[...]
-        lead, ins = x.shape[: x.ndim - self.num_ins], x.shape[x.ndim - self.num_ins :]
-        flat = x.reshape(math.prod(lead), *ins)
-        dims = tuple(range(1, 1 + self.num_ins)), tuple(range(self.num_ins))
-        y = jax.lax.dot_general(flat, kernel, (dims, ((), ())))
-        return (y + bias).reshape(*lead, *bias.shape)
+        contracted = tuple(range(1, x.ndim)), tuple(range(x.ndim - 1))
+        return jax.lax.dot_general(x, self.kernel[...], (contracted, ((), ()))) + self.bias[...]
 
 
 class Attention(nnx.Module):
@@ -66,9 +63,10 @@ class Attention(nnx.Module):
         out_stddev = 0.02 / math.sqrt(2 * c.num_layers)  # each residual branch adds this much less
         self.out = Linear((c.num_heads, head), (c.width,), ("heads", None, "embed"), out_stddev, rngs)
 
-    def __call__(self, x: Array) -> Array:
-        q, k, v = jnp.unstack(self.qkv(x), axis=2)  # each (B, T, H, K)
-        return self.out(jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention_for(q)))
+    def __call__(self, x: Array, length: int) -> Array:
+        q, k, v = (part.reshape(-1, length, *part.shape[1:]) for part in jnp.unstack(self.qkv(x), axis=1))  # (B, T, H, K)
+        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention_for(q))
+        return self.out(mixed.reshape(-1, *mixed.shape[2:]))
 
 
 class MLP(nnx.Module):
@@ -89,8 +87,8 @@ class Block(nnx.Module):
         self.mlp = MLP(config, rngs)
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
-    def __call__(self, x: Array) -> Array:
-        x = x + self.dropout(self.attn(self.norm1(x)))
+    def __call__(self, x: Array, length: int) -> Array:
+        x = x + self.dropout(self.attn(self.norm1(x), length))
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 
@@ -121,17 +119,15 @@ class GPT(nnx.Module):
         if length > self.config.max_length:
             raise ValueError(f"a sequence of {length} tokens; the model has {self.config.max_length} positions")
         table = self.tokens[...]
-        x = jnp.take(table, tokens, axis=0) + self.positions[...][:length]
+        x = jnp.take(table, tokens.reshape(-1), axis=0) + jnp.tile(self.positions[...][:length], (tokens.shape[0], 1))
         x = self.dropout(x)
-        block = REMAT[self.config.remat](lambda block, x: block(x))
+        block = REMAT[self.config.remat](lambda block, x: block(x, length))
         if self.config.scan_layers:
             x = nnx.scan(block, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.blocks, x)
         else:
             for layer in self.blocks:
                 x = block(layer, x)
-        x = self.norm(x)
-        flat = x.reshape(-1, x.shape[-1])
-        return jax.lax.dot_general(flat, table, (((1,), (1,)), ((), ()))).reshape(*tokens.shape, -1)
+        return jax.lax.dot_general(self.norm(x), table, (((1,), (1,)), ((), ()))).reshape(*tokens.shape, -1)
 
 
 REMAT: dict[str, Callable[[Any], Any]] = {
