@@ -51,8 +51,12 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(nnx.with_partitioning(nnx.initializers.zeros, names[len(ins) :])(rngs.params(), outs))
 
     def __call__(self, x: Array) -> Array:
-        contracted = tuple(range(1, x.ndim)), tuple(range(x.ndim - 1))
-        return jax.lax.dot_general(x, self.kernel[...], (contracted, ((), ()))) + self.bias[...]
+        return affine(x, self.kernel[...], self.bias[...])
+
+
+def affine(x: Array, kernel: Array, bias: Array) -> Array:
+    contracted = tuple(range(1, x.ndim)), tuple(range(x.ndim - 1))
+    return jax.lax.dot_general(x, kernel, (contracted, ((), ()))) + bias
 
 
 class Attention(nnx.Module):
@@ -64,7 +68,9 @@ class Attention(nnx.Module):
         self.out = Linear((c.num_heads, head), (c.width,), ("heads", None, "embed"), out_stddev, rngs)
 
     def __call__(self, x: Array, length: int) -> Array:
-        q, k, v = (part.reshape(-1, length, *part.shape[1:]) for part in jnp.unstack(self.qkv(x), axis=1))  # (B, T, H, K)
+        kernel, bias = self.qkv.kernel[...], self.qkv.bias[...]
+        # Three products, not one: their outputs need not be taken apart, nor the gradients put together.
+        q, k, v = (affine(x, kernel[:, i], bias[i]).reshape(-1, length, *bias.shape[1:]) for i in range(3))  # (B, T, H, K)
         mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention_for(q))
         return self.out(mixed.reshape(-1, *mixed.shape[2:]))
 
@@ -76,7 +82,13 @@ class MLP(nnx.Module):
         self.down = Linear((4 * c.width,), (c.width,), ("mlp", "embed"), 0.02 / math.sqrt(2 * c.num_layers), rngs)
 
     def __call__(self, x: Array) -> Array:
-        return self.down(jax.nn.gelu(self.up(x), approximate=True))
+        return self.down(gelu(self.up(x)))
+
+
+@jax.checkpoint
+def gelu(x: Array) -> Array:
+    """Tanh-approximated, in float32 inside. The backward pass computes it again from x: cheaper than keeping its parts."""
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
 
 
 class Block(nnx.Module):
