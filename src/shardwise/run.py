@@ -195,7 +195,7 @@ class _Bookkeeper:
         if self._pending is None:
             return
         (n, metrics), self._pending = self._pending, None
-        values = {name: value.item() for name, value in jax.device_get(metrics).items()}
+        values = {name: value.item() for name, value in metrics.items()}
         finite, weight = values.pop("finite"), values.pop("weight")
         seconds = self.clock.lap("compile" if n == self.first else "steps")
         self.last = {"step": n, **values, "step_s": seconds, f"{self.run.unit}_per_s": weight / seconds}
