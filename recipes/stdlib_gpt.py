@@ -2,12 +2,14 @@
 
     shardwise train recipes/stdlib_gpt.py
     shardwise train recipes/stdlib_gpt.py --mesh data=4,model=2 --cpu-devices 8
+    shardwise train recipes/stdlib_gpt.py --compute-dtype bfloat16 --remat block --scan-layers
 
 A step sees batch_size x length = 16 x 128 = 2,048 bytes.
 """
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -41,11 +43,13 @@ def recipe(
     lr: float = 4e-3,
     dropout: float = 0.0,
     compute_dtype: str | None = None,
+    remat: Literal["none", "block", "dots"] = "none",
+    scan_layers: bool = False,
     eval_every: int = 250,
     save_every: int = 0,
 ) -> Run:
     train, held_out = stdlib_bytes()
-    config = replace(PRESETS["byte"], max_length=length, dropout=dropout)
+    config = replace(PRESETS["byte"], max_length=length, dropout=dropout, remat=remat, scan_layers=scan_layers)
     schedule = optax.warmup_cosine_decay_schedule(0.0, lr, warmup_steps=min(50, steps // 10), decay_steps=steps, end_value=lr / 10)
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0),

@@ -1,5 +1,8 @@
 """Mistakes that a user can mend. The command line prints the message, without a traceback, and exits with the code."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class ShardwiseError(Exception):
     """The fact with its values, the place, the remedy."""
@@ -29,3 +32,9 @@ class NumericsError(ShardwiseError):
     """A loss or gradient that is not finite."""
 
     exit_code = 5
+
+
+def did_you_mean(name: str, valid: Iterable[str]) -> str:
+    """' Did you mean ...?' for the closest valid name, or nothing when none is close."""
+    close = difflib.get_close_matches(name, sorted(valid), n=1, cutoff=0.5)
+    return f" Did you mean '{close[0]}'?" if close else ""

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import ConfigError, ShardwiseError
-from shardwise.tree import did_you_mean
+from shardwise.errors import ConfigError, ShardwiseError, did_you_mean
 
 DEFAULT_FUNCTION = "recipe"
 

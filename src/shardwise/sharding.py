@@ -2,8 +2,9 @@
 
 For a parameter, the first of these that says something:
 
-1. a rule by path in `Rules.paths`, which is taken as it stands;
-2. the annotation on the variable (`nnx.with_partitioning` and its kin), in mesh axes or logical names;
+1. the annotation on the variable (`nnx.with_partitioning` and its kin), in mesh axes or logical names, if it names an
+   axis of this mesh;
+2. a rule by path in `Rules.paths`, which is taken as it stands;
 3. nothing.
 
 Then, unless a rule by path decided, automatic FSDP cuts the largest dimension over the mesh's FSDP axes, if the leaf
@@ -21,8 +22,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.table import Table
 
-from shardwise.errors import ConfigError
-from shardwise.tree import did_you_mean, leaf_name, matches, num_bytes
+from shardwise.errors import ConfigError, did_you_mean
+from shardwise.tree import leaf_name, matches, num_bytes
 
 Axes = str | tuple[str, ...] | None
 TENSOR = ("model", "tp", "tensor")
@@ -90,14 +91,15 @@ def place_model(leaves: Mapping[str, Leaf], mesh: Mesh, rules: Rules) -> dict[st
 
 
 def _place(path: str, leaf: Leaf, mesh: Mesh, rules: Rules) -> Placement:
-    rule = next(((pattern, axes) for pattern, axes in rules.paths if matches(pattern, path)), None)
-    if rule is not None:
-        dims = _resolve(path, leaf.shape, rule[1], f"rule '{rule[0]}'", mesh, rules)
-        return _placement(path, leaf.shape, leaf.dtype, dims, f"rule '{rule[0]}'", mesh)
-    dims, reasons = [()] * len(leaf.shape), []
+    dims: list[tuple[str, ...]] = [()] * len(leaf.shape)
+    reasons = []
     if leaf.annotation is not None:
         dims = _resolve(path, leaf.shape, leaf.annotation, "annotation", mesh, rules)
         reasons.append(f"annotation {_show(leaf.annotation)}" + ("" if any(dims) else ": no such axis in this mesh"))
+    rule = next(((pattern, axes) for pattern, axes in rules.paths if matches(pattern, path)), None)
+    if rule is not None and not any(dims):
+        dims = _resolve(path, leaf.shape, rule[1], f"rule '{rule[0]}'", mesh, rules)
+        return _placement(path, leaf.shape, leaf.dtype, dims, f"rule '{rule[0]}'", mesh)
     dims, reason = _add_fsdp(path, leaf.shape, dims, mesh, rules)
     if reason or not reasons:
         reasons.append(reason or "no rule")

@@ -1,9 +1,8 @@
 """Names and sizes for the leaves of a pytree: "blocks/0/attn/qkv/kernel"."""
 
-import difflib
 import fnmatch
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -44,12 +43,6 @@ def num_bytes(shape: tuple[int, ...], dtype: Any) -> int:
         key_bits = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
         return math.prod(shape) * key_bits.size * key_bits.dtype.itemsize
     return math.prod(shape) * dtype.itemsize
-
-
-def did_you_mean(name: str, valid: Iterable[str]) -> str:
-    """' Did you mean ...?' for the closest valid name, or nothing when none is close."""
-    close = difflib.get_close_matches(name, sorted(valid), n=1, cutoff=0.5)
-    return f" Did you mean '{close[0]}'?" if close else ""
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -51,11 +51,15 @@ def test_a_leaf_that_is_cut_already_is_cut_further_where_that_divides():
     assert (placement.spec, placement.reason) == (P("model"), "annotation (model), no dim left that fsdp (2) divides")
 
 
-def test_a_rule_by_path_comes_first_and_is_taken_as_it_stands():
+def test_a_rule_by_path_speaks_where_no_annotation_does_and_is_taken_as_it_stands():
     rules = Rules(paths=(("w*", ("fsdp", None)), ("*", ())))
-    assert place((512, 256), (None, "model"), rules=Rules(paths=(("w*", ("fsdp", None)),))).spec == P("fsdp", None)
-    with pytest.raises(ConfigError, match="axis 'model'"):  # the second rule keeps the rest whole, so nothing uses 'model'
-        place((512, 256), rules=rules)
+    only = Rules(paths=(("w*", (None, "fsdp")),))
+    assert place((512, 256), rules=only).spec == P(None, "fsdp")
+    assert place((512, 256), (None, "model"), rules=only).spec == P("fsdp", "model")  # the annotation, and automatic FSDP
+    assert place((512, 256), (None, "tp"), rules=only).spec == P(None, "fsdp")  # no such axis here: the rule
+    two = {"w": Leaf((512, 256), F32), "x": Leaf((512, 256), F32)}
+    specs = [p.spec for p in place_model(two, make_mesh("data=4,fsdp=2"), rules).values()]
+    assert specs == [P("fsdp", None), P()]  # the first match wins, and what a rule keeps whole stays whole
 
 
 def test_named_shardings_and_specs_count_as_annotations():

@@ -52,6 +52,19 @@ def test_the_same_seed_gives_the_same_bits_on_every_mesh():
         assert bits(text, 8) == reference
 
 
+@pytest.mark.parametrize("shape", [(8, 32), (64, 32), (256, 24), (8, 8), (3, 3, 8, 16)])
+@pytest.mark.parametrize("init", [nnx.initializers.lecun_normal(), nnx.initializers.normal(), nnx.initializers.xavier_uniform()])
+def test_pieces_narrower_than_a_vector_have_the_bits_of_the_whole(init, shape):
+    class Narrow(nnx.Module):
+        def __init__(self, rngs):
+            self.kernel = nnx.Param(init(rngs.params(), shape), out_sharding=(*(None,) * (len(shape) - 1), "model"))
+
+    whole, cut = (
+        init_state(abstract_state(Narrow, optax.sgd(0.1), make_mesh(f"model={n}", jax.devices()[:n])), 3).params["kernel"] for n in (1, 8)
+    )
+    assert np.asarray(whole).tobytes() == np.asarray(cut).tobytes()
+
+
 def test_the_description_allocates_nothing_and_says_all():
     huge = lambda rngs: nnx.Linear(2**20, 2**20, rngs=rngs)  # noqa: E731  4 TiB
     spec = abstract_state(huge, optax.adamw(1e-3), make_mesh("fsdp=8"))
