@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +75,9 @@ def _load(verb: str, target: str, args: list[str], options: argparse.Namespace) 
 
 
 def train(target: str, args: list[str], options: argparse.Namespace) -> int:
-    from dataclasses import replace
-
+    run, described = _load("train", target, args, options)
     from shardwise.run import fit
 
-    run, described = _load("train", target, args, options)
     if run.out is None:
         stem = Path(target.partition(":")[0]).stem
         run = replace(run, out=Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -95,13 +94,13 @@ def train(target: str, args: list[str], options: argparse.Namespace) -> int:
 
 
 def explain(target: str, args: list[str], options: argparse.Namespace) -> int:
+    run, _ = _load("explain", target, args, options)
     from rich.console import Console
 
     from shardwise.mesh import make_mesh, mesh_text
     from shardwise.sharding import placement_table
     from shardwise.state import abstract_state
 
-    run, _ = _load("explain", target, args, options)
     mesh = make_mesh(run.mesh)
     spec = abstract_state(run.model, run.optimizer, mesh, run.rules)
     console = Console(width=None if sys.stdout.isatty() else 160)
