@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -84,10 +85,12 @@ def train(target: str, args: list[str], options: argparse.Namespace) -> int:
     result = fit(run, describe=described)
     _write_answer(options, {"out": str(run.out), "metrics": result.metrics, "eval": result.eval_metrics, "seconds": result.seconds})
     devices = f" --cpu-devices {options.cpu_devices}" if options.cpu_devices else ""
-    again = " ".join([target, *args, *([] if "--out" in args else ["--out", str(run.out)])])
+    kept = [word for i, word in enumerate(args) if "--steps" not in (word.partition("=")[0], args[i - 1] if i else "")]
+    again = " ".join([target, *kept, *([] if "--out" in args else ["--out", str(run.out)])])
+    command = "shardwise" if shutil.which("shardwise") or Path(sys.argv[0]).name != "shardwise" else sys.argv[0]
     print(
-        f"next:\n  shardwise train {again} --steps {2 * run.steps}{devices}   # go on from here\n"
-        f"  shardwise explain {target} --mesh data=4,model=2 --cpu-devices 8   # another layout, before paying for it",
+        f"next:\n  {command} train {again} --steps {2 * run.steps}{devices}   # go on from here\n"
+        f"  {command} explain {target} --mesh data=4,model=2 --cpu-devices 8   # another layout, before paying for it",
         file=sys.stderr,
     )
     return 0

@@ -100,7 +100,7 @@ def test_mistakes_that_need_no_recipe_are_answered_without_waiting_for_jax(folde
 
 
 def test_train_leaves_a_run_directory_and_resumes_it_exactly(folder):
-    code, _, err = shardwise(folder, "train", "tiny.py", "--out", "straight", "--json", "answer.json")
+    code, _, err = shardwise(folder, "train", "tiny.py", "--steps", "6", "--out", "straight", "--json", "answer.json")
     assert code == 0, err
     assert "shardwise train tiny.py --out straight --steps 12" in err
     answer = json.loads((folder / "answer.json").read_text())
