@@ -76,9 +76,9 @@ def abstract_state(model: ModelFactory, optimizer: optax.GradientTransformation,
     found: list[ModuleDef] = []
 
     def create() -> TrainState:
-        definition, params, other = split_module(build_module(model, jax.random.key(0)))
+        definition, state = _create(model, optimizer, jax.random.key(0))
         found.append(definition)
-        return TrainState(jnp.zeros((), jnp.int32), params, other, optimizer.init(params))
+        return state
 
     shapes = jax.eval_shape(create)
     definition = found[-1]
@@ -111,11 +111,16 @@ def init_state(spec: StateSpec, seed: int) -> TrainState:
     """
 
     def create(key: jax.Array) -> TrainState:
-        _, params, other = split_module(build_module(spec.factory, key))
-        return TrainState(jnp.zeros((), jnp.int32), params, other, spec.optimizer.init(params))
+        return _create(spec.factory, spec.optimizer, key)[1]
 
     # On the CPU, XLA vectorizes a piece that is narrower than a vector unlike the whole, and rounds its normal draws unlike
     # it too (jax 0.12.0). Level 1 vectorizes neither.
     on_cpu = spec.mesh.devices.flat[0].platform == "cpu"
     options = {"xla_backend_optimization_level": 1} if on_cpu else None
     return jax.jit(create, out_shardings=spec.shardings, compiler_options=options)(jax.random.key(seed))
+
+
+def _create(factory: ModelFactory, optimizer: optax.GradientTransformation, key: jax.Array) -> tuple[ModuleDef, TrainState]:
+    """The one way a state comes to be, traced for its shapes and compiled for its arrays."""
+    definition, params, other = split_module(build_module(factory, key))
+    return definition, TrainState(jnp.zeros((), jnp.int32), params, other, optimizer.init(params))
