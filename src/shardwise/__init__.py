@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shardwise.run import Run as Run
     from shardwise.run import fit as fit
     from shardwise.sharding import Rules as Rules
+    from shardwise.sharding import constrain as constrain
     from shardwise.sharding import placement_table as placement_table
     from shardwise.state import TrainState as TrainState
     from shardwise.state import abstract_state as abstract_state
@@ -38,7 +39,7 @@ _HOMES = {
     "mesh": ("make_mesh", "mesh_text", "use_cpu_devices"),
     "metrics": ("Mean",),
     "run": ("Result", "Run", "fit"),
-    "sharding": ("Rules", "placement_table"),
+    "sharding": ("Rules", "constrain", "placement_table"),
     "state": ("TrainState", "abstract_state", "init_state"),
     "step": ("make_eval_step", "make_train_step"),
 }

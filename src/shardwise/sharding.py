@@ -15,6 +15,8 @@ a silent replication.
 import difflib
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,11 +96,11 @@ def _place(path: str, leaf: Leaf, mesh: Mesh, rules: Rules) -> Placement:
     dims: list[tuple[str, ...]] = [()] * len(leaf.shape)
     reasons = []
     if leaf.annotation is not None:
-        dims = _resolve(path, leaf.shape, leaf.annotation, "annotation", mesh, rules)
+        dims = _resolve(f"parameter '{path}'", leaf.shape, leaf.annotation, "annotation", mesh, rules)
         reasons.append(f"annotation {_show(leaf.annotation)}" + ("" if any(dims) else ": no such axis in this mesh"))
     rule = next(((pattern, axes) for pattern, axes in rules.paths if matches(pattern, path)), None)
     if rule is not None and not any(dims):
-        dims = _resolve(path, leaf.shape, rule[1], f"rule '{rule[0]}'", mesh, rules)
+        dims = _resolve(f"parameter '{path}'", leaf.shape, rule[1], f"rule '{rule[0]}'", mesh, rules)
         return _placement(path, leaf.shape, leaf.dtype, dims, f"rule '{rule[0]}'", mesh)
     dims, reason = _add_fsdp(path, leaf.shape, dims, mesh, rules)
     if reason or not reasons:
@@ -106,33 +108,33 @@ def _place(path: str, leaf: Leaf, mesh: Mesh, rules: Rules) -> Placement:
     return _placement(path, leaf.shape, leaf.dtype, dims, ", ".join(reasons), mesh)
 
 
-def _resolve(path: str, shape: tuple[int, ...], axes: Iterable[Axes], who: str, mesh: Mesh, rules: Rules) -> list[tuple[str, ...]]:
+def _resolve(what: str, shape: tuple[int, ...], axes: Iterable[Axes], who: str, mesh: Mesh, rules: Rules) -> list[tuple[str, ...]]:
     """Mesh axes for each dim, from names that are mesh axes or logical; checked against the shape."""
     entries = tuple(axes)
     if len(entries) > len(shape):
-        raise ConfigError(f"parameter '{path}' has shape {shape}; its {who} {_show(entries)} names {len(entries)} dims. Shorten it.")
-    dims = [tuple(_mesh_axes(path, entry, who, mesh, rules)) for entry in entries]
+        raise ConfigError(f"{what} has shape {shape}; its {who} {_show(entries)} names {len(entries)} dims. Shorten it.")
+    dims = [tuple(_mesh_axes(what, entry, who, mesh, rules)) for entry in entries]
     dims += [()] * (len(shape) - len(dims))
     seen: dict[str, int] = {}
     for dim, names in enumerate(dims):
         for name in names:
             if name in seen:
                 raise ConfigError(
-                    f"parameter '{path}' has shape {shape}; its {who} {_show(entries)} puts mesh axis '{name}' on dim {seen[name]} "
+                    f"{what} has shape {shape}; its {who} {_show(entries)} puts mesh axis '{name}' on dim {seen[name]} "
                     f"and on dim {dim}. An axis can cut one dim only: give one of them another axis or None."
                 )
             seen[name] = dim
         size = math.prod(mesh.shape[name] for name in names)
         if shape[dim] % size:
             raise ConfigError(
-                f"parameter '{path}' has shape {shape}; its {who} shards dim {dim} over mesh axis {' x '.join(map(repr, names))} "
+                f"{what} has shape {shape}; its {who} shards dim {dim} over mesh axis {' x '.join(map(repr, names))} "
                 f"(size {size}), and {shape[dim]} is not divisible by {size}. Use {'*'.join(names)}={_choices(shape[dim], size)}, "
                 f"or change the {who}."
             )
     return dims
 
 
-def _mesh_axes(path: str, entry: Axes, who: str, mesh: Mesh, rules: Rules) -> Iterator[str]:
+def _mesh_axes(what: str, entry: Axes, who: str, mesh: Mesh, rules: Rules) -> Iterator[str]:
     known = {axis for value in rules.logical.values() for axis in _as_tuple(value)} | set(rules.batch) | set(rules.fsdp)
     for name in _as_tuple(entry):
         if name in rules.logical:
@@ -141,7 +143,7 @@ def _mesh_axes(path: str, entry: Axes, who: str, mesh: Mesh, rules: Rules) -> It
             yield name
         elif name not in known:
             raise ConfigError(
-                f"parameter '{path}': its {who} names '{name}', which is neither an axis of the mesh ({', '.join(mesh.shape)}) "
+                f"{what}: its {who} names '{name}', which is neither an axis of the mesh ({', '.join(mesh.shape)}) "
                 f"nor a logical name ({', '.join(rules.logical)}).{did_you_mean(name, {*mesh.shape, *rules.logical})}"
             )
 
@@ -202,6 +204,39 @@ def at_use(spec: PartitionSpec, rules: Rules) -> PartitionSpec:
     batch would leave the partitioner to choose, and it often chooses to move activations, which are larger.
     """
     return PartitionSpec(*(_join(axis for axis in _as_tuple(entry) if axis not in rules.batch) for entry in spec))
+
+
+def constrain(x: jax.Array, *names: Axes) -> jax.Array:
+    """An activation, laid out as the model says: for each dim "batch", a logical name, a mesh axis, or None for whole.
+
+    Inside a step of shardwise; anywhere else `x` as it is, so a model that says more than its parameters do stays a plain model.
+    Axes that split the batch belong to the dim named "batch", whatever else may be mapped to them.
+    """
+    layout = _LAYOUT.get()
+    if layout is None:
+        return x
+    mesh, rules = layout
+    entries = [None if name == "batch" else name for name in names]
+    dims = _resolve("an activation", x.shape, entries, "constraint", mesh, rules)
+    spec = at_use(PartitionSpec(*(_join(axes) for axes in dims)), rules)
+    rows = batch_spec(mesh, rules)[0]
+    spec = PartitionSpec(*(rows if name == "batch" else axes for name, axes in zip(names, spec, strict=False)))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+@contextmanager
+def activations_on(mesh: Mesh, rules: Rules) -> Iterator[None]:
+    """While a model is traced inside: what `constrain` is to make of names. JAX's own context is set too, since it is part
+    of the key under which JAX keeps what it has traced: a jitted part of the model is traced again for another mesh."""
+    token = _LAYOUT.set((mesh, rules))
+    try:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            yield
+    finally:
+        _LAYOUT.reset(token)
+
+
+_LAYOUT: ContextVar[tuple[Mesh, Rules] | None] = ContextVar("layout", default=None)
 
 
 def batch_spec(mesh: Mesh, rules: Rules) -> PartitionSpec:

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardwise.errors import ConfigError, DataError
 from shardwise.metrics import Mean
 from shardwise.module import AccessHook
-from shardwise.sharding import batch_spec, num_batch_shards
+from shardwise.sharding import activations_on, batch_spec, num_batch_shards
 from shardwise.state import StateSpec, TrainState
 from shardwise.tree import named_leaves
 
@@ -108,7 +108,8 @@ def make_train_step(
 
     def objective(params: Any, other: Any, rows: Batch, mask: Any, key: jax.Array) -> tuple[jax.Array, Any]:
         model = spec.definition.merge(params, other, key, hooks)
-        means = as_means(loss(model, rows), num_rows(rows), mask)
+        with activations_on(spec.mesh, spec.rules):
+            means = as_means(loss(model, rows), num_rows(rows), mask)
         return means["loss"].total, (means, spec.definition.read_other(model))
 
     gradient = jax.grad(objective, has_aux=True)
@@ -189,7 +190,8 @@ def make_eval_step(spec: StateSpec, loss: Loss, batch: Batch, *, compute_dtype: 
     def step(params: Any, other: Any, rows: Batch, mask: Any) -> dict[str, Mean]:
         model = spec.definition.merge(params, other, jax.random.key(0), hooks)
         model.eval()
-        return as_means(loss(model, rows), num_rows(rows), mask)
+        with activations_on(spec.mesh, spec.rules):
+            return as_means(loss(model, rows), num_rows(rows), mask)
 
     function = jax.jit(step, out_shardings=spec.sharding(PartitionSpec()))
     return EvalStep(function, spec, pads=not _without_rows(spec, loss, batch))

@@ -9,9 +9,9 @@ import shardwise
 
 ROOT = Path(shardwise.__file__).parent
 LEVELS = [
-    {"errors", "metrics", "hardware", "flops", "models", "models.gpt"},
-    {"tree", "report", "models.hf"},
-    {"mesh", "data.sources"},
+    {"errors", "metrics", "hardware", "flops", "models", "models.norm"},
+    {"tree", "report", "models.gpt"},
+    {"mesh", "data.sources", "models.hf"},
     {"sharding", "data.batches"},
     {"module", "data"},
     {"state"},
@@ -39,7 +39,7 @@ def test_a_module_imports_only_from_lower_levels():
 
 
 def test_models_import_nothing_of_ours_but_models():
-    for name in ("models.gpt", "models.hf"):
+    for name in ("models.gpt", "models.hf", "models.norm"):
         path = ROOT / (name.replace(".", "/") + ".py")
         assert all(other.startswith("models") for other in imports_of(path)), name
 

@@ -14,7 +14,18 @@ from rich.console import Console
 
 from shardwise.errors import ConfigError
 from shardwise.mesh import make_mesh
-from shardwise.sharding import Leaf, Rules, annotation_of, at_use, batch_spec, place_model, place_optimizer, placement_table
+from shardwise.sharding import (
+    Leaf,
+    Rules,
+    activations_on,
+    annotation_of,
+    at_use,
+    batch_spec,
+    constrain,
+    place_model,
+    place_optimizer,
+    placement_table,
+)
 
 F32 = jnp.dtype("float32")
 
@@ -174,3 +185,36 @@ def test_the_table_shows_layout_reason_and_bytes():
     assert "(fsdp, model)" in text
     assert "annotation (embed, mlp)" in text
     assert "128.0 KiB on each device, of 512.0 KiB in all" in text
+
+
+@pytest.mark.parametrize(
+    ("mesh", "names", "spec"),
+    [
+        ("data=4,model=2", ("batch", None, "mlp"), P("data", None, "model")),
+        ("data=2,fsdp=2,model=2", ("batch", None, "embed"), P(("data", "fsdp"))),  # the batch owns fsdp
+        ("data=2,fsdp=2,model=2", ("batch", "model"), P(("data", "fsdp"), "model")),
+        ("model=8", ("batch", None, "heads"), P(None, None, "model")),
+    ],
+)
+def test_an_activation_goes_where_the_model_says(mesh, names, spec):
+    mesh = make_mesh(mesh)
+    x = jnp.ones((16, 8, 32))
+
+    @jax.jit
+    def inner(x):  # jitted on its own: traced anew for another mesh
+        return constrain(x, *names)
+
+    def outer(x):
+        with activations_on(mesh, Rules()):
+            return inner(x)
+
+    assert jax.jit(outer)(x).sharding.is_equivalent_to(NamedSharding(mesh, spec), 3)
+    assert jax.jit(inner)(x).sharding.is_fully_replicated, "outside a step nothing is constrained"
+
+
+def test_a_constraint_that_cannot_be_met_is_refused():
+    with activations_on(make_mesh("data=4,model=2"), Rules()):
+        with pytest.raises(ConfigError, match=r"an activation has shape .16, 9.; .* 9 is not divisible by 2"):
+            constrain(jnp.ones((16, 9)), "batch", "mlp")
+        with pytest.raises(ConfigError, match=r"neither an axis of the mesh .* Did you mean 'mlp'"):
+            constrain(jnp.ones((16, 8)), "batch", "mpl")

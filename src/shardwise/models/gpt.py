@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from shardwise.models.norm import ResidualNorm
+
 Array = jax.Array
 
 
@@ -93,15 +95,16 @@ def gelu(x: Array) -> Array:
 
 class Block(nnx.Module):
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
-        self.norm1 = nnx.LayerNorm(config.width, epsilon=1e-5, rngs=rngs)
+        self.norm1 = ResidualNorm(config.width, epsilon=1e-5, rngs=rngs)
         self.attn = Attention(config, rngs)
-        self.norm2 = nnx.LayerNorm(config.width, epsilon=1e-5, rngs=rngs)
+        self.norm2 = ResidualNorm(config.width, epsilon=1e-5, rngs=rngs)
         self.mlp = MLP(config, rngs)
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
     def __call__(self, x: Array, length: int) -> Array:
-        x = x + self.dropout(self.attn(self.norm1(x), length))
-        return x + self.dropout(self.mlp(self.norm2(x)))
+        x, normal = self.norm1(x)
+        x, normal = self.norm2(x + self.dropout(self.attn(normal, length)))
+        return x + self.dropout(self.mlp(normal))
 
 
 class GPT(nnx.Module):
@@ -124,7 +127,7 @@ class GPT(nnx.Module):
             self.blocks = nnx.split_rngs(splits=c.num_layers)(stack)(rngs)
         else:
             self.blocks = nnx.List([Block(c, rngs) for _ in range(c.num_layers)])
-        self.norm = nnx.LayerNorm(c.width, epsilon=1e-5, rngs=rngs)
+        self.norm = ResidualNorm(c.width, epsilon=1e-5, rngs=rngs)
 
     def __call__(self, tokens: Array) -> Array:
         length = tokens.shape[1]
@@ -139,7 +142,8 @@ class GPT(nnx.Module):
         else:
             for layer in self.blocks:
                 x = block(layer, x)
-        return jax.lax.dot_general(self.norm(x), table, (((1,), (1,)), ((), ()))).reshape(*tokens.shape, -1)
+        _, normal = self.norm(x)
+        return jax.lax.dot_general(normal, table, (((1,), (1,)), ((), ()))).reshape(*tokens.shape, -1)
 
 
 REMAT: dict[str, Callable[[Any], Any]] = {
