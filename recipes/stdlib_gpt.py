@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from shardwise import Batches, Mean, Run, Tokens, stdlib_bytes
+from shardwise import Batches, Mean, Run, Tokens, optim, stdlib_bytes
 from shardwise.models.gpt import GPT, PRESETS, cross_entropy, generate
 
 
@@ -32,6 +32,32 @@ def sample(model: GPT, prompt: str = "def ", num_bytes: int = 300) -> str:
     return bytes(np.asarray(written[0], np.uint8)).decode(errors="replace")
 
 
+Optimizer = Literal["adamw", "sgd", "lion", "adafactor", "muon", "schedule_free", "prodigy"]
+TABLES = ("tokens", "positions")
+LEARNING_RATES = {"adamw": 4e-3, "sgd": 0.3, "lion": 6e-4, "adafactor": 0.03, "muon": 1e-2, "schedule_free": 6e-3, "prodigy": 1.0}
+
+
+def make_optimizer(name: Optimizer, steps: int, lr: float | None = None) -> optax.GradientTransformation:
+    """Each with the learning rate and the schedule that suit it."""
+    peak = lr or LEARNING_RATES[name]
+    schedule = optim.cosine(peak, steps, warmup=0.05, end=peak / 10)
+    match name:
+        case "adamw":
+            return optim.adamw(schedule, b2=0.99, weight_decay=0.1, clip=1.0)
+        case "sgd":
+            return optim.sgd(schedule, momentum=0.9, nesterov=True, clip=1.0)
+        case "lion":
+            return optim.lion(schedule, weight_decay=0.5, clip=1.0)
+        case "adafactor":
+            return optim.adafactor(schedule, clip=1.0)
+        case "muon":
+            return optim.muon(schedule, adam=TABLES, weight_decay=0.1, clip=1.0)
+        case "schedule_free":
+            return optim.schedule_free(optim.constant(peak, steps, warmup=0.05), b1=0.95, weight_decay=0.1, clip=1.0)
+        case "prodigy":
+            return optim.prodigy(schedule, b2=0.99, weight_decay=0.1)
+
+
 def recipe(
     steps: int = 1000,
     mesh: str = "data=-1",
@@ -40,7 +66,8 @@ def recipe(
     batch_size: int = 16,
     length: int = 128,
     accumulate: int = 1,
-    lr: float = 4e-3,
+    optimizer: Optimizer = "adamw",
+    lr: float | None = None,
     dropout: float = 0.0,
     compute_dtype: str | None = None,
     remat: Literal["none", "block", "dots"] = "none",
@@ -50,15 +77,10 @@ def recipe(
 ) -> Run:
     train, held_out = stdlib_bytes()
     config = replace(PRESETS["byte"], max_length=length, dropout=dropout, remat=remat, scan_layers=scan_layers)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, lr, warmup_steps=min(50, steps // 10), decay_steps=steps, end_value=lr / 10)
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.inject_hyperparams(optax.adamw, hyperparam_dtype=jnp.float32)(learning_rate=schedule, b2=0.99, weight_decay=0.1),
-    )
     return Run(
         model=lambda rngs: GPT(config, rngs),
         loss=loss,
-        optimizer=optimizer,
+        optimizer=make_optimizer(optimizer, steps, lr),
         data=Batches(Tokens(train, length), batch_size, seed=seed),
         eval_data=Batches(Tokens(held_out[: 64 * 1024], length), batch_size),
         steps=steps,

@@ -29,6 +29,10 @@ class Checkpoints:
         args = ocp.args.Composite(state=ocp.args.StandardSave(_tree(state)), meta=ocp.args.JsonSave(metadata))
         self._manager.save(int(state.step), args=args, force=True)
 
+    def metadata(self, step: int) -> dict[str, Any]:
+        """The JSON that was saved beside a state."""
+        return dict(self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"])
+
     def restore(self, spec: StateSpec, step: int) -> TrainState:
         """The state of a step in the layout of `spec`, whatever mesh it was written on."""
         wanted = _tree(spec.abstract)

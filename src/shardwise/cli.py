@@ -17,13 +17,16 @@ HELP = """\
 shardwise trains any Flax NNX model on any device mesh.
 
   shardwise train RECIPE [arguments of the recipe]      train, or go on where the run directory stands
-  shardwise explain RECIPE [arguments of the recipe]    how each parameter and optimizer leaf is laid out, and why
+  shardwise explain RECIPE [arguments of the recipe]    what the optimizer will do to each parameter, how each leaf is laid
+                                                        out and why, and what is probably not meant
 
 RECIPE is file.py or file.py:function; `shardwise train RECIPE --help` shows its arguments.
 
 before or after the verb:
   --cpu-devices N    use the CPU as N virtual devices
   --json FILE        write the answer for programs, too
+  --plot FILE        explain: a picture of the learning rate of every group
+  --accept lr        train: resume although the learning rate has changed
 """
 
 
@@ -40,6 +43,8 @@ def _main(argv: list[str]) -> int:
     parser = _Parser(prog="shardwise", add_help=False, allow_abbrev=False)
     parser.add_argument("--cpu-devices", type=int)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--accept", action="append", default=[], choices=["lr"])
     options, rest = parser.parse_known_args(argv)
     if not rest or rest[0] in ("-h", "--help", "help"):
         print(HELP, end="")
@@ -82,6 +87,7 @@ def train(target: str, args: list[str], options: argparse.Namespace) -> int:
     if run.out is None:
         stem = Path(target.partition(":")[0]).stem
         run = replace(run, out=Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+    run = replace(run, accept=(*run.accept, *options.accept))
     result = fit(run, describe=described)
     _write_answer(options, {"out": str(run.out), "metrics": result.metrics, "eval": result.eval_metrics, "seconds": result.seconds})
     devices = f" --cpu-devices {options.cpu_devices}" if options.cpu_devices else ""
@@ -89,7 +95,7 @@ def train(target: str, args: list[str], options: argparse.Namespace) -> int:
     again = " ".join([target, *kept, *([] if "--out" in args else ["--out", str(run.out)])])
     command = "shardwise" if shutil.which("shardwise") or Path(sys.argv[0]).name != "shardwise" else sys.argv[0]
     print(
-        f"next:\n  {command} train {again} --steps {2 * run.steps}{devices}   # go on from here\n"
+        f"next:\n  {command} train {again} --steps {2 * run.steps} --accept lr{devices}   # go on from here, with a longer schedule\n"
         f"  {command} explain {target} --mesh data=4,model=2 --cpu-devices 8   # another layout, before paying for it",
         file=sys.stderr,
     )
@@ -100,6 +106,7 @@ def explain(target: str, args: list[str], options: argparse.Namespace) -> int:
     run, _ = _load("explain", target, args, options)
     from rich.console import Console
 
+    from shardwise.explain import explain_state
     from shardwise.mesh import make_mesh, mesh_text
     from shardwise.sharding import placement_table
     from shardwise.state import abstract_state
@@ -124,7 +131,15 @@ def explain(target: str, args: list[str], options: argparse.Namespace) -> int:
         for kind, placements in parts.items()
         for p in placements.values()
     ]
-    _write_answer(options, {"mesh": dict(mesh.shape), "leaves": rows})
+    with console.status(f"measuring the optimizer over {run.steps} steps"):
+        explanation = explain_state(spec, run.steps)
+    console.print(explanation.table())
+    for line in explanation.lines():
+        console.print(line, highlight=False, soft_wrap=True)
+    if options.plot is not None:
+        explanation.plot(options.plot)
+        console.print(f"learning rates: {options.plot}", highlight=False, soft_wrap=True)
+    _write_answer(options, {"mesh": dict(mesh.shape), "leaves": rows, "optimizer": explanation.as_json()})
     return 0
 
 

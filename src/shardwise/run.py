@@ -6,12 +6,13 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
@@ -27,6 +28,8 @@ from shardwise.loop import evaluate, steps
 from shardwise.mesh import mesh_text
 from shardwise.metrics import MetricsLog
 from shardwise.module import ModelFactory
+from shardwise.optim.parts import evaluation_params
+from shardwise.optim.read import sample_rates
 from shardwise.report import plot_losses, show_count, show_metrics, show_seconds
 from shardwise.sharding import Rules, show_bytes
 from shardwise.state import StateSpec, TrainState, abstract_state, init_state
@@ -50,7 +53,9 @@ class Run:
     eval_data: Batches | None = None
     eval_every: int = 0  # steps; 0: at the end only
     save_every: int = 0  # steps; 0: at the end only
-    on_nonfinite: Literal["stop", "skip"] = "stop"
+    on_nonfinite: Literal["stop", "skip"] = "stop"  # what follows a step that was not applied; it never is
+    max_skips: int = 10  # updates skipped in a row, not finite or spikes, before the run stops in any case
+    accept: tuple[str, ...] = ()  # what may differ from the run that is resumed: "lr"
     out: Path | None = None  # the run directory; None keeps nothing
     sample: Callable[[nnx.Module], str] | None = None  # text to show at the end, from the trained model
     unit: str = "items"  # what the weight of the loss counts: tokens, images ...
@@ -111,6 +116,7 @@ def fit(run: Run, *, describe: dict[str, Any] | None = None, console: Console | 
     if state is None:
         state = init_state(spec, run.seed)
     start = int(state.step)
+    rates = sample_rates(run.optimizer, spec.abstract.params, np.linspace(0, run.steps - 1, 65).astype(int))
     book = _Bookkeeper(run, prepared, start)
     if run.out is not None:
         _write_json(run.out / "run.json", {**(describe or {}), "steps": run.steps, "mesh": mesh_text(spec.mesh), **_environment()})
@@ -130,7 +136,7 @@ def fit(run: Run, *, describe: dict[str, Any] | None = None, console: Console | 
                 book.write({"step": n, **{f"eval_{name}": value for name, value in eval_metrics.items()}}, "eval")
             if checkpoints is not None and _is_due(n, run.save_every, last):
                 book.finish()
-                checkpoints.save(state, {"step": n, "mesh": mesh_text(spec.mesh)})
+                checkpoints.save(state, {"step": n, "mesh": mesh_text(spec.mesh), "lr": rates})
                 book.clock.lap("save")
             if last:
                 book.finish()
@@ -160,8 +166,25 @@ def _restore(run: Run, spec: StateSpec, console: Console) -> tuple[TrainState | 
     latest = checkpoints.latest()
     if latest is None:
         return None, checkpoints
+    if "lr" not in run.accept:
+        _check_rates(run, spec, checkpoints.metadata(latest).get("lr", {}), latest)
     console.print(f"resuming {run.out} at step {latest}")
     return checkpoints.restore(spec, latest), checkpoints
+
+
+def _check_rates(run: Run, spec: StateSpec, saved: dict[str, dict[str, float]], step: int) -> None:
+    """Refuses a learning rate that is not that of the checkpoint, from the update before `step` on."""
+    for group, rates in saved.items():
+        past = max((int(at) for at in rates if int(at) < step), default=0)
+        points = sorted(int(at) for at in rates if int(at) >= past)
+        now = sample_rates(run.optimizer, spec.abstract.params, np.array(points)).get(group, {})
+        for at in map(str, points):
+            if abs(now.get(at, 0.0) - rates[at]) > 1e-5 * abs(rates[at]):
+                raise ConfigError(
+                    f"{run.out} has a learning rate of {rates[at]:.4g} at update {at} (group '{group}'), and this run would have "
+                    f"{now.get(at, 0.0):.4g}: the schedule or its length has changed. If that is meant, say --accept lr "
+                    f"(in Python: Run(accept=('lr',)))."
+                )
 
 
 def _is_due(n: int, every: int, last: bool) -> bool:
@@ -176,6 +199,7 @@ class _Bookkeeper:
         self.log = MetricsLog(run.out / "metrics.jsonl", start) if run.out is not None else None
         self.clock = _Clock()
         self.last: dict[str, Any] = {}
+        self.skips = 0  # in a row
         self._pending: tuple[int, dict[str, jax.Array]] | None = None
 
     def __enter__(self) -> "_Bookkeeper":
@@ -201,7 +225,16 @@ class _Bookkeeper:
         self.last = {"step": n, **values, "step_s": seconds, f"{self.run.unit}_per_s": weight / seconds}
         if self.prepared.peak_flops:
             self.last["mfu"] = self.prepared.flops / seconds / self.prepared.peak_flops
-        self.write(self.last if finite else {**self.last, "skipped": True})
+        skipped = not finite or bool(values.get("skipped"))
+        self.last = {k: v for k, v in self.last.items() if k != "skipped"} | ({"skipped": True} if skipped else {})
+        self.write(self.last)
+        self.skips = self.skips + 1 if skipped else 0
+        if self.skips > self.run.max_skips:
+            raise NumericsError(
+                f"step {n}: {self.skips} updates in a row were skipped, the last with loss {values['loss']} and gradient norm "
+                f"{values['grad_norm']}; max_skips={self.run.max_skips}. The run has diverged: go back to a checkpoint with a lower "
+                f"learning rate."
+            )
         if not finite and self.run.on_nonfinite == "stop":
             raise NumericsError(
                 f"step {n}: loss {values['loss']}, gradient norm {values['grad_norm']}: not finite, so the update was not applied. "
@@ -317,7 +350,8 @@ def _summary(console: Console, run: Run, book: _Bookkeeper, eval_metrics: dict[s
 
 def _sample(run: Run, spec: StateSpec, state: TrainState) -> str:
     assert run.sample is not None
-    model = spec.module(state, jax.random.key(run.seed))
+    weights = evaluation_params(state.opt_state, state.params)
+    model = spec.module(replace(state, params=weights), jax.random.key(run.seed))
     model.eval()
     return run.sample(model)
 

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.table import Table
 
 from shardwise.errors import ConfigError, did_you_mean
-from shardwise.tree import leaf_name, matches, num_bytes
+from shardwise.tree import leaf_name, matches, num_bytes, owner_of
 
 Axes = str | tuple[str, ...] | None
 TENSOR = ("model", "tp", "tensor")
@@ -97,7 +97,7 @@ def _place(path: str, leaf: Leaf, mesh: Mesh, rules: Rules) -> Placement:
     reasons = []
     if leaf.annotation is not None:
         dims = _resolve(f"parameter '{path}'", leaf.shape, leaf.annotation, "annotation", mesh, rules)
-        reasons.append(f"annotation {_show(leaf.annotation)}" + ("" if any(dims) else ": no such axis in this mesh"))
+        reasons.append(f"annotation {show_spec(leaf.annotation)}" + ("" if any(dims) else ": no such axis in this mesh"))
     rule = next(((pattern, axes) for pattern, axes in rules.paths if matches(pattern, path)), None)
     if rule is not None and not any(dims):
         dims = _resolve(f"parameter '{path}'", leaf.shape, rule[1], f"rule '{rule[0]}'", mesh, rules)
@@ -112,7 +112,7 @@ def _resolve(what: str, shape: tuple[int, ...], axes: Iterable[Axes], who: str, 
     """Mesh axes for each dim, from names that are mesh axes or logical; checked against the shape."""
     entries = tuple(axes)
     if len(entries) > len(shape):
-        raise ConfigError(f"{what} has shape {shape}; its {who} {_show(entries)} names {len(entries)} dims. Shorten it.")
+        raise ConfigError(f"{what} has shape {shape}; its {who} {show_spec(entries)} names {len(entries)} dims. Shorten it.")
     dims = [tuple(_mesh_axes(what, entry, who, mesh, rules)) for entry in entries]
     dims += [()] * (len(shape) - len(dims))
     seen: dict[str, int] = {}
@@ -120,7 +120,7 @@ def _resolve(what: str, shape: tuple[int, ...], axes: Iterable[Axes], who: str, 
         for name in names:
             if name in seen:
                 raise ConfigError(
-                    f"{what} has shape {shape}; its {who} {_show(entries)} puts mesh axis '{name}' on dim {seen[name]} "
+                    f"{what} has shape {shape}; its {who} {show_spec(entries)} puts mesh axis '{name}' on dim {seen[name]} "
                     f"and on dim {dim}. An axis can cut one dim only: give one of them another axis or None."
                 )
             seen[name] = dim
@@ -177,13 +177,11 @@ def place_optimizer(opt_state: Any, params: Mapping[str, Placement], mesh: Mesh,
     A leaf of the parameter's shape is cut like it. Of another shape (Adafactor's rows and columns, a history of
     gradients), each dim that the parameter has too, in order, is cut like that one. Counts and the like stay whole.
     """
-    by_parts = {tuple(path.split("/")): placement for path, placement in params.items()}
     placements = {}
     for key_path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
         path = leaf_name(key_path)
-        parts = tuple(path.split("/"))
-        param = next((by_parts[parts[i:]] for i in range(len(parts)) if parts[i:] in by_parts), None)
-        if param is not None:
+        if (owner := owner_of(path, params)) is not None:
+            param = params[owner]
             matcher = difflib.SequenceMatcher(None, leaf.shape, param.shape, autojunk=False)
             specs: dict[int, tuple[str, ...]] = {}
             for block in matcher.get_matching_blocks():
@@ -273,7 +271,7 @@ def placement_table(placements: Iterable[Placement], title: str) -> Table:
         table.add_column(column, justify=justify, overflow="fold", no_wrap=column in ("path", "shape", "layout"))  # type: ignore[arg-type]
     for p in placements:
         shape = " x ".join(map(str, p.shape)) or "scalar"
-        table.add_row(p.path, shape, str(p.dtype), _show(p.spec), p.reason, show_bytes(p.bytes_per_device))
+        table.add_row(p.path, shape, str(p.dtype), show_spec(p.spec), p.reason, show_bytes(p.bytes_per_device))
     return table
 
 
@@ -309,7 +307,8 @@ def _axes_in(spec: PartitionSpec) -> Iterator[str]:
         yield from _as_tuple(entry)
 
 
-def _show(spec: Iterable[Axes]) -> str:
+def show_spec(spec: Iterable[Axes]) -> str:
+    """ "(fsdp, -)", or "whole" where nothing is cut."""
     entries = ["-" if entry is None else "*".join(_as_tuple(entry)) for entry in spec]
     return f"({', '.join(entries)})" if any(entry != "-" for entry in entries) else "whole"
 

@@ -20,13 +20,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardwise.errors import ConfigError, DataError
 from shardwise.metrics import Mean
 from shardwise.module import AccessHook
+from shardwise.optim.parts import evaluation_params, live_values, norm
 from shardwise.sharding import activations_on, batch_spec, num_batch_shards
 from shardwise.state import StateSpec, TrainState
 from shardwise.tree import named_leaves
 
 Batch = Any  # a pytree of arrays whose first dimension is the rows
 Loss = Callable[[nnx.Module, Batch], Any]
-RESERVED = ("loss", "weight", "grad_norm", "finite", "lr", "step")
+RESERVED = ("loss", "weight", "grad_norm", "update_norm", "param_norm", "clipped_norm", "finite", "skipped", "lr", "step")
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def make_train_step(
         grads, (means, other) = compute(state.params, state.other, rows, layout.mask(), key)
         grads = jax.tree.map(lambda g: g / means["loss"].weight.astype(g.dtype), grads)
         grads = with_sharding_constraint(grads, spec.shardings.params)
-        grad_norm = optax.tree.norm(grads)
+        grad_norm = norm(grads)
         value = means["loss"].value
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params, value=value, grad=grads)
         params = optax.apply_updates(state.params, updates)
@@ -150,7 +151,8 @@ def make_train_step(
         keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)  # noqa: E731
         new_state = TrainState(state.step + 1, keep(params, state.params), keep(other, state.other), keep(opt_state, state.opt_state))
         metrics = {name: mean.value for name, mean in means.items()}
-        metrics |= {"weight": means["loss"].weight, "grad_norm": grad_norm, "finite": finite, **_learning_rate(opt_state)}
+        metrics |= {"weight": means["loss"].weight, "finite": finite, "grad_norm": grad_norm}
+        metrics |= {"update_norm": norm(updates), "param_norm": norm(state.params), **live_values(opt_state)}
         return new_state, metrics
 
     function = jax.jit(
@@ -180,15 +182,19 @@ class EvalStep:
         spec = batch_spec(self.spec.mesh, self.spec.rules) if padded % shards == 0 else PartitionSpec()
         layout = BatchLayout(size, padded, self.spec.sharding(spec))
         mask = jax.device_put(np.arange(padded) < size, layout.sharding) if self.pads else None
-        return self.function(state.params, state.other, layout.place(batch), mask)
+        return self.function(state, layout.place(batch), mask)
 
 
 def make_eval_step(spec: StateSpec, loss: Loss, batch: Batch, *, compute_dtype: Any = None) -> EvalStep:
-    """Builds the evaluation of `loss` for batches like `batch`. Random streams, if any are left, are the same each time."""
+    """Builds the evaluation of `loss` for batches like `batch`, on the average of the weights if the optimizer keeps one.
+
+    Random streams, if any are left, are the same each time.
+    """
     hooks = access_hooks(spec, compute_dtype)
 
-    def step(params: Any, other: Any, rows: Batch, mask: Any) -> dict[str, Mean]:
-        model = spec.definition.merge(params, other, jax.random.key(0), hooks)
+    def step(state: TrainState, rows: Batch, mask: Any) -> dict[str, Mean]:
+        params = evaluation_params(state.opt_state, state.params)
+        model = spec.definition.merge(params, state.other, jax.random.key(0), hooks)
         model.eval()
         with activations_on(spec.mesh, spec.rules):
             return as_means(loss(model, rows), num_rows(rows), mask)
@@ -312,9 +318,3 @@ def num_rows(batch: Batch) -> int:
 
 def _device_dtype(x: Any) -> Any:
     return jax.dtypes.canonicalize_dtype(x.dtype)
-
-
-def _learning_rate(opt_state: Any) -> dict[str, jax.Array]:
-    """The live learning rate, where the optimizer keeps it in its state (`optax.inject_hyperparams`)."""
-    found = [leaf for name, leaf in named_leaves(opt_state).items() if name.endswith("hyperparams/learning_rate")]
-    return {"lr": found[0]} if len(found) == 1 else {}

@@ -2,7 +2,7 @@
 
 import fnmatch
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -35,6 +35,12 @@ def lookup(tree: Any, path: tuple[str, ...]) -> Any:
     for part in path:
         tree = tree[part]
     return tree
+
+
+def owner_of(path: str, params: Collection[str]) -> str | None:
+    """The parameter to which a leaf of an optimizer's state belongs: the one whose path ends the leaf's own."""
+    parts = path.split("/")
+    return next((name for i in range(len(parts)) if (name := "/".join(parts[i:])) in params), None)
 
 
 def num_bytes(shape: tuple[int, ...], dtype: Any) -> int:

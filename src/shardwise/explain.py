@@ -1,0 +1,503 @@
+"""What an optimizer will do to each parameter, for any Optax transformation: read where it can be read, measured elsewhere.
+
+`explain(optimizer, model)` gives a table and findings: the mistakes that train without an error and without success.
+"""
+
+import string
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+from rich.table import Table
+
+from shardwise.errors import ShardwiseError
+from shardwise.mesh import make_mesh
+from shardwise.module import ModelFactory
+from shardwise.optim.groups import VECTORS
+from shardwise.optim.probe import DOUBLE, PLAIN, STILL, STILL_DOUBLE, Probe, probe
+from shardwise.optim.read import ANY, Chain, Part, evaluate, read_chains
+from shardwise.sharding import Placement, Rules, show_bytes, show_spec
+from shardwise.state import StateSpec, abstract_state
+from shardwise.tree import lookup, named_leaves, nest, num_bytes, owner_of
+
+HALF = ("bfloat16", "float16")
+CLIPS = ("clip", "clip_by_global_norm", "adaptive_grad_clip")
+ADAPTIVE = ("scale_by_adam", "scale_by_rms", "scale_by_lion", "scale_by_belief", "scale_by_yogi", "scale_by_radam", "scale_by_amsgrad")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    group: str
+    transformations: tuple[str, ...]  # in order
+    peak_lr: float  # read from the factors and schedules of the chain; measured where there are none
+    peak_update: float  # RMS of the largest update under a constant gradient, measured
+    decay: float  # weight decay as a multiple of the learning rate, measured
+    state_bytes: int
+    layout: str
+    moves: bool
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is probably not meant, and what to do about it."""
+
+    name: str
+    fact: str
+    remedy: str
+    paths: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Explanation:
+    steps: int
+    rows: tuple[Row, ...]
+    findings: tuple[Finding, ...]
+    curves: Mapping[str, tuple[np.ndarray, np.ndarray]]  # (update, learning rate) of each group, over the run
+
+    def table(self) -> Table:
+        return _table(self)
+
+    def lines(self) -> Iterator[str]:
+        """The schedule of each group, drawn, and the findings."""
+        width = max((len(group) for group in self.curves), default=0)
+        for group, (_, values) in self.curves.items():
+            yield f"{group:{width}}  {sparkline(values)}  peak {values.max():.3g}, last {values[-1]:.3g}"
+        for finding in self.findings:
+            where = f" ({_some(finding.paths)})" if finding.paths else ""
+            yield f"{finding.name}: {finding.fact}{where}. {finding.remedy}"
+        if not self.findings:
+            yield "nothing suspicious found"
+
+    def as_json(self) -> dict[str, Any]:
+        curves = {group: {"steps": steps.tolist(), "lr": values.tolist()} for group, (steps, values) in self.curves.items()}
+        return {
+            "steps": self.steps,
+            "parameters": [asdict(row) for row in self.rows],
+            "findings": list(map(asdict, self.findings)),
+            "curves": curves,
+        }
+
+    def plot(self, picture: Path) -> None:
+        """The learning rate of every group over the run, as a PNG file."""
+        plot_curves(self.curves, picture)
+
+
+def explain(
+    optimizer: optax.GradientTransformation,
+    model: ModelFactory | nnx.Module,
+    *,
+    steps: int = 1000,
+    mesh: Mesh | str | None = None,
+    rules: Rules | None = None,
+) -> Explanation:
+    """Explains `optimizer` for the parameters of `model` in a run of `steps` updates."""
+    factory = (lambda rngs: model) if isinstance(model, nnx.Module) else model
+    mesh = make_mesh("data=1", jax.devices()[:1]) if mesh is None else make_mesh(mesh)
+    bare = abstract_state(factory, optax.identity(), mesh, rules)
+    try:
+        _apply_once(optimizer, bare.abstract.params)
+        spec = abstract_state(factory, optimizer, mesh, rules)
+    except ShardwiseError:
+        raise
+    except Exception as error:  # whatever a transformation may raise
+        fact = f"the optimizer cannot be applied to this model: {type(error).__name__}: {str(error).splitlines()[0]}"
+        remedy = "Labels and masks must be functions of the parameters, or trees of their very structure."
+        return Explanation(steps, (), (Finding("not-applicable", fact, remedy),), {})
+    return explain_state(spec, steps)
+
+
+def explain_state(spec: StateSpec, steps: int) -> Explanation:
+    """The same for a state that is described already."""
+    params = spec.abstract.params
+    chains = read_chains(spec.optimizer, params)
+    found, stand_in = _probe(spec.optimizer, params, chains, steps)
+    column = {path: found.paths.index(stand_in[path]) for path in spec.params}
+    leaf_bytes = _state_bytes(spec)
+    rows, rates = [], {}
+    for path, placement in spec.params.items():
+        rates[path] = _learning_rate(chains[path], found, column[path])
+        rows.append(_row(path, placement, chains[path], found, column[path], rates[path], leaf_bytes.get(path, 0)))
+    view = _View(spec, steps, tuple(rows), chains, found, column, rates)
+    findings = tuple(finding for check in CHECKS for finding in check(view))
+    curves: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    for row in rows:
+        if row.moves:
+            curves.setdefault(row.group, (found.steps[: found.num_within], rates[row.path][: found.num_within]))
+    return Explanation(steps, tuple(rows), findings, curves)
+
+
+def _apply_once(optimizer: optax.GradientTransformation, params: Any) -> None:
+    """Traces creation and one update, so that what cannot work fails here."""
+    update = optax.with_extra_args_support(optimizer).update
+
+    def once(params: Any) -> Any:
+        return update(params, optimizer.init(params), params, value=np.float32(1), grad=params)
+
+    jax.eval_shape(once, params)
+
+
+def _probe(tx: Any, params: Any, chains: Mapping[str, Chain], steps: int) -> tuple[Probe, dict[str, str]]:
+    """Measures one parameter for all that are treated alike, and says which stands for which.
+
+    Parameters are alike when they go through the same parts, all of them known; if the optimizer does not work on
+    a part of the tree, as one with a tree of labels does not, all are measured.
+    """
+    leaves = named_leaves(params)
+    kind = {path: (chains[path], leaf.ndim, leaf.dtype, path.rpartition("/")[2]) for path, leaf in leaves.items()}
+    firsts: dict[Any, str] = {}
+    if all(part.is_known for part in chains[ANY].parts):
+        for path in leaves:
+            firsts.setdefault(_signature(*kind[path]), path)
+        kept = sorted(firsts.values())
+        few = nest({tuple(path.split("/")): lookup(params, tuple(path.split("/"))) for path in kept})
+        try:
+            return probe(tx, few, steps), {path: firsts[_signature(*kind[path])] for path in leaves}
+        except Exception:  # noqa: S110 - whatever a transformation may raise for a part of its tree
+            pass
+    return probe(tx, params, steps), {path: path for path in leaves}
+
+
+def _signature(chain: Chain, *rest: Any) -> tuple[Any, ...]:
+    return (chain.groups, tuple((part.name, tuple(map(id, part.settings.values()))) for part in chain.parts), *rest)
+
+
+def _learning_rate(chain: Chain, found: Probe, column: int) -> np.ndarray:
+    """Of each update: as the chain says, or as it was measured."""
+    read = chain.learning_rate(found.steps)
+    if read is not None and not any(part.name == "MultiSteps" for part in chain.parts):
+        return read
+    size = np.nan_to_num(found.size[PLAIN, :, column])
+    is_linear = np.allclose(found.size[DOUBLE, :, column] - found.size[STILL, :, column], 2 * size - found.size[STILL, :, column], rtol=0.1)
+    return size / found.gradient_rms[column] if is_linear and size.any() else size
+
+
+def _row(path: str, placement: Placement, chain: Chain, found: Probe, column: int, rate: np.ndarray, state_bytes: int) -> Row:
+    within = slice(0, found.num_within)
+    size = np.nan_to_num(found.size[PLAIN, within, column], nan=np.inf)
+    shrink, steady = found.shrink[STILL, within, column], rate[within]
+    first = np.flatnonzero((np.abs(shrink) > 1e-12) & (steady > 0))
+    return Row(
+        path=path,
+        shape=placement.shape,
+        dtype=str(placement.dtype),
+        group="/".join(chain.groups) or "all",
+        transformations=tuple(map(str, chain.parts)),
+        peak_lr=float(steady.max()) if size.any() else 0.0,
+        peak_update=float(size.max()),
+        decay=float(shrink[first[0]] / steady[first[0]]) if len(first) and found.size[STILL, first[0], column] > 0 else 0.0,
+        state_bytes=state_bytes,
+        layout=show_spec(placement.spec),
+        moves=bool(size.any()),
+    )
+
+
+def _state_bytes(spec: StateSpec) -> dict[str, int]:
+    """Bytes of optimizer state that belong to each parameter, over all devices."""
+    total: dict[str, int] = {}
+    for path, placement in spec.opt_state.items():
+        if (owner := owner_of(path, spec.params)) is not None:
+            total[owner] = total.get(owner, 0) + num_bytes(placement.shape, placement.dtype)
+    return total
+
+
+# --- what may be wrong -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _View:
+    """Everything that a check may look at."""
+
+    spec: StateSpec
+    steps: int
+    rows: tuple[Row, ...]
+    chains: Mapping[str, Chain]
+    probe: Probe
+    column: Mapping[str, int]
+    rates: Mapping[str, np.ndarray]
+
+    def measured(self, name: str, run: int, path: str) -> np.ndarray:
+        """A measurement of one parameter, over the updates of the run."""
+        values: np.ndarray = getattr(self.probe, name)[run, : self.probe.num_within, self.column[path]]
+        return values
+
+    def where(self, test: Callable[[Row], bool]) -> tuple[str, ...]:
+        return tuple(row.path for row in self.rows if test(row))
+
+    def parts(self, *names: str) -> list[Part]:
+        """Parts of these names, also those that no mask lets through."""
+        return [part for part in self.chains[ANY].parts if part.name in names]
+
+
+def _not_finite(v: _View) -> Iterator[Finding]:
+    paths = v.where(lambda row: not np.isfinite(v.measured("size", PLAIN, row.path)).all())
+    if paths:
+        broken = min(int(np.argmin(np.isfinite(v.measured("size", PLAIN, path)))) for path in paths)
+        fact = f"update {broken + 1} is not finite for ordinary gradients"
+        yield Finding("not-finite", fact, "Look at the dtypes of hyperparameters, moments and parameters.", paths)
+
+
+def _half_hyperparameters(v: _View) -> Iterator[Finding]:
+    leaves = named_leaves(v.spec.abstract.opt_state)
+    names = sorted(path.rpartition("/")[2] for path, leaf in leaves.items() if "hyperparams/" in path and str(leaf.dtype) in HALF)
+    if names:
+        fact = f"{', '.join(names)} are kept in the dtype of the parameters, where 0.999 is 1"
+        yield Finding("half-hyperparameters", fact, "Say inject_hyperparams(..., hyperparam_dtype=jnp.float32).")
+
+
+def _ascends(v: _View) -> Iterator[Finding]:
+    def up(row: Row) -> bool:
+        by_gradient = v.measured("along", PLAIN, row.path) - v.measured("along", STILL, row.path)
+        return not _is_raw(v, row) and bool(np.nan_to_num(by_gradient).sum() > 0)
+
+    if paths := v.where(up):
+        yield Finding(
+            "ascends", "updates point along the gradient, so the loss rises", "A minus sign is missing, or there are two of them.", paths
+        )
+
+
+def _is_raw(v: _View, row: Row) -> bool:
+    return bool(v.probe.is_raw[v.column[row.path]])
+
+
+def _raw_gradient(v: _View) -> Iterator[Finding]:
+    if paths := v.where(lambda row: _is_raw(v, row)):
+        fact = "the update is the raw gradient: these parameters are left out by a mask, and so go up with full force"
+        remedy = "To freeze them use optax.partition with set_to_zero(), or Group(..., frozen=True)."
+        yield Finding("raw-gradient", fact, remedy, paths)
+
+
+def _moves_without_gradient(v: _View) -> Iterator[Finding]:
+    def drifts(row: Row) -> bool:
+        same = np.allclose(v.measured("along", PLAIN, row.path), v.measured("along", STILL, row.path), rtol=1e-4, atol=1e-12)
+        return row.moves and same and bool(v.measured("size", STILL, row.path).any())
+
+    if paths := v.where(drifts):
+        fact = "they move though their gradient does not reach them: decay comes after they were frozen"
+        yield Finding("frozen-moves", fact, "Freeze last, or with optax.partition.", paths)
+
+
+def _nothing_moves(v: _View) -> Iterator[Finding]:
+    if not any(row.moves for row in v.rows):
+        remedy = "Look at the masks; selective_transform takes trees of booleans, not functions."
+        yield Finding("nothing-moves", "no parameter moves in the whole run", remedy)
+
+
+def _first_update(v: _View) -> Iterator[Finding]:
+    moving = [row.path for row in v.rows if row.moves]
+    if moving and not v.parts("MultiSteps") and not any(v.measured("size", PLAIN, path)[0] for path in moving):
+        fact = "the first update changes nothing, since the learning rate begins at 0"
+        yield Finding("first-update-idle", fact, "Begin the warm-up above 0, as shardwise.optim.cosine does; one batch is lost otherwise.")
+
+
+def _decay(v: _View) -> Iterator[Finding]:
+    asked = [part for part in v.parts("add_decayed_weights") if _is_nonzero(part.settings.get("weight_decay"))]
+    if asked and not any(row.decay for row in v.rows):
+        fact = f"weight decay of {asked[0].settings['weight_decay']} reaches no parameter: its mask is False everywhere"
+        remedy = "Compare names of the path: jax.tree_util.keystr(path, simple=True, separator='/').split('/')."
+        yield Finding("decay-reaches-nothing", fact, remedy)
+    if paths := v.where(lambda row: row.decay > 0 and (len(row.shape) < 2 or row.path.rpartition("/")[2] in VECTORS)):
+        fact = "weight decay pulls norms and biases to zero"
+        yield Finding("decay-of-vectors", fact, "Give a mask, such as shardwise.optim's decays_matrices.", paths)
+    if paths := v.where(lambda row: row.decay < 0):
+        fact = "weight decay has the wrong sign: the weights grow"
+        yield Finding("decay-grows", fact, "It must come before the factor -learning_rate.", paths)
+
+    def adaptive(row: Row) -> bool:
+        once, twice = (v.measured("size", run, row.path) for run in (STILL, STILL_DOUBLE))
+        first = np.flatnonzero(once > 1e-12)
+        return len(first) > 0 and bool(twice[first[0]] < 1.5 * once[first[0]])
+
+    if paths := v.where(adaptive):
+        fact = "weight decay goes through the adaptive step, which turns it into a step of fixed size"
+        yield Finding("decay-not-decoupled", fact, "Put add_decayed_weights after the adaptive part, as AdamW does.", paths)
+    if paths := v.where(lambda row: bool((v.measured("shrink", STILL, row.path)[:5] > 0.05).any())):
+        fact = "weight decay takes more than 5 % of the weights at every update"
+        yield Finding("decay-too-strong", fact, "It is not multiplied by the learning rate; put it before that factor.", paths)
+
+
+def _clipping(v: _View) -> Iterator[Finding]:
+    def late(row: Row) -> bool:
+        names = [part.name for part in v.chains[row.path].parts]
+        after = next((i for i, name in enumerate(names) if name in ADAPTIVE), len(names))
+        return any(name in CLIPS for name in names[after:])
+
+    if paths := v.where(late):
+        fact = "gradients are clipped after the adaptive part, whose updates are never large"
+        yield Finding("clip-after-adaptive", fact, "Put the clipping first in the chain.", paths)
+
+
+def _schedule(v: _View) -> Iterator[Finding]:
+    seen: set[bytes] = set()
+    for row in v.rows:
+        rate = v.rates[row.path]
+        if not row.moves or rate.tobytes() in seen:
+            continue
+        seen.add(rate.tobytes())
+        where = (
+            () if len(v.where(lambda other: other.moves)) == len([r for r in v.rows if r.group == row.group]) else (f"group {row.group}",)
+        )
+        yield from _schedule_of(rate, v.probe.steps, v.probe.num_within, v.steps, where)
+
+
+def _schedule_of(rate: np.ndarray, numbers: np.ndarray, num_within: int, steps: int, where: tuple[str, ...]) -> Iterator[Finding]:
+    """Where a schedule that falls gradually comes to its floor, compared with where the run ends."""
+    within, peak = rate[:num_within], rate.max()
+    top = int(np.argmax(rate))
+    if top >= num_within and within[-1] > within[0] and np.all(np.diff(within) >= -1e-6 * peak):
+        fact = f"the warm-up ends at update {numbers[top]}, and the run after {steps}: the peak is never reached"
+        yield Finding("warmup-too-long", fact, "Give the warm-up in steps of this run, or as a fraction of it.", where)
+        return
+    falls = np.flatnonzero(np.diff(rate) < -1e-6 * peak)
+    if not len(falls) or len(falls) < 5:  # constant, or in a few drops
+        return
+    last = int(falls[-1])
+    is_gradual = np.median(-np.diff(rate)[falls]) < 0.05 * peak
+    if not is_gradual or numbers[last] >= numbers[-2]:  # it never ends, as an inverse square root
+        return
+    floor = int(numbers[last]) + 1
+    if floor < 0.99 * steps - 1:
+        fact = f"the schedule ends at update {floor}, and the run goes on to {steps} at {rate[-1]:.3g}"
+        remedy = "In Optax the decay steps of warmup_cosine_decay_schedule include the warm-up."
+        yield Finding("schedule-too-short", fact, remedy, where)
+    elif last >= num_within and within[-1] > rate[-1] + 0.02 * (peak - rate[-1]):
+        ends = int(numbers[min(last + 1, len(numbers) - 1)])
+        fact = (
+            f"the schedule goes on to about update {ends}; the run ends after {steps} at {within[-1]:.3g}, above the floor {rate[-1]:.3g}"
+        )
+        yield Finding(
+            "schedule-too-long", fact, "Count updates, not micro-batches or epochs, and give the schedule the steps of this run.", where
+        )
+
+
+def _learning_rates_multiply(v: _View) -> Iterator[Finding]:
+    def product(row: Row) -> bool:
+        factors = [part.factor for part in v.chains[row.path].parts if part.factor is not None]
+        peaks = [float(np.abs(evaluate(factor, v.probe.steps[: v.probe.num_within])).max()) for factor in factors]
+        return row.moves and sum(peak < 0.1 for peak in peaks) > 1
+
+    if paths := v.where(product):
+        peak = next(row.peak_lr for row in v.rows if row.path == paths[0])
+        fact = f"two learning rates are multiplied, to {peak:.3g}"
+        yield Finding("two-learning-rates", fact, "optax.adamw and its kin contain theirs; chain scale_by_adam instead.", paths)
+
+
+def _state_size(v: _View) -> Iterator[Finding]:
+    if paths := v.where(lambda row: not row.moves and row.state_bytes >= _param_bytes(row)):
+        total = sum(row.state_bytes for row in v.rows if row.path in paths)
+        fact = f"{show_bytes(total)} of optimizer state are kept for parameters that never move"
+        yield Finding("state-for-frozen", fact, "Freeze with optax.partition or Group(..., frozen=True), which keeps none.", paths)
+    params, state = v.spec.num_params, sum(leaf.size for leaf in jax.tree.leaves(v.spec.abstract.opt_state))
+    if state > 4.5 * params:
+        fact = f"the optimizer keeps {state / params:.1f} numbers for each parameter; Adam keeps 2"
+        yield Finding("state-too-large", fact, "Look for histories, stacked wrappers, or averages that are kept twice.")
+
+
+def _param_bytes(row: Row) -> int:
+    return num_bytes(row.shape, np.dtype(row.dtype) if row.dtype not in HALF else np.dtype("float16"))
+
+
+def _applies_nan(v: _View) -> Iterator[Finding]:
+    for part in v.parts("apply_if_finite"):
+        count = part.settings.get("max_consecutive_errors")
+        fact = f"apply_if_finite applies the update that is not finite after {count} of them in a row"
+        yield Finding("applies-nan", fact, "Leave it out: a step of shardwise never applies one, and Run(max_skips=...) stops the run.")
+
+
+def _lost_updates(v: _View) -> Iterator[Finding]:
+    def lost(row: Row) -> bool:
+        return row.dtype in HALF and float(np.median(v.measured("lost", PLAIN, row.path))) > 0.3
+
+    if paths := v.where(lost):
+        share = max(float(np.median(v.measured("lost", PLAIN, path))) for path in paths)
+        fact = f"{share:.0%} of the updates are too small for the dtype of the parameters and are lost"
+        yield Finding("updates-lost", fact, "Keep float32 parameters and compute in bfloat16, or say master=True.", paths)
+
+
+def _is_nonzero(value: Any) -> bool:
+    return callable(value) or bool(value is not None and value != 0)
+
+
+CHECKS: tuple[Callable[[_View], Iterator[Finding]], ...] = (
+    _not_finite,
+    _half_hyperparameters,
+    _ascends,
+    _raw_gradient,
+    _moves_without_gradient,
+    _nothing_moves,
+    _first_update,
+    _decay,
+    _clipping,
+    _schedule,
+    _learning_rates_multiply,
+    _state_size,
+    _applies_nan,
+    _lost_updates,
+)
+
+
+# --- for people --------------------------------------------------------------------------------------------------------
+
+
+def _table(explanation: Explanation) -> Table:
+    chains: dict[tuple[str, ...], str] = {}
+    for row in explanation.rows:
+        chains.setdefault(row.transformations, _letter(len(chains)))
+    legend = "\n".join(f"{letter}: {' -> '.join(parts) or 'nothing'}" for parts, letter in chains.items())
+    table = Table(title="what each parameter gets", title_justify="left", caption=legend, caption_justify="left")
+    for column in ("parameter", "shape", "group", "parts"):
+        table.add_column(column, overflow="fold", no_wrap=column == "parameter")
+    for column in ("peak lr", "peak update", "decay", "state"):
+        table.add_column(column, justify="right")
+    table.add_column("layout", no_wrap=True)
+    for row in explanation.rows:
+        shape = " x ".join(map(str, row.shape)) or "scalar"
+        numbers = [f"{value:.3g}" if value else "-" for value in (row.peak_lr, row.peak_update, row.decay)]
+        table.add_row(row.path, shape, row.group, chains[row.transformations], *numbers, show_bytes(row.state_bytes), row.layout)
+    return table
+
+
+def _letter(number: int) -> str:
+    letters = string.ascii_uppercase
+    return letters[number] if number < len(letters) else f"{letters[number // 26 - 1]}{letters[number % 26]}"
+
+
+def sparkline(values: np.ndarray, width: int = 60) -> str:
+    """A curve in one line of text, from zero to its peak."""
+    if not len(values) or not np.nanmax(values) > 0:
+        return "▁" * width
+    picked = values[np.linspace(0, len(values) - 1, min(width, len(values))).round().astype(int)]
+    return "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * value / np.nanmax(values)))] for value in np.nan_to_num(picked))
+
+
+def plot_curves(curves: Mapping[str, tuple[np.ndarray, np.ndarray]], picture: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for group, (steps, values) in curves.items():
+        axes.plot(steps, values, linewidth=2, label=f"{group}, peak {values.max():.3g}")
+    axes.set(xlabel="update", ylabel="learning rate", title="Learning rate of each group")
+    axes.set_ylim(bottom=0)
+    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(picture, dpi=120)
+
+
+def _some(paths: Iterable[str], count: int = 3) -> str:
+    paths = list(paths)
+    return ", ".join(paths[:count]) + (f" and {len(paths) - count} more" if len(paths) > count else "")

@@ -1,0 +1,37 @@
+"""Optimizers, schedules and parameter groups: plain Optax in, plain Optax out."""
+
+from shardwise.optim.groups import Group as Group
+from shardwise.optim.groups import decays_matrices as decays_matrices
+from shardwise.optim.groups import layerwise_decay as layerwise_decay
+from shardwise.optim.parts import evaluation_params as evaluation_params
+from shardwise.optim.parts import keep_average as keep_average
+from shardwise.optim.parts import live_values as live_values
+from shardwise.optim.parts import orthogonalize as orthogonalize
+from shardwise.optim.parts import record as record
+from shardwise.optim.parts import scale_by_lr as scale_by_lr
+from shardwise.optim.parts import skip_spikes as skip_spikes
+from shardwise.optim.parts import with_master as with_master
+from shardwise.optim.recipes import RECIPES as RECIPES
+from shardwise.optim.recipes import adafactor as adafactor
+from shardwise.optim.recipes import adam as adam
+from shardwise.optim.recipes import adamw as adamw
+from shardwise.optim.recipes import assemble as assemble
+from shardwise.optim.recipes import fine_tuning as fine_tuning
+from shardwise.optim.recipes import lion as lion
+from shardwise.optim.recipes import muon as muon
+from shardwise.optim.recipes import prodigy as prodigy
+from shardwise.optim.recipes import schedule_free as schedule_free
+from shardwise.optim.recipes import sgd as sgd
+from shardwise.optim.recipes import standard as standard
+from shardwise.optim.recipes import transformer as transformer
+from shardwise.optim.recipes import unstable as unstable
+from shardwise.optim.schedules import Schedule as Schedule
+from shardwise.optim.schedules import constant as constant
+from shardwise.optim.schedules import cosine as cosine
+from shardwise.optim.schedules import exponential as exponential
+from shardwise.optim.schedules import inverse_sqrt as inverse_sqrt
+from shardwise.optim.schedules import join as join
+from shardwise.optim.schedules import linear as linear
+from shardwise.optim.schedules import piecewise as piecewise
+from shardwise.optim.schedules import polynomial as polynomial
+from shardwise.optim.schedules import wsd as wsd
