@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from shardwise.data import Tokens as Tokens
     from shardwise.data import stdlib_bytes as stdlib_bytes
     from shardwise.errors import ShardwiseError as ShardwiseError
-    from shardwise.explain import Explanation as Explanation
-    from shardwise.explain import explain as explain
+    from shardwise.explanation import Explanation as Explanation
+    from shardwise.explanation import explain as explain
     from shardwise.loop import evaluate as evaluate
     from shardwise.loop import steps as steps
     from shardwise.mesh import make_mesh as make_mesh
@@ -37,7 +37,7 @@ _HOMES = {
     "checkpoint": ("Checkpoints",),
     "data": ("Arrays", "Batches", "Tokens", "stdlib_bytes"),
     "errors": ("ShardwiseError",),
-    "explain": ("Explanation", "explain"),
+    "explanation": ("Explanation", "explain"),
     "loop": ("evaluate", "steps"),
     "mesh": ("make_mesh", "mesh_text", "use_cpu_devices"),
     "metrics": ("Mean",),

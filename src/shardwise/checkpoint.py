@@ -35,6 +35,7 @@ class Checkpoints:
 
     def restore(self, spec: StateSpec, step: int) -> TrainState:
         """The state of a step in the layout of `spec`, whatever mesh it was written on."""
+        self._manager.wait_until_finished()
         wanted = _tree(spec.abstract)
         problems = _differences(self._manager.item_metadata(step)["state"], wanted)
         if problems:

@@ -106,7 +106,7 @@ def explain(target: str, args: list[str], options: argparse.Namespace) -> int:
     run, _ = _load("explain", target, args, options)
     from rich.console import Console
 
-    from shardwise.explain import explain_state
+    from shardwise.explanation import explain_state
     from shardwise.mesh import make_mesh, mesh_text
     from shardwise.sharding import placement_table
     from shardwise.state import abstract_state

@@ -15,7 +15,7 @@ LEVELS = [
     {"sharding", "data.batches", "optim.groups"},
     {"module", "data", "optim.parts", "optim.read", "optim.probe"},
     {"state", "optim.recipes"},
-    {"step", "checkpoint", "explain", "optim"},
+    {"step", "checkpoint", "explanation", "optim"},
     {"loop"},
     {"run"},
     {"recipe"},

@@ -59,6 +59,20 @@ def norm(tree: Any) -> jax.Array:
     return jnp.sqrt(sum(squares, jnp.zeros([], jnp.float32)))
 
 
+def clip_by_norm(max_norm: float) -> optax.GradientTransformation:
+    """`optax.clip_by_global_norm` that keeps the norm it leaves, which takes no second pass over the gradients."""
+
+    def init(params: Any) -> Recorded:
+        return Recorded({"clipped_norm": jnp.zeros([], jnp.float32)})
+
+    def update(updates: Any, state: Recorded, params: Any = None) -> tuple[Any, Recorded]:
+        size = norm(updates)
+        scale = jnp.minimum(1.0, max_norm / jnp.maximum(size, 1e-30))
+        return jax.tree.map(lambda u: (u * scale).astype(u.dtype), updates), Recorded({"clipped_norm": size * scale})
+
+    return optax.GradientTransformation(init, update)
+
+
 def live_values(opt_state: Any) -> dict[str, jax.Array]:
     """Learning rates and recorded values of the latest update, by name, and by group where there are groups: "lr/head".
 
@@ -75,28 +89,44 @@ def live_values(opt_state: Any) -> dict[str, jax.Array]:
     return found
 
 
+Mask = Callable[[Any], Any]  # parameters -> a tree of booleans
+
+
+def _copies(params: Any, moves: Mask | None) -> Any:
+    """Float32 copies of the parameters that move."""
+    mask = jax.tree.map(lambda _: True, params) if moves is None else moves(params)
+    return jax.tree.map(lambda keep, p: jnp.array(p, jnp.float32) if keep else optax.MaskedNode(), mask, params)
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
+
+
 class Averaged(NamedTuple):
     inner: Any
     average: Any  # of the parameters, float32
     count: jax.Array  # type: ignore[assignment]
 
 
-def keep_average(inner: optax.GradientTransformation, decay: float) -> optax.GradientTransformationExtraArgs:
+def keep_average(inner: optax.GradientTransformation, decay: float, moves: Mask | None = None) -> optax.GradientTransformationExtraArgs:
     """`inner`, with an exponential moving average of the weights beside it; `evaluation_params` finds it.
 
     Update n averages over about the last n / 9 updates until 1 / (1 - decay) is reached, so the start is forgotten soon.
+    `moves(params)` says which parameters are not frozen; of the others no average is kept.
     """
     inner = optax.with_extra_args_support(inner)
 
     def init(params: Any) -> Averaged:
-        return Averaged(inner.init(params), jax.tree.map(lambda p: jnp.array(p, jnp.float32), params), jnp.zeros([], jnp.int32))
+        return Averaged(inner.init(params), _copies(params, moves), jnp.zeros([], jnp.int32))
 
     def update(updates: Any, state: Averaged, params: Any = None, **extra: Any) -> tuple[Any, Averaged]:
         updates, inner_state = inner.update(updates, state.inner, params, **extra)
         keep = jnp.minimum(decay, (1 + state.count) / (10 + state.count)).astype(jnp.float32)
-        average = jax.tree.map(
-            lambda a, p, u: keep * a + (1 - keep) * (p.astype(jnp.float32) + u.astype(jnp.float32)), state.average, params, updates
-        )
+
+        def one(a: Any, p: Any, u: Any) -> Any:
+            return a if _is_masked(a) else keep * a + (1 - keep) * (p.astype(jnp.float32) + u.astype(jnp.float32))
+
+        average = jax.tree.map(one, state.average, params, updates, is_leaf=_is_masked)
         return updates, Averaged(inner_state, average, optax.safe_increment(state.count))
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -130,19 +160,27 @@ class Master(NamedTuple):
     master: Any  # the parameters in float32
 
 
-def with_master(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """For parameters in half precision: `inner` works on float32 copies of them, which it keeps, so that no update is lost."""
+def with_master(inner: optax.GradientTransformation, moves: Mask | None = None) -> optax.GradientTransformationExtraArgs:
+    """For parameters in half precision: `inner` works on float32 copies of them, which it keeps, so that no update is lost.
+
+    `moves(params)` says which parameters are not frozen; of the others no copy is kept.
+    """
     inner = optax.with_extra_args_support(inner)
 
+    def full(master: Any, params: Any) -> Any:
+        return jax.tree.map(lambda m, p: p.astype(jnp.float32) if _is_masked(m) else m, master, params, is_leaf=_is_masked)
+
     def init(params: Any) -> Master:
-        master = jax.tree.map(lambda p: jnp.array(p, jnp.float32), params)
-        return Master(inner.init(master), master)
+        master = _copies(params, moves)
+        return Master(inner.init(full(master, params)), master)
 
     def update(updates: Any, state: Master, params: Any = None, **extra: Any) -> tuple[Any, Master]:
         updates = jax.tree.map(lambda u: u.astype(jnp.float32), updates)
-        updates, inner_state = inner.update(updates, state.inner, state.master, **extra)
-        master = optax.apply_updates(state.master, updates)
-        return jax.tree.map(lambda m, p: m - p.astype(jnp.float32), master, params), Master(inner_state, master)
+        old = full(state.master, params)
+        updates, inner_state = inner.update(updates, state.inner, old, **extra)
+        new = optax.apply_updates(old, updates)
+        master = jax.tree.map(lambda m, n: m if _is_masked(m) else n, state.master, new, is_leaf=_is_masked)
+        return jax.tree.map(lambda n, p: n - p.astype(jnp.float32), new, params), Master(inner_state, master)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

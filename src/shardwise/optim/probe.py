@@ -51,17 +51,16 @@ def probe(tx: Any, params: Any, steps: int, seed: int = 0) -> Probe:
 
     def one_run(gradient_scale: Any, weight_scale: Any) -> Any:
         start = jax.tree.map(lambda p: p * weight_scale.astype(p.dtype), weights)
-        first = tx.init(start)
 
-        def step(carry: Any, number: Any) -> Any:
+        def step(carry: Any, jump: Any) -> Any:
             params, state = carry
             grads = jax.tree.map(lambda g: g * gradient_scale.astype(g.dtype), gradient)
-            updates, state = tx.update(grads, _at(state, first, number), params, value=jnp.float32(1), grad=grads)
+            updates, state = tx.update(grads, _ahead(state, jump), params, value=jnp.float32(1), grad=grads)
             moved = optax.apply_updates(params, updates)
             lost = jax.tree.map(lambda u, p, q: (u != 0) & (p == q), updates, params, moved)
             return (moved, state), _measure(_flat(updates), _flat(gradient), _flat(params), _flat(lost), owner)
 
-        return jax.lax.scan(step, (start, first), numbers)[1]
+        return jax.lax.scan(step, (start, tx.init(start)), jnp.diff(numbers, prepend=-1) - 1)[1]
 
     compiler = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None  # compiled for one use
     runs = jax.jit(jax.vmap(one_run), compiler_options=compiler)
@@ -91,15 +90,15 @@ def _flat(tree: Any) -> Any:
     return jnp.concatenate([leaf.astype(jnp.float32).ravel() for leaf in jax.tree.leaves(tree)])
 
 
-def _at(state: Any, first: Any, number: Any) -> Any:
-    """`state` with its counts set to this update, for the runs that are sampled."""
+def _ahead(state: Any, jump: Any) -> Any:
+    """`state` with its counts this much further, where a run is sampled."""
 
-    def one(path: Any, leaf: Any, start: Any) -> Any:
+    def one(path: Any, leaf: Any) -> Any:
         name = str(getattr(path[-1], "name", getattr(path[-1], "key", ""))) if path else ""
         is_count = name in ("count", "step_count") and jnp.issubdtype(leaf.dtype, jnp.integer) and not leaf.shape
-        return (start + number).astype(leaf.dtype) if is_count else leaf
+        return leaf + jump.astype(leaf.dtype) if is_count else leaf
 
-    return jax.tree_util.tree_map_with_path(one, state, first)
+    return jax.tree_util.tree_map_with_path(one, state)
 
 
 def _numbers(steps: int) -> tuple[jax.Array, int]:

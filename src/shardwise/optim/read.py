@@ -14,10 +14,11 @@ import numpy as np
 import optax
 
 from shardwise.optim.groups import param_path
-from shardwise.optim.schedules import Schedule
+from shardwise.optim.schedules import Schedule, as_schedule
 
 Labels = Mapping[str, Any]  # by path
 ANY = ""  # the path of a parameter that every mask and every group lets through
+SELF_TUNED = ("prodigy", "dadapt_adamw", "dog", "dowg", "cocob", "mechanize", "momo", "momo_adam")  # they find their rate
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Part:
             return settings["step_size_fn"]
         if self.name == "scale":
             return lambda n: settings["step_size"]
+        if self.name in SELF_TUNED and "learning_rate" in settings:
+            return as_schedule(settings["learning_rate"])
         return None
 
 
@@ -51,6 +54,11 @@ class Chain:
 
     parts: tuple[Part, ...] = ()
     groups: tuple[str, ...] = ()
+
+    @property
+    def is_self_tuned(self) -> bool:
+        """Whether the learning rate is a multiple of one that is found during the run."""
+        return any(part.name in SELF_TUNED for part in self.parts)
 
     def into(self, group: str) -> "Chain":
         return self if self.groups[-1:] == (group,) else Chain(self.parts, (*self.groups, group))

@@ -19,7 +19,7 @@ import optax
 
 from shardwise.errors import ConfigError
 from shardwise.optim.groups import Decays, Group, decays_matrices, label_fn, map_with_path, mask_fn
-from shardwise.optim.parts import keep_average, norm, orthogonalize, record, scale_by_lr, skip_spikes, with_master
+from shardwise.optim.parts import clip_by_norm, keep_average, norm, orthogonalize, record, scale_by_lr, skip_spikes, with_master
 from shardwise.optim.schedules import Schedule, as_schedule, cosine, scaled
 from shardwise.tree import matches
 
@@ -159,11 +159,12 @@ def prodigy(
             return Prodigy(inner.init(params), jnp.zeros([], jnp.float32))
 
         def update(updates: Any, state: Prodigy, params: Any = None) -> tuple[Any, Prodigy]:
-            found, count = state.inner.estim_lr.astype(jnp.float32), state.inner.count + 1
-            rate = found * lr(state.inner.count) * jnp.sqrt(1 - b2**count) / (1 - b1**count)
+            rate = jnp.asarray(state.inner.estim_lr * lr(state.inner.count), jnp.float32)
             decayed, _ = decay.update(jax.tree.map(jnp.zeros_like, updates), decay.init(params), params)
+            is_still = norm(updates) == 0  # Optax's estimate would be 0 / 0, and stay so
             updates, inner_state = inner.update(updates, state.inner, params)
-            return jax.tree.map(lambda u, d: u - rate * d, updates, decayed), Prodigy(inner_state, rate)
+            inner_state = jax.tree.map(lambda new, old: jnp.where(is_still, old, new), inner_state, state.inner)
+            return jax.tree.map(lambda u, d: jnp.where(is_still, 0, u) - rate * d, updates, decayed), Prodigy(inner_state, rate)
 
         return optax.GradientTransformation(init, update)
 
@@ -218,24 +219,26 @@ def assemble(
             own = one(scaled(rate, group.lr_scale), weight_decay if group.weight_decay is None else group.weight_decay)
         before = [record(grad_norm=lambda updates, _: norm(updates))]
         if group.clip is not None:
-            before.append(optax.clip_by_global_norm(group.clip))
+            before.append(clip_by_norm(group.clip))
         after = record(update_norm=lambda updates, _: norm(updates), param_norm=lambda _, params: norm(params))
         return optax.chain(*before, own, after)
 
-    parts = []
+    parts, moves = [], None
     labels = label_fn(groups) if groups else None
-    if labels is not None and any(group.frozen for group in groups):  # first, so that they do not count in the norm
-        still = {group.label: optax.set_to_zero() if group.frozen else optax.identity() for group in groups}
-        parts.append(optax.partition(still, labels))
-    if clip is not None:
-        parts.append(clip if isinstance(clip, optax.GradientTransformation) else optax.clip_by_global_norm(clip))
-        parts.append(record(clipped_norm=lambda updates, _: norm(updates)))
+    frozen = {group.label for group in groups if group.frozen}
+    if labels is not None and frozen:  # first, so that they do not count in the norm
+        moves = lambda params: jax.tree.map(lambda label: label not in frozen, labels(params))  # noqa: E731
+        parts.append(optax.masked(optax.set_to_zero(), lambda params: jax.tree.map(lambda label: label in frozen, labels(params))))
+    if isinstance(clip, optax.GradientTransformation):
+        parts += [clip, record(clipped_norm=lambda updates, _: norm(updates))]
+    elif clip is not None:
+        parts.append(clip_by_norm(clip))
     parts.append(optax.partition({group.label: of_group(group) for group in groups}, labels) if labels else one(lr, weight_decay))
     tx: Transformation = optax.chain(*parts)
     if ema is not None:
-        tx = keep_average(tx, ema)
+        tx = keep_average(tx, ema, moves)
     if master:
-        tx = with_master(tx)
+        tx = with_master(tx, moves)
     if spikes is not None:
         tx = skip_spikes(tx, spikes)
     return tx

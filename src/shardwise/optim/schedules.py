@@ -44,7 +44,7 @@ def inverse_sqrt(peak: float, steps: int, *, warmup: float) -> Schedule:
     rise = num_warmup(warmup, steps)
     if rise < 1:
         raise ConfigError(f"inverse_sqrt falls from the end of its warm-up; warmup={warmup} of {steps} steps is none.")
-    return _after_warmup(peak, steps, warmup, lambda _: lambda n: peak * jnp.sqrt(rise / (rise + n)))
+    return _after_warmup(peak, steps, warmup, lambda _: lambda n: peak * jnp.sqrt(rise / (rise + jnp.maximum(n, 0))))
 
 
 def wsd(peak: float, steps: int, *, warmup: float = 0, decay: float = 0.2, end: float = 0.0) -> Schedule:

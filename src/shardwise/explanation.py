@@ -27,7 +27,7 @@ from shardwise.state import StateSpec, abstract_state
 from shardwise.tree import lookup, named_leaves, nest, num_bytes, owner_of
 
 HALF = ("bfloat16", "float16")
-CLIPS = ("clip", "clip_by_global_norm", "adaptive_grad_clip")
+CLIPS = ("clip", "clip_by_norm", "clip_by_global_norm", "adaptive_grad_clip")
 ADAPTIVE = ("scale_by_adam", "scale_by_rms", "scale_by_lion", "scale_by_belief", "scale_by_yogi", "scale_by_radam", "scale_by_amsgrad")
 
 
@@ -177,29 +177,34 @@ def _learning_rate(chain: Chain, found: Probe, column: int) -> np.ndarray:
     read = chain.learning_rate(found.steps)
     if read is not None and not any(part.name == "MultiSteps" for part in chain.parts):
         return read
-    size = np.nan_to_num(found.size[PLAIN, :, column])
-    is_linear = np.allclose(found.size[DOUBLE, :, column] - found.size[STILL, :, column], 2 * size - found.size[STILL, :, column], rtol=0.1)
-    return size / found.gradient_rms[column] if is_linear and size.any() else size
+    size, double = (np.nan_to_num(found.size[run, :, column], posinf=0.0) for run in (PLAIN, DOUBLE))
+    is_linear = size.any() and np.allclose(double, 2 * size, rtol=0.1)
+    return size / found.gradient_rms[column] if is_linear else size
 
 
 def _row(path: str, placement: Placement, chain: Chain, found: Probe, column: int, rate: np.ndarray, state_bytes: int) -> Row:
     within = slice(0, found.num_within)
     size = np.nan_to_num(found.size[PLAIN, within, column], nan=np.inf)
-    shrink, steady = found.shrink[STILL, within, column], rate[within]
-    first = np.flatnonzero((np.abs(shrink) > 1e-12) & (steady > 0))
+    shrink, steady = found.shrink[STILL, within, column], size if chain.is_self_tuned else rate[within]
+    acting = np.flatnonzero((found.size[STILL, within, column] > 0) & (steady > 0))[:50]
     return Row(
         path=path,
         shape=placement.shape,
         dtype=str(placement.dtype),
         group="/".join(chain.groups) or "all",
         transformations=tuple(map(str, chain.parts)),
-        peak_lr=float(steady.max()) if size.any() else 0.0,
+        peak_lr=float(rate[within].max()) if size.any() else 0.0,
         peak_update=float(size.max()),
-        decay=float(shrink[first[0]] / steady[first[0]]) if len(first) and found.size[STILL, first[0], column] > 0 else 0.0,
+        decay=float(shrink[acting[0]] / steady[acting[0]]) if len(acting) and not _is_rounding(shrink[acting]) else 0.0,
         state_bytes=state_bytes,
         layout=show_spec(placement.spec),
         moves=bool(size.any()),
     )
+
+
+def _is_rounding(shrink: np.ndarray) -> bool:
+    """Decay pulls one way; rounding errors, as in an update that is a difference of two averages, pull both ways or not at all."""
+    return bool(np.mean(np.sign(shrink) == np.sign(np.median(shrink))) < 0.9 or not np.median(shrink))
 
 
 def _state_bytes(spec: StateSpec) -> dict[str, int]:
@@ -240,7 +245,7 @@ class _View:
 
 
 def _not_finite(v: _View) -> Iterator[Finding]:
-    paths = v.where(lambda row: not np.isfinite(v.measured("size", PLAIN, row.path)).all())
+    paths = v.where(lambda row: not np.isfinite(v.measured("size", PLAIN, row.path)[:10]).all())
     if paths:
         broken = min(int(np.argmin(np.isfinite(v.measured("size", PLAIN, path)))) for path in paths)
         fact = f"update {broken + 1} is not finite for ordinary gradients"
@@ -314,7 +319,7 @@ def _decay(v: _View) -> Iterator[Finding]:
         yield Finding("decay-grows", fact, "It must come before the factor -learning_rate.", paths)
 
     def adaptive(row: Row) -> bool:
-        once, twice = (v.measured("size", run, row.path) for run in (STILL, STILL_DOUBLE))
+        once, twice = (v.measured("size", run, row.path) * (row.decay != 0) for run in (STILL, STILL_DOUBLE))
         first = np.flatnonzero(once > 1e-12)
         return len(first) > 0 and bool(twice[first[0]] < 1.5 * once[first[0]])
 
@@ -344,40 +349,44 @@ def _schedule(v: _View) -> Iterator[Finding]:
         if not row.moves or rate.tobytes() in seen:
             continue
         seen.add(rate.tobytes())
+        every = next((int(part.settings["every_k"]) for part in v.parts("MultiSteps")), 1)
+        real = np.arange(len(rate)) % every == every - 1  # in between there are no updates
+        num_within = int(real[: v.probe.num_within].sum())
         where = (
             () if len(v.where(lambda other: other.moves)) == len([r for r in v.rows if r.group == row.group]) else (f"group {row.group}",)
         )
-        yield from _schedule_of(rate, v.probe.steps, v.probe.num_within, v.steps, where)
+        yield from _schedule_of(rate[real], v.probe.steps[real], num_within, v.steps, where)
 
 
 def _schedule_of(rate: np.ndarray, numbers: np.ndarray, num_within: int, steps: int, where: tuple[str, ...]) -> Iterator[Finding]:
     """Where a schedule that falls gradually comes to its floor, compared with where the run ends."""
+    every = max(1, num_within // 1000)  # so that a step from one value to the next is a thousandth of the run
+    picked = np.r_[0:num_within:every, num_within - 1, num_within : len(rate)]
+    num_within, rate, numbers = len(picked) - (len(rate) - num_within), rate[picked], numbers[picked]
     within, peak = rate[:num_within], rate.max()
     top = int(np.argmax(rate))
     if top >= num_within and within[-1] > within[0] and np.all(np.diff(within) >= -1e-6 * peak):
         fact = f"the warm-up ends at update {numbers[top]}, and the run after {steps}: the peak is never reached"
         yield Finding("warmup-too-long", fact, "Give the warm-up in steps of this run, or as a fraction of it.", where)
         return
-    falls = np.flatnonzero(np.diff(rate) < -1e-6 * peak)
-    if not len(falls) or len(falls) < 5:  # constant, or in a few drops
+    drops = -np.diff(rate)
+    falls = np.flatnonzero(drops > 1e-4 * rate[:-1])
+    if len(falls) < 5 or np.median(drops[falls]) > 0.05 * peak:  # constant, or in a few drops
         return
     last = int(falls[-1])
-    is_gradual = np.median(-np.diff(rate)[falls]) < 0.05 * peak
-    if not is_gradual or numbers[last] >= numbers[-2]:  # it never ends, as an inverse square root
+    if last >= len(rate) - 3:  # it never ends, as an inverse square root does not
         return
-    floor = int(numbers[last]) + 1
-    if floor < 0.99 * steps - 1:
+    floor = int(numbers[last + 1])
+    if floor < 0.98 * steps - 1:
         fact = f"the schedule ends at update {floor}, and the run goes on to {steps} at {rate[-1]:.3g}"
         remedy = "In Optax the decay steps of warmup_cosine_decay_schedule include the warm-up."
         yield Finding("schedule-too-short", fact, remedy, where)
     elif last >= num_within and within[-1] > rate[-1] + 0.02 * (peak - rate[-1]):
-        ends = int(numbers[min(last + 1, len(numbers) - 1)])
         fact = (
-            f"the schedule goes on to about update {ends}; the run ends after {steps} at {within[-1]:.3g}, above the floor {rate[-1]:.3g}"
+            f"the schedule goes on to about update {floor}; the run ends after {steps} at {within[-1]:.3g}, above the floor {rate[-1]:.3g}"
         )
-        yield Finding(
-            "schedule-too-long", fact, "Count updates, not micro-batches or epochs, and give the schedule the steps of this run.", where
-        )
+        remedy = "Count updates, not micro-batches or epochs, and give the schedule the steps of this run."
+        yield Finding("schedule-too-long", fact, remedy, where)
 
 
 def _learning_rates_multiply(v: _View) -> Iterator[Finding]:
@@ -418,7 +427,7 @@ def _lost_updates(v: _View) -> Iterator[Finding]:
     def lost(row: Row) -> bool:
         return row.dtype in HALF and float(np.median(v.measured("lost", PLAIN, row.path))) > 0.3
 
-    if paths := v.where(lost):
+    if not v.parts("with_master") and (paths := v.where(lost)):
         share = max(float(np.median(v.measured("lost", PLAIN, path))) for path in paths)
         fact = f"{share:.0%} of the updates are too small for the dtype of the parameters and are lost"
         yield Finding("updates-lost", fact, "Keep float32 parameters and compute in bfloat16, or say master=True.", paths)

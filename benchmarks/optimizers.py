@@ -1,0 +1,104 @@
+"""The time of one update of all of GPT-2 124M's float32 parameters, against what its memory traffic needs.
+
+python benchmarks/optimizers.py
+
+The bandwidth is that of copying an array of the same size in the same run. AdamW with clipping touches each parameter's
+gradient twice (its norm must be known before it is used), reads weight and two moments, and writes these three: 8 numbers.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from shardwise import abstract_state, make_mesh, optim
+from shardwise.models.gpt import GPT, PRESETS
+from shardwise.optim.parts import norm
+
+TABLES = ("tokens", "positions")
+
+
+def by_hand(lr):
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(lr, b2=0.95, weight_decay=0.1))
+
+
+OPTIMIZERS = {
+    "adamw": (lambda lr: optim.adamw(lr, b2=0.95, weight_decay=0.1, clip=1.0), 8),
+    "adamw, optax by hand": (by_hand, 8),
+    "adamw, bfloat16 moment": (lambda lr: optim.adamw(lr, b2=0.95, weight_decay=0.1, clip=1.0, moment_dtype="bfloat16"), 7),
+    "adamw, average kept": (lambda lr: optim.adamw(lr, b2=0.95, weight_decay=0.1, clip=1.0, ema=0.999), 10),
+    "sgd": (lambda lr: optim.sgd(lr, clip=1.0), 6),
+    "lion": (lambda lr: optim.lion(lr, weight_decay=0.1, clip=1.0), 6),
+    "adafactor": (lambda lr: optim.adafactor(lr, clip=1.0), 5),
+    "muon": (lambda lr: optim.muon(lr, adam=TABLES, weight_decay=0.1, clip=1.0), 6),
+}
+
+
+def seconds(function, state, rounds: int = 7, calls: int = 30) -> float:
+    """The median over rounds; `function` takes what it gave."""
+    state = jax.block_until_ready(function(state))
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        for _ in range(calls):
+            state = function(state)
+        jax.block_until_ready(state)
+        times.append((time.perf_counter() - start) / calls)
+    return statistics.median(times)
+
+
+def random_like(abstract, scale: float, seed: int):
+    leaves, structure = jax.tree.flatten(abstract)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    return structure.unflatten([scale * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)])
+
+
+def time_of_update(tx: optax.GradientTransformation, abstract, with_norms: bool) -> float:
+    params, grads = random_like(abstract, 0.02, 0), random_like(abstract, 0.01, 1)
+
+    @partial(jax.jit, donate_argnums=0)
+    def update(carry, grads):
+        params, state, _ = carry
+        updates, state = tx.update(grads, state, params)
+        norms = (norm(updates), norm(params)) if with_norms else ()
+        return optax.apply_updates(params, updates), state, norms
+
+    norms = (jnp.zeros([]), jnp.zeros([])) if with_norms else ()
+    return seconds(lambda carry: update(carry, grads), (params, jax.jit(tx.init)(params), norms))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="gpt2", choices=sorted(PRESETS))
+    parser.add_argument("--only", nargs="+", default=list(OPTIMIZERS))
+    parser.add_argument("--norms", action="store_true", help="with the norms of update and parameters, as the training step has them")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    schedule = optim.cosine(3e-4, 10_000, warmup=0.05)
+    mesh = make_mesh("data=1", jax.devices()[:1])
+    abstract = abstract_state(lambda rngs: GPT(PRESETS[options.preset], rngs), optax.identity(), mesh).abstract.params
+    count = sum(leaf.size for leaf in jax.tree.leaves(abstract))
+
+    copied = jnp.zeros(count, jnp.float32)
+    bandwidth = 2 * 4 * count / seconds(jax.jit(lambda x: x + 1, donate_argnums=0), copied)
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}: {count:,} parameters, copies at {bandwidth / 1e9:,.0f} GB/s")
+    answers = {}
+    for name in options.only:
+        make, numbers = OPTIMIZERS[name]
+        took = time_of_update(make(schedule), abstract, options.norms)
+        needed = numbers * 4 * count / bandwidth
+        answers[name] = {"ms": took * 1e3, "needed_ms": needed * 1e3, "ratio": took / needed}
+        of = f"{numbers} numbers a parameter need ({needed * 1e3:.3f} ms)"
+        print(f"{name:24} {took * 1e3:7.3f} ms, {took / needed:5.2f} times what {of}", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps({"bandwidth": bandwidth, "parameters": count, "optimizers": answers}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
