@@ -72,6 +72,7 @@ def recipe(
     compute_dtype: str | None = None,
     remat: Literal["none", "block", "dots"] = "none",
     scan_layers: bool = False,
+    norms: bool = False,
     eval_every: int = 250,
     save_every: int = 0,
 ) -> Run:
@@ -88,6 +89,7 @@ def recipe(
         seed=seed,
         accumulate=accumulate,
         compute_dtype=compute_dtype,
+        norms=norms,
         eval_every=eval_every,
         save_every=save_every,
         out=out,

@@ -20,6 +20,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.mesh import make_mesh
 from shardwise.module import ModelFactory
 from shardwise.optim.groups import VECTORS
+from shardwise.optim.parts import state_changes
 from shardwise.optim.probe import DOUBLE, PLAIN, STILL, STILL_DOUBLE, Probe, probe
 from shardwise.optim.read import ANY, Chain, Part, evaluate, read_chains
 from shardwise.sharding import Placement, Rules, show_bytes, show_spec
@@ -112,7 +113,9 @@ def explain(
         raise
     except Exception as error:  # whatever a transformation may raise
         fact = f"the optimizer cannot be applied to this model: {type(error).__name__}: {str(error).splitlines()[0]}"
-        remedy = "Labels and masks must be functions of the parameters, or trees of their very structure."
+        remedy = (
+            "Labels and masks must be functions of the parameters, or trees of their very structure; extra arguments are value and grad."
+        )
         return Explanation(steps, (), (Finding("not-applicable", fact, remedy),), {})
     return explain_state(spec, steps)
 
@@ -120,6 +123,10 @@ def explain(
 def explain_state(spec: StateSpec, steps: int) -> Explanation:
     """The same for a state that is described already."""
     params = spec.abstract.params
+    if changes := state_changes(spec.optimizer, params):
+        fact = f"the state changes at an update ({changes[0]}), so it can be neither compiled once nor saved"
+        remedy = "Keep float32 parameters, or wrap the optimizer: shardwise.optim.with_master(optimizer)."
+        return Explanation(steps, (), (Finding("state-changes", fact, remedy),), {})
     chains = read_chains(spec.optimizer, params)
     found, stand_in = _probe(spec.optimizer, params, chains, steps)
     column = {path: found.paths.index(stand_in[path]) for path in spec.params}
@@ -129,7 +136,8 @@ def explain_state(spec: StateSpec, steps: int) -> Explanation:
         rates[path] = _learning_rate(chains[path], found, column[path])
         rows.append(_row(path, placement, chains[path], found, column[path], rates[path], leaf_bytes.get(path, 0)))
     view = _View(spec, steps, tuple(rows), chains, found, column, rates)
-    findings = tuple(finding for check in CHECKS for finding in check(view))
+    found_here = [finding for check in CHECKS for finding in check(view)]
+    findings = tuple({(finding.name, finding.paths): finding for finding in found_here}.values())
     curves: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     for row in rows:
         if row.moves:
@@ -156,16 +164,21 @@ def _probe(tx: Any, params: Any, chains: Mapping[str, Chain], steps: int) -> tup
     leaves = named_leaves(params)
     kind = {path: (chains[path], leaf.ndim, leaf.dtype, path.rpartition("/")[2]) for path, leaf in leaves.items()}
     firsts: dict[Any, str] = {}
+    every = _updates_for_one(chains)
     if all(part.is_known for part in chains[ANY].parts):
         for path in leaves:
             firsts.setdefault(_signature(*kind[path]), path)
         kept = sorted(firsts.values())
         few = nest({tuple(path.split("/")): lookup(params, tuple(path.split("/"))) for path in kept})
         try:
-            return probe(tx, few, steps), {path: firsts[_signature(*kind[path])] for path in leaves}
+            return probe(tx, few, steps, every), {path: firsts[_signature(*kind[path])] for path in leaves}
         except Exception:  # noqa: S110 - whatever a transformation may raise for a part of its tree
             pass
-    return probe(tx, params, steps), {path: path for path in leaves}
+    return probe(tx, params, steps, every), {path: path for path in leaves}
+
+
+def _updates_for_one(chains: Mapping[str, Chain]) -> int:
+    return next((int(part.settings["every_k"]) for part in chains[ANY].parts if part.name == "MultiSteps"), 1)
 
 
 def _signature(chain: Chain, *rest: Any) -> tuple[Any, ...]:
@@ -191,7 +204,7 @@ def _row(path: str, placement: Placement, chain: Chain, found: Probe, column: in
         path=path,
         shape=placement.shape,
         dtype=str(placement.dtype),
-        group="/".join(chain.groups) or "all",
+        group=chain.group,
         transformations=tuple(map(str, chain.parts)),
         peak_lr=float(rate[within].max()) if size.any() else 0.0,
         peak_update=float(size.max()),
@@ -257,7 +270,7 @@ def _half_hyperparameters(v: _View) -> Iterator[Finding]:
     names = sorted(path.rpartition("/")[2] for path, leaf in leaves.items() if "hyperparams/" in path and str(leaf.dtype) in HALF)
     if names:
         fact = f"{', '.join(names)} are kept in the dtype of the parameters, where 0.999 is 1"
-        yield Finding("half-hyperparameters", fact, "Say inject_hyperparams(..., hyperparam_dtype=jnp.float32).")
+        yield Finding("half-hyperparameters", fact, "Keep float32 parameters, or wrap it in shardwise.optim.with_master.")
 
 
 def _ascends(v: _View) -> Iterator[Finding]:
@@ -313,7 +326,7 @@ def _decay(v: _View) -> Iterator[Finding]:
         yield Finding("decay-reaches-nothing", fact, remedy)
     if paths := v.where(lambda row: row.decay > 0 and (len(row.shape) < 2 or row.path.rpartition("/")[2] in VECTORS)):
         fact = "weight decay pulls norms and biases to zero"
-        yield Finding("decay-of-vectors", fact, "Give a mask, such as shardwise.optim's decays_matrices.", paths)
+        yield Finding("decay-of-vectors", fact, "Give a mask: mask=optim.mask_fn(optim.decays_matrices).", paths)
     if paths := v.where(lambda row: row.decay < 0):
         fact = "weight decay has the wrong sign: the weights grow"
         yield Finding("decay-grows", fact, "It must come before the factor -learning_rate.", paths)
@@ -349,7 +362,7 @@ def _schedule(v: _View) -> Iterator[Finding]:
         if not row.moves or rate.tobytes() in seen:
             continue
         seen.add(rate.tobytes())
-        every = next((int(part.settings["every_k"]) for part in v.parts("MultiSteps")), 1)
+        every = _updates_for_one(v.chains)
         real = np.arange(len(rate)) % every == every - 1  # in between there are no updates
         num_within = int(real[: v.probe.num_within].sum())
         where = (
@@ -366,7 +379,7 @@ def _schedule_of(rate: np.ndarray, numbers: np.ndarray, num_within: int, steps: 
     within, peak = rate[:num_within], rate.max()
     top = int(np.argmax(rate))
     if top >= num_within and within[-1] > within[0] and np.all(np.diff(within) >= -1e-6 * peak):
-        fact = f"the warm-up ends at update {numbers[top]}, and the run after {steps}: the peak is never reached"
+        fact = f"the warm-up ends at about update {numbers[top]}, and the run after {steps}: the peak is never reached"
         yield Finding("warmup-too-long", fact, "Give the warm-up in steps of this run, or as a fraction of it.", where)
         return
     drops = -np.diff(rate)
@@ -399,6 +412,17 @@ def _learning_rates_multiply(v: _View) -> Iterator[Finding]:
         peak = next(row.peak_lr for row in v.rows if row.path == paths[0])
         fact = f"two learning rates are multiplied, to {peak:.3g}"
         yield Finding("two-learning-rates", fact, "optax.adamw and its kin contain theirs; chain scale_by_adam instead.", paths)
+
+
+def _average_of_updates(v: _View) -> Iterator[Finding]:
+    def late(row: Row) -> bool:
+        parts = v.chains[row.path].parts
+        rate = next((i for i, part in enumerate(parts) if part.factor is not None), len(parts))
+        return any(part.name == "ema" for part in parts[rate:])
+
+    if paths := v.where(late):
+        fact = "optax.ema averages the updates, not the weights"
+        yield Finding("average-of-updates", fact, "For an average of the weights use shardwise.optim.keep_average or ema=.", paths)
 
 
 def _state_size(v: _View) -> Iterator[Finding]:
@@ -449,6 +473,7 @@ CHECKS: tuple[Callable[[_View], Iterator[Finding]], ...] = (
     _clipping,
     _schedule,
     _learning_rates_multiply,
+    _average_of_updates,
     _state_size,
     _applies_nan,
     _lost_updates,

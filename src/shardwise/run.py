@@ -50,6 +50,7 @@ class Run:
     seed: int = 0
     accumulate: int = 1
     compute_dtype: str | None = None  # such as "bfloat16"; parameters and optimizer keep their own
+    norms: bool = False  # also log the norms of updates and parameters, and of each group of the optimizer
     eval_data: Batches | None = None
     eval_every: int = 0  # steps; 0: at the end only
     save_every: int = 0  # steps; 0: at the end only
@@ -99,7 +100,7 @@ def prepare(run: Run) -> Prepared:
     spec = abstract_state(run.model, run.optimizer, run.mesh, run.rules)
     batches = as_batches(run.data)
     options = {"compute_dtype": run.compute_dtype}
-    step = make_train_step(spec, run.loss, batches(0), seed=run.seed, accumulate=run.accumulate, **options)
+    step = make_train_step(spec, run.loss, batches(0), seed=run.seed, accumulate=run.accumulate, norms=run.norms, **options)
     eval_step = make_eval_step(spec, run.loss, next(run.eval_data.once()), **options) if run.eval_data is not None else None
     chip = find_chip(spec.mesh.devices.flat[0].device_kind)
     peak = chip.flops * spec.mesh.size if chip else None

@@ -50,7 +50,7 @@ BATCH["y"] = np.sin(BATCH["x"] @ RNG.normal(size=(8, 8)).astype("f4"))
 
 def train(tx, mesh, count):
     spec = abstract_state(Net, tx, mesh, Rules(fsdp_min_size=1024))
-    step = make_train_step(spec, loss, BATCH)
+    step = make_train_step(spec, loss, BATCH, norms=True)
     state = init_state(spec, 0)
     first = jax.tree.map(np.asarray, state.params)
     metrics, compiled = [], []

@@ -92,6 +92,8 @@ BAD = {
     "decay after the sign": (chain(optax.adam(1e-3), optax.add_decayed_weights(0.01, mask=kernels)), "decay-grows"),
     "decay without learning rate": (chain(optax.adam(1e-3), optax.add_decayed_weights(-0.1, mask=kernels)), "decay-too-strong"),
     "learning rate twice": (chain(adamw(1e-3, mask=kernels), optax.scale(1e-3)), "two-learning-rates"),
+    "average of the updates": (chain(adamw(1e-3, mask=kernels), optax.ema(0.99)), "average-of-updates"),
+    "injected for bfloat16": (optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)(1e-2), "state-changes"),
     "applies the NaN": (optax.apply_if_finite(adamw(1e-3, mask=kernels), 3), "applies-nan"),
     "labels that miss a leaf": (optax.multi_transform({"slow": optax.adam(1e-4), "fast": optax.adam(1e-3)}, nnx_labels), "not-applicable"),
 }  # fmt: skip

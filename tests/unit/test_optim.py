@@ -35,7 +35,6 @@ def test_the_first_group_that_matches_wins():
     assert moved["b"]["kernel"] == pytest.approx(0.01, rel=1e-4)
     values = optim.live_values(state)
     assert [float(values[f"lr/{group}"]) for group in ("biases", "a/*", "rest")] == pytest.approx([0.1, 0.02, 0.01])
-    assert float(values["grad_norm/biases"]) == pytest.approx(0.1 * np.sqrt(5), rel=1e-5)
 
 
 def test_mistakes_in_groups_are_listed_with_the_closest_match():
@@ -53,7 +52,9 @@ def test_a_group_may_have_an_optimizer_of_its_own_and_its_own_clipping():
     groups = (Group("a/*", tx=optax.sgd(1.0)), Group("b/*", clip=1e-3))
     params, state = after(optim.sgd(1.0, momentum=0.0, groups=groups), 1)
     np.testing.assert_allclose(params["a"]["kernel"], 0.9, rtol=1e-6)
-    assert float(optim.live_values(state)["update_norm/b/*"]) == pytest.approx(1e-3, rel=1e-4)
+    moved = jax.tree.map(jnp.subtract, params["b"], PARAMS["b"])
+    assert float(norm(moved)) == pytest.approx(1e-3, rel=1e-3)
+    assert float(optim.live_values(state)["clipped_norm/b/*"]) == pytest.approx(1e-3, rel=1e-4)
 
 
 def test_labels_and_masks_work_on_nnx_states():
@@ -66,6 +67,7 @@ def test_labels_and_masks_work_on_nnx_states():
     optimizer.update(model, grads)
     np.testing.assert_allclose(model.kernel[...], kernel * (1 - 0.1 * 0.1), rtol=1e-6)
     np.testing.assert_array_equal(model.bias[...], bias)
+    assert float(optim.live_values(optimizer.opt_state)["lr/rest"]) == pytest.approx(0.1)
 
 
 def test_layerwise_decay_in_one_line():

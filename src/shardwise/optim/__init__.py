@@ -2,7 +2,9 @@
 
 from shardwise.optim.groups import Group as Group
 from shardwise.optim.groups import decays_matrices as decays_matrices
+from shardwise.optim.groups import label_fn as label_fn
 from shardwise.optim.groups import layerwise_decay as layerwise_decay
+from shardwise.optim.groups import mask_fn as mask_fn
 from shardwise.optim.parts import evaluation_params as evaluation_params
 from shardwise.optim.parts import keep_average as keep_average
 from shardwise.optim.parts import live_values as live_values

@@ -97,7 +97,10 @@ def map_with_path(function: Callable[[str, Any], Any], tree: Any) -> Any:
 
 
 def param_path(path: tuple[Any, ...]) -> str:
-    """The path of a parameter. NNX variables hold their array as an attribute `value`, which is no part of the name."""
-    if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value":
-        path = path[:-1]
-    return leaf_name(path)
+    return leaf_name(without_value(path))
+
+
+def without_value(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    """NNX variables hold their array as an attribute `value`, which is no part of the name."""
+    is_value = path and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value"
+    return path[:-1] if is_value else path

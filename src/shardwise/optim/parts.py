@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shardwise.optim.groups import map_with_path, param_path
+from shardwise.optim.groups import map_with_path, param_path, without_value
 from shardwise.optim.schedules import Schedule
-from shardwise.tree import matches
+from shardwise.tree import matches, named_leaves
 
 
 class LearningRate(NamedTuple):
@@ -73,6 +73,21 @@ def clip_by_norm(max_norm: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
+def state_changes(tx: optax.GradientTransformation, params: Any) -> list[str]:
+    """Leaves of the state that an update gives another shape or dtype, which no compiled step and no checkpoint can follow.
+
+    Optax has such: Adam with `inject_hyperparams(..., hyperparam_dtype=float32)` turns bfloat16 moments into float32.
+    """
+    update = optax.with_extra_args_support(tx).update
+    before = jax.eval_shape(tx.init, params)
+    once = lambda params, state: update(params, state, params, value=jnp.float32(1), grad=params)[1]  # noqa: E731
+    old, new = named_leaves(before), named_leaves(jax.eval_shape(once, params, before))
+    changed = [path for path in old if path not in new or (old[path].shape, old[path].dtype) != (new[path].shape, new[path].dtype)]
+    return [f"{path}: {old[path].dtype} becomes {new[path].dtype if path in new else 'nothing'}" for path in changed] + [
+        f"{path}: is new" for path in new if path not in old
+    ]
+
+
 def live_values(opt_state: Any) -> dict[str, jax.Array]:
     """Learning rates and recorded values of the latest update, by name, and by group where there are groups: "lr/head".
 
@@ -80,7 +95,7 @@ def live_values(opt_state: Any) -> dict[str, jax.Array]:
     """
     found: dict[str, jax.Array] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
-        keys = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
+        keys = [str(getattr(key, "key", getattr(key, "name", key))) for key in without_value(path)]
         groups = [keys[i + 1] for i, key in enumerate(keys[:-1]) if key == "inner_states"]
         if keys[-1] == "learning_rate":
             found["/".join(["lr", *groups])] = leaf
@@ -192,7 +207,7 @@ class Spikes(NamedTuple):
     recorded: dict[str, jax.Array]
 
 
-def skip_spikes(inner: optax.GradientTransformation, factor: float, window: int = 100) -> optax.GradientTransformationExtraArgs:
+def skip_spikes(inner: optax.GradientTransformation, factor: float, window: int = 20) -> optax.GradientTransformationExtraArgs:
     """`inner`, but an update whose gradient norm is over `factor` times its recent mean, or not finite, changes nothing.
 
     Nothing means: no parameter, no moment, no count of a schedule. The first `window` updates only take the mean.
@@ -217,12 +232,15 @@ def skip_spikes(inner: optax.GradientTransformation, factor: float, window: int 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def orthogonalize(steps: int = 5, rms: float | None = None, stacked: tuple[str, ...] = ()) -> optax.GradientTransformation:
+def orthogonalize(
+    steps: int = 5, rms: float | None = None, stacked: tuple[str, ...] = (), dtype: Any = jnp.float32
+) -> optax.GradientTransformation:
     """Muon's direction: each matrix replaced by about the nearest orthogonal one, by Newton-Schulz iterations.
 
     A leaf of more than two dims is taken as a matrix by the split of its dims nearest to a square, after the first dim if its
     path fits `stacked`, where layers are stacked. Scaled by sqrt(max(1, outputs / inputs)), or to this `rms` if it is
-    given: 0.2 makes the learning rates of AdamW fit.
+    given: 0.2 makes the learning rates of AdamW fit. `dtype` is that of the iterations: bfloat16 is faster, and its rounding
+    differs from mesh to mesh.
     """
 
     def update(updates: Any, params: Any = None) -> Any:
@@ -231,9 +249,9 @@ def orthogonalize(steps: int = 5, rms: float | None = None, stacked: tuple[str, 
     def one(path: str, x: jax.Array) -> jax.Array:
         batch = x.shape[:1] if any(matches(pattern, path) for pattern in stacked) else ()
         inputs, outputs = matrix_shape(x.shape[len(batch) :])
-        orthogonal = _newton_schulz(x.reshape(*batch, inputs, outputs).astype(jnp.float32), steps)
+        orthogonal = _newton_schulz(x.reshape(*batch, inputs, outputs).astype(dtype), steps)
         scale = math.sqrt(max(1, outputs / inputs)) if rms is None else rms * math.sqrt(max(inputs, outputs))
-        return (scale * orthogonal).reshape(x.shape).astype(x.dtype)
+        return (scale * orthogonal.astype(jnp.float32)).reshape(x.shape).astype(x.dtype)
 
     return optax.stateless(update)
 
@@ -247,7 +265,7 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 def _newton_schulz(x: jax.Array, steps: int) -> jax.Array:
     """Pushes every singular value of x towards 1; these coefficients reach about 0.7 to 1.2 in five steps."""
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-7)
+    x = x / (jnp.linalg.norm(x.astype(jnp.float32), axis=(-2, -1), keepdims=True) + 1e-7).astype(x.dtype)
     tall = x.shape[-2] > x.shape[-1]
     x = jnp.swapaxes(x, -2, -1) if tall else x
 

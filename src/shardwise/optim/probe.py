@@ -36,8 +36,11 @@ class Probe:
     lost: np.ndarray  # share of the elements whose update was lost in the parameter's dtype
 
 
-def probe(tx: Any, params: Any, steps: int, seed: int = 0) -> Probe:
-    """Carries out a run of `steps` updates on small copies of `params`, which may be abstract."""
+def probe(tx: Any, params: Any, steps: int, every: int = 1, seed: int = 0) -> Probe:
+    """Carries out a run of `steps` updates on small copies of `params`, which may be abstract.
+
+    `every`: how many updates make a real one, for `optax.MultiSteps`.
+    """
     tx = optax.with_extra_args_support(tx)
     small = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(_shrunk(leaf.shape), leaf.dtype), params)
     leaves = jax.tree_util.tree_leaves_with_path(small)
@@ -55,7 +58,7 @@ def probe(tx: Any, params: Any, steps: int, seed: int = 0) -> Probe:
         def step(carry: Any, jump: Any) -> Any:
             params, state = carry
             grads = jax.tree.map(lambda g: g * gradient_scale.astype(g.dtype), gradient)
-            updates, state = tx.update(grads, _ahead(state, jump), params, value=jnp.float32(1), grad=grads)
+            updates, state = tx.update(grads, _ahead(state, jump // every), params, value=jnp.float32(1), grad=grads)
             moved = optax.apply_updates(params, updates)
             lost = jax.tree.map(lambda u, p, q: (u != 0) & (p == q), updates, params, moved)
             return (moved, state), _measure(_flat(updates), _flat(gradient), _flat(params), _flat(lost), owner)

@@ -56,6 +56,10 @@ class Chain:
     groups: tuple[str, ...] = ()
 
     @property
+    def group(self) -> str:
+        return "/".join(self.groups) or "all"
+
+    @property
     def is_self_tuned(self) -> bool:
         """Whether the learning rate is a multiple of one that is found during the run."""
         return any(part.name in SELF_TUNED for part in self.parts)
@@ -84,9 +88,8 @@ def sample_rates(tx: Any, params: Any, steps: np.ndarray) -> dict[str, dict[str,
     """The learning rate of each group at these updates, where it can be read; ready for JSON."""
     rates: dict[str, dict[str, float]] = {}
     for path, chain in read_chains(tx, params).items():
-        group = "/".join(chain.groups) or "all"
-        if path != ANY and group not in rates and (values := chain.learning_rate(steps)) is not None:
-            rates[group] = {str(step): float(value) for step, value in zip(steps, values, strict=True)}
+        if path != ANY and chain.group not in rates and (values := chain.learning_rate(steps)) is not None:
+            rates[chain.group] = {str(step): float(value) for step, value in zip(steps, values, strict=True)}
     return rates
 
 

@@ -1,0 +1,119 @@
+"""`fit` with an optimizer: live values, averages that are evaluated, policies for bad numbers, and the learning rate on resume."""
+
+import io
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from rich.console import Console
+
+from shardwise import Batches, Mean, Run, evaluate, fit, make_eval_step, optim
+from shardwise.errors import ConfigError, NumericsError
+from shardwise.optim import Group
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(64, 4)).astype("f4")
+DATA = {"x": X, "y": X @ RNG.normal(size=(4, 2)).astype("f4")}
+
+
+def model(rngs):
+    return nnx.Sequential(nnx.Linear(4, 8, rngs=rngs), nnx.tanh, nnx.Linear(8, 2, rngs=rngs))
+
+
+def loss(model, batch):
+    return Mean(((model(batch["x"]) - batch["y"]) ** 2).sum(-1))
+
+
+def go(tmp_path=None, *, data=DATA, steps=20, optimizer=None, **options):
+    run = Run(model=model, loss=loss, optimizer=optimizer or optim.transformer(steps), data=Batches(data, 16), steps=steps, mesh="data=8",
+              out=tmp_path, **options)  # fmt: skip
+    return fit(run, console=Console(file=io.StringIO()))
+
+
+def records(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_live_values_are_in_the_metrics_of_every_step(tmp_path):
+    groups = (Group("layers/0/*", lr_scale=0.1, name="body"), Group("*", name="head"))
+    optimizer = optim.adamw(optim.cosine(0.1, 20, warmup=5), clip=0.5, groups=groups)
+    go(tmp_path, optimizer=optimizer, norms=True)
+    lines = records(tmp_path)
+    assert len(lines) == 20
+    for n, line in enumerate(lines):
+        assert line["lr/head"] == pytest.approx(float(optim.cosine(0.1, 20, warmup=5)(n)), rel=1e-5)
+        assert line["lr/body"] == pytest.approx(0.1 * line["lr/head"], rel=1e-5)
+        assert line["clipped_norm"] == pytest.approx(min(line["grad_norm"], 0.5), rel=1e-5)
+        for name in ("grad_norm", "update_norm", "param_norm"):
+            assert line[name] == pytest.approx(np.hypot(line[f"{name}/body"], line[f"{name}/head"]), rel=1e-5)
+
+
+def test_evaluation_is_on_the_average():
+    optimizer = optim.adam(0.05, ema=0.9)
+    result = go(optimizer=optimizer, eval_data=Batches(DATA, 16))
+    average = optim.evaluation_params(result.state.opt_state, result.state.params)
+    by_hand = loss(result.spec.definition.merge(average, result.state.other, jax.random.key(0)), DATA).summed().value
+    assert result.eval_metrics["loss"] == pytest.approx(float(by_hand), rel=1e-5)
+    last = evaluate(make_eval_step(go(optimizer=optim.adam(0.05)).spec, loss, DATA), go(optimizer=optim.adam(0.05)).state, [DATA])
+    assert abs(last["loss"] - result.eval_metrics["loss"]) > 1e-3
+
+
+def poisoned(bad):
+    """Batches 6 to 8 are bad; a batch is 16 rows, in order."""
+    rows = {name: np.concatenate([value] * 5) for name, value in DATA.items()}
+    rows["y"] = rows["y"].copy()
+    rows["y"][5 * 16 : 8 * 16] = bad
+    return lambda step: {name: value[step * 16 : step * 16 + 16] for name, value in rows.items()}
+
+
+def test_skips_change_nothing_and_too_many_of_them_stop_the_run(tmp_path):
+    run = Run(model=model, loss=loss, optimizer=optim.adam(optim.linear(0.01, 20)), data=poisoned(np.nan), steps=20, mesh="data=8",
+              on_nonfinite="skip", out=tmp_path / "a")  # fmt: skip
+    result = fit(run, console=Console(file=io.StringIO()))
+    lines = records(tmp_path / "a")
+    assert [n for n, line in enumerate(lines) if line.get("skipped")] == [5, 6, 7]
+    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(result.state.params))
+    assert lines[8]["lr"] == pytest.approx(float(optim.linear(0.01, 20)(5)), rel=1e-5)  # three updates were not made
+
+    strict = Run(**{**run.__dict__, "max_skips": 2, "out": tmp_path / "b"})
+    with pytest.raises(NumericsError, match="step 8: 3 updates in a row were skipped"):
+        fit(strict, console=Console(file=io.StringIO()))
+
+
+def test_spikes_are_skipped_and_told(tmp_path):
+    optimizer = optim.skip_spikes(optim.adam(0.01), factor=10.0, window=3)
+    run = Run(model=model, loss=loss, optimizer=optimizer, data=poisoned(1e4), steps=20, mesh="data=8", out=tmp_path)
+    result = fit(run, console=Console(file=io.StringIO()))
+    assert [n for n, line in enumerate(records(tmp_path)) if line.get("skipped")] == [5, 6, 7]
+    assert int(result.state.opt_state.count) == 17
+
+
+def test_a_changed_learning_rate_is_refused_unless_it_is_accepted(tmp_path):
+    go(tmp_path, steps=10)
+    before = jax.tree.map(np.asarray, go(tmp_path, steps=10).state.params)  # finished: nothing to do
+    with pytest.raises(ConfigError, match=r"learning rate of 3.* at update 9 .* this run would have .* --accept lr"):
+        go(tmp_path, steps=20)
+    with pytest.raises(ConfigError, match="group 'all'"):
+        go(tmp_path, steps=20, optimizer=optim.adamw(1e-2))
+    result = go(tmp_path, steps=20, accept=("lr",))
+    assert int(result.state.step) == 20
+    assert not np.array_equal(before["layers"]["0"]["kernel"], result.state.params["layers"]["0"]["kernel"])
+
+
+def test_a_constant_rate_may_run_longer(tmp_path):
+    go(tmp_path, steps=10, optimizer=optim.adam(1e-3))
+    assert int(go(tmp_path, steps=15, optimizer=optim.adam(1e-3)).state.step) == 15
+
+
+def test_an_optimizer_whose_state_changes_is_refused():
+    half = lambda rngs: nnx.Linear(4, 2, param_dtype=jnp.bfloat16, rngs=rngs)  # noqa: E731
+    injected = optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)(1e-3)
+    run = Run(model=half, loss=loss, optimizer=injected, data=Batches(DATA, 16), steps=2, mesh="data=8")
+    with pytest.raises(ConfigError, match="bfloat16 becomes float32"):
+        fit(run, console=Console(file=io.StringIO()))
+    fixed = Run(**{**run.__dict__, "optimizer": optim.with_master(injected)})
+    assert int(fit(fixed, console=Console(file=io.StringIO())).state.step) == 2
