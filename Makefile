@@ -6,7 +6,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The main job is sized for a laptop; say JAX_PLATFORMS=cuda make run to use a GPU.
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: run test lint bench-loop clean
+.PHONY: run test lint bench bench-loop bench-optimizers compare-optimizers clean
 
 run: $(VENV)/.run
 	$(BIN)/shardwise train recipes/stdlib_gpt.py
@@ -19,8 +19,16 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+bench: bench-loop bench-optimizers
+
 bench-loop: $(VENV)/.run
 	$(BIN)/python benchmarks/loop.py
+
+bench-optimizers: $(VENV)/.run
+	$(BIN)/python benchmarks/optimizers.py --preset byte
+
+compare-optimizers: $(VENV)/.run
+	$(BIN)/python benchmarks/compare_optimizers.py
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

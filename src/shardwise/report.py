@@ -19,7 +19,7 @@ def plot_losses(metrics: Path, picture: Path) -> None:
     trained = [(r["step"], r["loss"]) for r in records if "loss" in r and not r.get("skipped")]
     held_out = [(r["step"], r["eval_loss"]) for r in records if "eval_loss" in r]
     axes.plot(*zip(*trained, strict=True), color="#9db8d9", linewidth=1, label="training")
-    smooth = _smoothed([loss for _, loss in trained])
+    smooth = smoothed([loss for _, loss in trained])
     axes.plot([step for step, _ in trained], smooth, color="#1f4e8c", linewidth=2, label="training, smoothed")
     if held_out:
         axes.plot(*zip(*held_out, strict=True), color="#d1495b", marker="o", label=f"held out, {held_out[-1][1]:.3f} at the end")
@@ -30,7 +30,7 @@ def plot_losses(metrics: Path, picture: Path) -> None:
     figure.savefig(picture, dpi=120)
 
 
-def _smoothed(values: list[float], share: float = 0.05) -> list[float]:
+def smoothed(values: list[float], share: float = 0.05) -> list[float]:
     """Exponential mean over about `share` of the run, corrected for its start."""
     decay = 1 - 1 / max(1.0, share * len(values))
     mean, weight, out = 0.0, 0.0, []

@@ -244,7 +244,15 @@ def orthogonalize(
     """
 
     def update(updates: Any, params: Any = None) -> Any:
-        return map_with_path(one, updates)
+        leaves, structure = jax.tree_util.tree_flatten_with_path(updates)
+        done: list[jax.Array] = []
+        for path, x in leaves:
+            # Each begins when the one before the last is done. Matrices that are cut over devices are gathered for their
+            # products; begun all at once, all of them would be whole at once.
+            if len(done) > 1:
+                x, done[-2] = jax.lax.optimization_barrier((x, done[-2]))
+            done.append(one(param_path(path), x))
+        return structure.unflatten(done)
 
     def one(path: str, x: jax.Array) -> jax.Array:
         batch = x.shape[:1] if any(matches(pattern, path) for pattern in stacked) else ()
