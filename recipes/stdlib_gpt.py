@@ -34,7 +34,7 @@ def sample(model: GPT, prompt: str = "def ", num_bytes: int = 300) -> str:
 
 Optimizer = Literal["adamw", "sgd", "lion", "adafactor", "muon", "schedule_free", "prodigy"]
 TABLES = ("tokens", "positions")
-LEARNING_RATES = {"adamw": 4e-3, "sgd": 0.3, "lion": 6e-4, "adafactor": 0.03, "muon": 1e-2, "schedule_free": 6e-3, "prodigy": 1.0}
+LEARNING_RATES = {"adamw": 4e-3, "sgd": 0.1, "lion": 3e-4, "adafactor": 0.05, "muon": 0.02, "schedule_free": 4e-3, "prodigy": 1.0}
 
 
 def make_optimizer(name: Optimizer, steps: int, lr: float | None = None) -> optax.GradientTransformation:

@@ -252,7 +252,7 @@ def orthogonalize(
             if len(done) > 1:
                 x, done[-2] = jax.lax.optimization_barrier((x, done[-2]))
             done.append(one(param_path(path), x))
-        return structure.unflatten(done)
+        return jax.tree.unflatten(structure, done)
 
     def one(path: str, x: jax.Array) -> jax.Array:
         batch = x.shape[:1] if any(matches(pattern, path) for pattern in stacked) else ()
