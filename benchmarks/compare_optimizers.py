@@ -65,7 +65,7 @@ def draw(found: dict[str, dict], picture: Path) -> None:
     axes = figure.subplots()
     for name, each in sorted(found.items(), key=lambda item: item[1]["held_out"]):
         axes.plot(smoothed(each["losses"]), linewidth=1.8, label=f"{name}, held out {each['held_out']:.3f}")
-    axes.set(xlabel="step", ylabel="training loss, nats a byte, smoothed", ylim=(1.4, 4.0))
+    axes.set(xlabel="step", ylabel="training loss, nats a byte, smoothed", ylim=(1.2, 4.0))
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
