@@ -7,6 +7,7 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 
 import jax
 import optax
+import pytest
 from flax import nnx
 from jax.experimental import topologies
 
@@ -40,6 +41,7 @@ def compile_update(tx, mesh):
     return program.memory_analysis(), program.cost_analysis()["flops"], whole
 
 
+@pytest.mark.slow
 def test_no_device_gathers_the_whole_state():
     muon, flops, whole = compile_update(optim.muon(1e-3, weight_decay=0.1, clip=1.0), "fsdp=8")
     print(

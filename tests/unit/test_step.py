@@ -73,7 +73,7 @@ def assert_step(result, batch, tolerance=2e-6):
         np.testing.assert_allclose(leaf, params[name], atol=tolerance, err_msg=name)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.integers(1, 40), st.sampled_from(["data=1", "data=8", "data=4,fsdp=2"]), st.integers(1, 4))
 def test_any_number_of_rows_on_any_mesh_in_any_number_of_parts_is_the_same_step(rows, mesh, accumulate):
     batch = make_batch(rows)
