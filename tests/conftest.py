@@ -16,3 +16,11 @@ hypothesis.settings.load_profile("shardwise")
 
 def pytest_sessionstart(session):
     assert jax.device_count() == 8, f"the tests need 8 CPU devices and found {jax.device_count()}"
+
+
+LONGEST_FIRST = ("tests/tpu", "tests/mesh/test_layouts.py", "tests/docs/test_optimizers_page.py")
+
+
+def pytest_collection_modifyitems(items):
+    """Tests of a minute or more begin first, so that no worker is left alone with one at the end."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST_FIRST))

@@ -103,7 +103,13 @@ def three_steps(optimizer, mesh):
     return spec, [event for event in compiled if "backend_compile" in event], state, losses
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+QUICK = (
+    "adafactor", "adamw", "lamb", "lion", "novograd", "sgd", "sm3", "ademamix", "muon", "prodigy", "momo", "schedule_free_adamw",
+    "mechanize", "momentum", "reduce_on_plateau", "multi_steps", "clipped", "injected", "masked", "partition", "ema",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS])
 def test_contract(name):
     optimizer = OPTIMIZERS[name]
     spec, recompiled, state, losses = three_steps(optimizer, make_mesh("data=2,fsdp=2,model=2"))

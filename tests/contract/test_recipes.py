@@ -80,7 +80,10 @@ def test_descends_on_a_quadratic(name):
     assert float(value(optim.evaluation_params(state, params))) < 0.95 * start
 
 
-@pytest.mark.parametrize("name", RECIPES)
+OF_ADAMW = ("adam", "standard", "transformer", "fine_tuning")  # the same parts as "adamw"
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in OF_ADAMW else name for name in RECIPES])
 def test_contract(name, tmp_path):
     tx = make(name, clip=1.0, weight_decay=0.05, groups=GROUPS)
     spec, state, first, metrics, recompiled = train(tx, make_mesh("data=4,model=2"), 10)
