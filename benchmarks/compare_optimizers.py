@@ -16,7 +16,7 @@ import jax
 
 from shardwise import fit
 from shardwise.metrics import read_metrics
-from shardwise.report import smoothed
+from shardwise.report import line_picture, smoothed
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
@@ -57,19 +57,9 @@ def run_one(name: str, steps: int, folder: Path) -> dict:
 
 
 def draw(found: dict[str, dict], picture: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for name, each in sorted(found.items(), key=lambda item: item[1]["held_out"]):
-        axes.plot(smoothed(each["losses"]), linewidth=1.8, label=f"{name}, held out {each['held_out']:.3f}")
-    axes.set(xlabel="step", ylabel="training loss, nats a byte, smoothed", ylim=(1.2, 4.0))
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(picture, dpi=120)
+    with line_picture(picture, xlabel="step", ylabel="training loss, nats a byte, smoothed", ylim=(1.2, 4.0)) as axes:
+        for name, each in sorted(found.items(), key=lambda item: item[1]["held_out"]):
+            axes.plot(smoothed(each["losses"]), linewidth=1.8, label=f"{name}, held out {each['held_out']:.3f}")
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from shardwise.module import ModelFactory
 from shardwise.optim.parts import state_changes
 from shardwise.optim.probe import DOUBLE, PLAIN, STILL, Probe, probe
 from shardwise.optim.read import ANY, Chain, read_chains
+from shardwise.report import line_picture
 from shardwise.sharding import Placement, Rules, show_bytes, show_spec
 from shardwise.state import StateSpec, abstract_state
 from shardwise.tree import lookup, named_leaves, nest, num_bytes, owner_of
@@ -60,7 +61,11 @@ class Explanation:
 
     def plot(self, picture: Path) -> None:
         """The learning rate of every group over the run, as a PNG file."""
-        plot_curves(self.curves, picture)
+        distinct = {values.tobytes(): (steps, values) for steps, values in self.curves.values()}
+        with line_picture(picture, xlabel="update", ylabel="learning rate", title="Learning rate of each group", ylim=(0, None)) as axes:
+            for steps, values in distinct.values():
+                groups = ", ".join(group for group, (_, other) in self.curves.items() if np.array_equal(other, values))
+                axes.plot(steps, values, linewidth=2, label=f"{groups}: peak {values.max():.3g}")
 
 
 def explain(
@@ -74,25 +79,23 @@ def explain(
     """Explains `optimizer` for the parameters of `model` in a run of `steps` updates."""
     factory = (lambda rngs: model) if isinstance(model, nnx.Module) else model
     mesh = make_mesh("data=1", jax.devices()[:1]) if mesh is None else make_mesh(mesh)
-    bare = abstract_state(factory, optax.identity(), mesh, rules)
     try:
-        _apply_once(optimizer, bare.abstract.params)
         spec = abstract_state(factory, optimizer, mesh, rules)
     except ShardwiseError:
         raise
     except Exception as error:  # whatever a transformation may raise
-        fact = f"the optimizer cannot be applied to this model: {type(error).__name__}: {str(error).splitlines()[0]}"
-        remedy = (
-            "Labels and masks must be functions of the parameters, or trees of their very structure; extra arguments are value and grad."
-        )
-        return Explanation(steps, (), (Finding("not-applicable", fact, remedy),), {})
+        return _not_applicable(steps, error)
     return explain_state(spec, steps)
 
 
 def explain_state(spec: StateSpec, steps: int) -> Explanation:
     """The same for a state that is described already."""
     params = spec.abstract.params
-    if changes := state_changes(spec.optimizer, params):
+    try:
+        changes = state_changes(spec.optimizer, params)
+    except Exception as error:  # whatever a transformation may raise
+        return _not_applicable(steps, error)
+    if changes:
         fact = f"the state changes at an update ({changes[0]}), so it can be neither compiled once nor saved"
         remedy = "Keep float32 parameters, or wrap the optimizer: shardwise.optim.with_master(optimizer)."
         return Explanation(steps, (), (Finding("state-changes", fact, remedy),), {})
@@ -100,12 +103,12 @@ def explain_state(spec: StateSpec, steps: int) -> Explanation:
     found, stand_in = _probe(spec.optimizer, params, chains, steps)
     column = {path: found.paths.index(stand_in[path]) for path in spec.params}
     leaf_bytes = _state_bytes(spec)
-    rows, rates = [], {}
+    rate_of = {path: _learning_rate(chains[path], found, column[path]) for path in set(stand_in.values())}
+    rates = {path: rate_of[stand_in[path]] for path in spec.params}
+    rows = []
     for path, placement in spec.params.items():
-        rates[path] = _learning_rate(chains[path], found, column[path])
         rows.append(_row(path, placement, chains[path], found, column[path], rates[path], leaf_bytes.get(path, 0)))
-    view = View(spec, steps, tuple(rows), chains, found, column, rates)
-    findings = find(view)
+    findings = find(View(spec, steps, tuple(rows), chains, found, column, rates))
     curves: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     for row in rows:
         if row.moves:
@@ -113,14 +116,10 @@ def explain_state(spec: StateSpec, steps: int) -> Explanation:
     return Explanation(steps, tuple(rows), findings, curves)
 
 
-def _apply_once(optimizer: optax.GradientTransformation, params: Any) -> None:
-    """Traces creation and one update, so that what cannot work fails here."""
-    update = optax.with_extra_args_support(optimizer).update
-
-    def once(params: Any) -> Any:
-        return update(params, optimizer.init(params), params, value=np.float32(1), grad=params)
-
-    jax.eval_shape(once, params)
+def _not_applicable(steps: int, error: Exception) -> Explanation:
+    fact = f"the optimizer cannot be applied to this model: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    remedy = "Labels and masks must be functions of the parameters, or trees of their very structure; extra arguments are value and grad."
+    return Explanation(steps, (), (Finding("not-applicable", fact, remedy),), {})
 
 
 def _probe(tx: Any, params: Any, chains: Mapping[str, Chain], steps: int) -> tuple[Probe, dict[str, str]]:
@@ -222,25 +221,6 @@ def sparkline(values: np.ndarray, width: int = 60) -> str:
         return "▁" * width
     picked = values[np.linspace(0, len(values) - 1, min(width, len(values))).round().astype(int)]
     return "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * value / np.nanmax(values)))] for value in np.nan_to_num(picked))
-
-
-def plot_curves(curves: Mapping[str, tuple[np.ndarray, np.ndarray]], picture: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for steps, values in {values.tobytes(): (steps, values) for steps, values in curves.values()}.values():
-        groups = ", ".join(group for group, (_, other) in curves.items() if np.array_equal(other, values))
-        axes.plot(steps, values, linewidth=2, label=f"{groups}: peak {values.max():.3g}")
-    axes.set(xlabel="update", ylabel="learning rate", title="Learning rate of each group")
-    axes.set_ylim(bottom=0)
-    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(picture, dpi=120)
 
 
 def _some(paths: Iterable[str], count: int = 3) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from shardwise.optim.groups import VECTORS
@@ -171,17 +172,16 @@ def _clipping(v: View) -> Iterator[Finding]:
 
 def _schedule(v: View) -> Iterator[Finding]:
     seen: set[bytes] = set()
+    every = updates_for_one(v.chains)
+    groups = {row.group for row in v.rows if row.moves}
     for row in v.rows:
         rate = v.rates[row.path]
         if not row.moves or rate.tobytes() in seen:
             continue
         seen.add(rate.tobytes())
-        every = updates_for_one(v.chains)
         real = np.arange(len(rate)) % every == every - 1  # in between there are no updates
         num_within = int(real[: v.probe.num_within].sum())
-        where = (
-            () if len(v.where(lambda other: other.moves)) == len([r for r in v.rows if r.group == row.group]) else (f"group {row.group}",)
-        )
+        where = (f"group {row.group}",) if len(groups) > 1 else ()
         yield from _schedule_of(rate[real], v.probe.steps[real], num_within, v.steps, where)
 
 
@@ -240,7 +240,7 @@ def _average_of_updates(v: View) -> Iterator[Finding]:
 
 
 def _state_size(v: View) -> Iterator[Finding]:
-    if paths := v.where(lambda row: not row.moves and row.state_bytes >= _param_bytes(row)):
+    if paths := v.where(lambda row: not row.moves and row.state_bytes >= num_bytes(row.shape, jnp.dtype(row.dtype))):
         total = sum(row.state_bytes for row in v.rows if row.path in paths)
         fact = f"{show_bytes(total)} of optimizer state are kept for parameters that never move"
         yield Finding("state-for-frozen", fact, "Freeze with optax.partition or Group(..., frozen=True), which keeps none.", paths)
@@ -248,10 +248,6 @@ def _state_size(v: View) -> Iterator[Finding]:
     if state > 4.5 * params:
         fact = f"the optimizer keeps {state / params:.1f} numbers for each parameter; Adam keeps 2"
         yield Finding("state-too-large", fact, "Look for histories, stacked wrappers, or averages that are kept twice.")
-
-
-def _param_bytes(row: Row) -> int:
-    return num_bytes(row.shape, np.dtype(row.dtype) if row.dtype not in HALF else np.dtype("float16"))
 
 
 def _applies_nan(v: View) -> Iterator[Finding]:

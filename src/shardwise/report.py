@@ -1,6 +1,8 @@
 """What a run did, for people: its curve as a picture, its end as a few lines."""
 
 import datetime
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,21 +11,28 @@ from shardwise.metrics import read_metrics
 
 def plot_losses(metrics: Path, picture: Path) -> None:
     """Training loss of every step and held-out loss, from `metrics.jsonl` to a PNG file."""
+    records = read_metrics(metrics)
+    trained = [(r["step"], r["loss"]) for r in records if "loss" in r and not r.get("skipped")]
+    held_out = [(r["step"], r["eval_loss"]) for r in records if "eval_loss" in r]
+    with line_picture(picture, xlabel="step", ylabel="loss", title=str(picture.parent.name)) as axes:
+        axes.plot(*zip(*trained, strict=True), color="#9db8d9", linewidth=1, label="training")
+        smooth = smoothed([loss for _, loss in trained])
+        axes.plot([step for step, _ in trained], smooth, color="#1f4e8c", linewidth=2, label="training, smoothed")
+        if held_out:
+            axes.plot(*zip(*held_out, strict=True), color="#d1495b", marker="o", label=f"held out, {held_out[-1][1]:.3f} at the end")
+
+
+@contextmanager
+def line_picture(picture: Path, **labels: Any) -> Iterator[Any]:
+    """Axes to plot lines on; written as a PNG file at the end. `labels` are those of `axes.set`: xlabel, ylabel, title ..."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    records = read_metrics(metrics)
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    trained = [(r["step"], r["loss"]) for r in records if "loss" in r and not r.get("skipped")]
-    held_out = [(r["step"], r["eval_loss"]) for r in records if "eval_loss" in r]
-    axes.plot(*zip(*trained, strict=True), color="#9db8d9", linewidth=1, label="training")
-    smooth = smoothed([loss for _, loss in trained])
-    axes.plot([step for step, _ in trained], smooth, color="#1f4e8c", linewidth=2, label="training, smoothed")
-    if held_out:
-        axes.plot(*zip(*held_out, strict=True), color="#d1495b", marker="o", label=f"held out, {held_out[-1][1]:.3f} at the end")
-    axes.set(xlabel="step", ylabel="loss", title=str(picture.parent.name))
+    yield axes
+    axes.set(**labels)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
