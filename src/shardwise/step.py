@@ -241,7 +241,7 @@ def _norms(trees: dict[str, Any], groups: dict[str, tuple[str, ...]]) -> dict[st
         leaves = named_leaves(tree)
         prefixes = sorted({groups[path][:depth] for path in leaves for depth in range(len(groups[path]) + 1)})
         for prefix in prefixes:
-            found["/".join([name, *prefix])] = norm([leaf for path, leaf in leaves.items() if groups[path][: len(prefix)] == prefix])
+            found["/".join([name, *prefix])] = norm({path: leaf for path, leaf in leaves.items() if groups[path][: len(prefix)] == prefix})
     return found
 
 
