@@ -1,5 +1,18 @@
-"""Checkpoints of a state: plain Orbax, one directory for each step, readable without shardwise."""
+"""Checkpoints of a state: plain Orbax, one directory for each step, whole or not there, and verified before they are used.
 
+    checkpoints/200/state/      what Orbax wrote: {step, params, other, opt_state}, readable without shardwise
+    checkpoints/200/meta.json   what the run was: data, mesh, versions, arguments, metrics
+    checkpoints/200/MANIFEST    a digest of every other file
+
+A step is written under the name `200.tmp` and renamed when all of it is on the disk.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -8,59 +21,243 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from shardwise.errors import CheckpointError
+from shardwise.files import fail_point, sync, verify_manifest, write_manifest
+from shardwise.sharding import show_bytes
 from shardwise.state import StateSpec, TrainState
-from shardwise.tree import named_leaves
+from shardwise.tree import named_leaves, num_bytes
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which steps outlive the next save. The newest always does."""
+
+    last: int = 3
+    every: int = 0  # steps; 0: none for that reason
+    best: int = 0  # so many with the best `metric`
+    metric: str = "eval_loss"
+    largest: bool = False  # whether more is better
+
+    def __post_init__(self) -> None:
+        if self.last < 1 or self.every < 0 or self.best < 0:
+            raise CheckpointError(f"{self}: `last` must be at least 1, `every` and `best` at least 0.")
+
+    def chosen(self, metrics: Mapping[int, float | None]) -> set[int]:
+        """The steps to keep, of those for which metrics are given."""
+        steps = sorted(metrics)
+        valued = sorted(((value, step) for step, value in metrics.items() if value is not None), reverse=self.largest)
+        return (
+            set(steps[-self.last :])
+            | {step for step in steps if self.every and step % self.every == 0}
+            | {step for _, step in valued[: self.best]}
+        )
 
 
 class Checkpoints:
-    """The checkpoints below a directory. Saving is asynchronous; `close` waits for the last one."""
+    """The checkpoints below a directory. Saving goes on in the background; `check` tells of a save that failed, `close` waits.
 
-    def __init__(self, directory: Path, keep: int = 3):
-        policy = ocp.checkpoint_managers.preservation_policy.LatestN(keep)
-        options = ocp.CheckpointManagerOptions(preservation_policy=policy, cleanup_tmp_directories=True)
+    The directory itself is the only record of what there is: nothing is remembered that a crash or another program could
+    make untrue.
+    """
+
+    def __init__(self, directory: Path, keep: Keep | None = None):
         self.directory = directory.resolve()
-        handlers = {"state": ocp.StandardCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
-        self._manager = ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
+        self.keep = keep or Keep()
+        self._orbax = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardwise-save")
+        self._pending: Future[None] | None = None
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def path(self, step: int) -> Path:
+        return self.directory / str(step)
+
+    def steps(self) -> list[int]:
+        """All steps that are there, from the oldest to the newest."""
+        if not self.directory.is_dir():
+            return []
+        return sorted(int(path.name) for path in self.directory.iterdir() if path.name.isdecimal() and path.is_dir())
 
     def latest(self) -> int | None:
-        return self._manager.latest_step()
+        return max(self.steps(), default=None)
 
-    def save(self, state: TrainState, metadata: dict[str, Any]) -> None:
-        args = ocp.args.Composite(state=ocp.args.StandardSave(_tree(state)), meta=ocp.args.JsonSave(metadata))
-        self._manager.save(int(state.step), args=args, force=True)
+    def clean(self) -> None:
+        """Removes what a crash has left half done. Only for the one who holds the lock of the directory."""
+        for path in self.directory.glob("*.tmp"):
+            shutil.rmtree(path)
+
+    # Saving
+
+    def save(self, state: TrainState, metadata: Mapping[str, Any]) -> None:
+        """Starts to save; the state may be donated as soon as this returns. Waits for the save before, if it still goes on."""
+        self.wait()
+        step = int(state.step)
+        if self.path(step).exists():
+            raise CheckpointError(f"{self.path(step)} is there already; a checkpoint is never overwritten.")
+        tree = _tree(state)
+        temporary = self.path(step).with_suffix(".tmp")
+        try:
+            self.directory.mkdir(mode=0o700, exist_ok=True)
+            self._check_space(sum(num_bytes(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)))
+            if temporary.exists():
+                shutil.rmtree(temporary)
+            temporary.mkdir(mode=0o700)
+            fail_point("checkpoint.temporary")
+            self._orbax.save(temporary / "state", args=ocp.args.StandardSave(tree))
+        except Exception as error:
+            self._failed(temporary, error)
+        self._pending = self._thread.submit(self._commit, step, dict(metadata))
+
+    def check(self) -> bool:
+        """Whether a save has been finished since the last look; raises if it failed. Does not wait."""
+        done = self._pending is not None and self._pending.done()
+        if done:
+            self.wait()
+        return done
+
+    def wait(self) -> None:
+        """Until the save in the background is on the disk, or raises why it is not."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+            self._orbax.close()
+
+    def _commit(self, step: int, metadata: dict[str, Any]) -> None:
+        """In the background: everything that makes a temporary directory a checkpoint."""
+        temporary = self.path(step).with_suffix(".tmp")
+        try:
+            fail_point("checkpoint.arrays")
+            self._orbax.wait_until_finished()
+            fail_point("checkpoint.written")
+            (temporary / "meta.json").write_text(json.dumps({"step": step, **metadata}, indent=2, default=str) + "\n")
+            write_manifest(temporary)
+            fail_point("checkpoint.rename")
+            os.rename(temporary, self.path(step))
+            sync(self.directory)
+        except Exception as error:
+            self._failed(temporary, error)
+        fail_point("checkpoint.renamed")
+        self._delete_old()
+
+    def _failed(self, temporary: Path, error: Exception) -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, CheckpointError):
+            raise error
+        text = str(error).strip().split("\n")[0]
+        raise CheckpointError(f"{temporary.with_suffix('')} could not be saved: {text or type(error).__name__}") from error
+
+    def _check_space(self, needed: int) -> None:
+        free = shutil.disk_usage(self.directory).free
+        if free < needed * 1.02 + 2**16:
+            raise CheckpointError(f"a checkpoint of {show_bytes(needed)} does not fit: {show_bytes(free)} are free for {self.directory}.")
+
+    def _delete_old(self) -> None:
+        metrics = {}
+        for step in self.steps():
+            value = self._metric(step) if self.keep.best else None
+            metrics[step] = float(value) if isinstance(value, int | float) else None
+        for step in set(metrics) - self.keep.chosen(metrics):
+            doomed = self.path(step).with_suffix(".deleted.tmp")  # a deletion that is cut short leaves no half checkpoint
+            os.rename(self.path(step), doomed)
+            fail_point("checkpoint.delete")
+            shutil.rmtree(doomed)
+
+    def _metric(self, step: int) -> Any:
+        try:
+            return self.metadata(step)["metrics"][self.keep.metric]
+        except (OSError, ValueError, LookupError, TypeError):  # damaged, or not measured
+            return None
+
+    # Reading
+
+    def verify(self, step: int) -> list[str]:
+        """What is wrong with the files of a step; an empty list when they are as they were written."""
+        return verify_manifest(self.path(step))
+
+    def newest_good(self, warn: Callable[[str], None]) -> int | None:
+        """The newest step that passes `verify`. Damaged ones are put aside as `<step>.bad`; None if there are none at all."""
+        damaged: list[str] = []
+        for step in reversed(self.steps()):
+            problems = self.verify(step)
+            if not problems:
+                if damaged:
+                    warn("\n".join([*damaged, f"going back to step {step}, the newest that is whole."]))
+                return step
+            aside = _unused(self.directory, f"{step}.bad")
+            os.rename(self.path(step), aside)
+            damaged.append(f"checkpoint {step} is damaged and kept aside as {aside}: {_some(problems)}")
+        if damaged or any(self.directory.glob("*.bad*")):
+            found = damaged or [f"there is no checkpoint in {self.directory} but damaged ones, kept aside as *.bad"]
+            raise CheckpointError("\n".join(found) + "\nNo whole checkpoint is left. To start anew, choose another --out.")
+        return None
 
     def metadata(self, step: int) -> dict[str, Any]:
         """The JSON that was saved beside a state."""
-        return dict(self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"])
+        return dict(json.loads((self.path(step) / "meta.json").read_text()))
+
+    def saved_tree(self, step: int) -> dict[str, Any]:
+        """By path, the shape and dtype of every array of a step (`.shape`, `.dtype`); loads nothing."""
+        return named_leaves(dict(self._orbax.metadata(self.path(step) / "state").item_metadata.tree))
 
     def restore(self, spec: StateSpec, step: int) -> TrainState:
         """The state of a step in the layout of `spec`, whatever mesh it was written on."""
-        self._manager.wait_until_finished()
+        self.wait()
+        fail_point("restore")
+        self.check_fits(spec, step)
         wanted = _tree(spec.abstract)
-        problems = _differences(self._manager.item_metadata(step)["state"], wanted)
-        if problems:
-            raise CheckpointError(f"checkpoint {self.directory / str(step)} does not fit this run:\n" + "\n".join(problems))
-        restored = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted)))["state"]
+        restored = self._orbax.restore(self.path(step) / "state", args=ocp.args.StandardRestore(wanted))
         # Buffers that Orbax made cannot be donated; copies can, and the first step then needs no second state.
         copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=jax.tree.map(lambda leaf: leaf.sharding, wanted))
         return TrainState(**copy(restored))
 
-    def close(self) -> None:
-        self._manager.wait_until_finished()
-        self._manager.close()
+    def check_fits(self, spec: StateSpec, step: int) -> None:
+        """Compares the paths, shapes and dtypes of a step with those of `spec`, before anything is loaded."""
+        if problems := differences(self.saved_tree(step), named_leaves(_tree(spec.abstract))):
+            raise CheckpointError(
+                f"checkpoint {self.path(step)} does not fit this run:\n"
+                + show_differences(problems)
+                + "\nNothing was loaded. Give the arguments the run had, or start from its weights with init_from in another --out."
+            )
+
+
+def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """(path, saved, wanted) of leaves that are missing, too many, or of another shape or dtype.
+
+    Orbax names no path when shapes differ, and casts another dtype without a word.
+    """
+    rows = [(path, _show(saved.get(path)), _show(wanted.get(path))) for path in sorted(saved.keys() | wanted.keys())]
+    return [row for row in rows if row[1] != row[2]]
+
+
+def show_differences(rows: list[tuple[str, str, str]]) -> str:
+    """A table of three columns."""
+    table = [("path", "saved", "wanted"), *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(2)]
+    return "\n".join(f"  {path:{widths[0]}}  {saved:{widths[1]}}  {wanted}" for path, saved, wanted in table)
+
+
+def _show(leaf: Any) -> str:
+    return "-" if leaf is None else f"{leaf.dtype}[{', '.join(map(str, leaf.shape))}]"
 
 
 def _tree(state: TrainState) -> dict[str, Any]:
     return {"step": state.step, "params": state.params, "other": state.other, "opt_state": state.opt_state}
 
 
-def _differences(saved: Any, wanted: Any) -> list[str]:
-    """Leaves that are missing, unexpected, or of another shape or dtype; Orbax would cast the last without a word."""
-    have, want = named_leaves(dict(saved)), named_leaves(wanted)
-    lines = [f"  {path}: only in the checkpoint" for path in have if path not in want]
-    lines += [f"  {path}: not in the checkpoint" for path in want if path not in have]
-    for path in have.keys() & want.keys():
-        a, b = have[path], want[path]
-        if (tuple(a.shape), str(a.dtype)) != (tuple(b.shape), str(b.dtype)):
-            lines.append(f"  {path}: saved {a.dtype}{list(a.shape)}, wanted {b.dtype}{list(b.shape)}")
-    return sorted(lines)
+def _unused(directory: Path, name: str) -> Path:
+    names = [name, *(f"{name}.{number}" for number in range(1, 1000))]
+    return next(directory / candidate for candidate in names if not (directory / candidate).exists())
+
+
+def _some(problems: list[str], count: int = 3) -> str:
+    rest = f" and {len(problems) - count} more" if len(problems) > count else ""
+    return "; ".join(problems[:count]) + rest

@@ -1,6 +1,7 @@
 """The command line. JAX is imported only when a recipe has been found."""
 
 import argparse
+import importlib
 import json
 import os
 import shutil
@@ -11,7 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.errors import ConfigError, ShardwiseError, did_you_mean
+from shardwise.files import check_unlocked, check_writable
+from shardwise.signals import Stop, stop_on_signals
 
 HELP = """\
 shardwise trains any Flax NNX model on any device mesh.
@@ -19,6 +22,8 @@ shardwise trains any Flax NNX model on any device mesh.
   shardwise train RECIPE [arguments of the recipe]      train, or go on where the run directory stands
   shardwise explain RECIPE [arguments of the recipe]    what the optimizer will do to each parameter, how each leaf is laid
                                                         out and why, and what is probably not meant
+  shardwise data prepare | show                         text to token files; statistics and examples of any batch
+  shardwise checkpoint ls | show | diff | verify | export
 
 RECIPE is file.py or file.py:function; `shardwise train RECIPE --help` shows its arguments.
 
@@ -26,7 +31,8 @@ before or after the verb:
   --cpu-devices N    use the CPU as N virtual devices
   --json FILE        write the answer for programs, too
   --plot FILE        explain: a picture of the learning rate of every group
-  --accept lr        train: resume although the learning rate has changed
+  --accept WHAT      train: resume although this has changed: lr, data, optimizer, seed or compute_dtype
+  --force-unlock     train: take over a directory that a run on another machine has not left in order
 """
 
 
@@ -44,14 +50,18 @@ def _main(argv: list[str]) -> int:
     parser.add_argument("--cpu-devices", type=int)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--accept", action="append", default=[], choices=["lr"])
+    parser.add_argument("--accept", action="append", default=[], choices=["lr", "data", "optimizer", "seed", "compute_dtype"])
+    parser.add_argument("--force-unlock", action="store_true")
     options, rest = parser.parse_known_args(argv)
     if not rest or rest[0] in ("-h", "--help", "help"):
         print(HELP, end="")
         return 0 if rest else 2
     verb, *args = rest
+    if verb in TOOLS:
+        return int(importlib.import_module(TOOLS[verb]).main(args, options))
     if verb not in VERBS:
-        raise ConfigError(f"there is no command '{verb}'; there are {', '.join(VERBS)}.")
+        commands = [*VERBS, *TOOLS]
+        raise ConfigError(f"there is no command '{verb}'; there are {', '.join(commands)}.{did_you_mean(verb, commands)}")
     if not args or args[0].startswith("-"):
         if {"-h", "--help"} & set(args):
             print(HELP, end="")
@@ -81,6 +91,16 @@ def _load(verb: str, target: str, args: list[str], options: argparse.Namespace) 
 
 
 def train(target: str, args: list[str], options: argparse.Namespace) -> int:
+    with stop_on_signals(at_once=True) as stop:
+        return _train(target, args, options, stop)
+
+
+def _train(target: str, args: list[str], options: argparse.Namespace, stop: Stop) -> int:
+    given = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    given.add_argument("--out", type=Path, nargs="?")
+    if (out := given.parse_known_args(args)[0].out) is not None:  # what is wrong with it can be said before JAX is imported
+        check_writable(out)
+        check_unlocked(out)
     run, described = _load("train", target, args, options)
     from shardwise.run import fit
 
@@ -88,7 +108,7 @@ def train(target: str, args: list[str], options: argparse.Namespace) -> int:
         stem = Path(target.partition(":")[0]).stem
         run = replace(run, out=Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
     run = replace(run, accept=(*run.accept, *options.accept))
-    result = fit(run, describe=described)
+    result = fit(run, describe=described, stop=stop, force_unlock=options.force_unlock)
     _write_answer(options, {"out": str(run.out), "metrics": result.metrics, "eval": result.eval_metrics, "seconds": result.seconds})
     devices = f" --cpu-devices {options.cpu_devices}" if options.cpu_devices else ""
     kept = [word for i, word in enumerate(args) if "--steps" not in (word.partition("=")[0], args[i - 1] if i else "")]
@@ -149,6 +169,7 @@ def _write_answer(options: argparse.Namespace, answer: dict[str, Any]) -> None:
 
 
 VERBS = {"train": train, "explain": explain}
+TOOLS = {"data": "shardwise.data.commands", "checkpoint": "shardwise.checkpoint_commands"}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -34,6 +34,18 @@ class NumericsError(ShardwiseError):
     exit_code = 5
 
 
+class DirectoryInUseError(ShardwiseError):
+    """Another run writes to the same directory."""
+
+    exit_code = 7
+
+
+class Stopped(ShardwiseError):
+    """Ended early by a signal, after saving; the same command goes on from there."""
+
+    exit_code = 75
+
+
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
     """' Did you mean ...?' for the closest valid name, or nothing when none is close."""
     close = difflib.get_close_matches(name, sorted(valid), n=1, cutoff=0.5)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from shardwise.data.batches import Batches, as_batches
+from shardwise.data.prefetch import Prefetch
 from shardwise.errors import DataError
 from shardwise.metrics import Mean
 from shardwise.state import TrainState
@@ -14,24 +15,20 @@ from shardwise.step import Batch, EvalStep, TrainStep, num_rows
 
 
 def steps(
-    step: TrainStep, state: TrainState, batches: Callable[[int], Batch] | Iterable[Batch], *, until: int
+    step: TrainStep, state: TrainState, batches: Callable[[int], Batch] | Iterable[Batch] | Prefetch, *, until: int
 ) -> Iterator[tuple[int, TrainState, dict[str, jax.Array]]]:
     """Yields (n, state, metrics) after each update, n counting from where `state` stands up to `until`.
 
-    Nothing here waits for the devices: the metrics are arrays that may still be under way, and the batch of the next
-    step is on its way before the body of the loop runs. The state that was yielded before is donated to the next step.
+    Nothing here waits for the devices: the metrics are arrays that may still be under way, and the batches of the next
+    steps are read and placed in the background. The state that was yielded before is donated to the next step. A batch
+    that cannot be had raises where it is needed, after everything before it has been yielded.
     """
-    batches = as_batches(batches)
     n = int(state.step)
-    if n >= until:
-        return
-    batch = step.place(batches(n))
-    while n < until:
-        state, metrics = step(state, batch)
-        n += 1
-        if n < until:
-            batch = step.place(batches(n))
-        yield n, state, metrics
+    with batches if isinstance(batches, Prefetch) else Prefetch(as_batches(batches), n, until, place=step.place) as placed:
+        while n < until:
+            state, metrics = step(state, placed(n))
+            n += 1
+            yield n, state, metrics
 
 
 def evaluate(step: EvalStep, state: TrainState, batches: Batches | Iterable[Batch], *, rows: int | None = None) -> dict[str, float]:

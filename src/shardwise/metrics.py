@@ -59,9 +59,9 @@ class MetricsLog:
 
     def __init__(self, path: Path, step: int = 0):
         lines = read_metrics(path) if path.exists() else []
-        kept = [record for record in lines if record["step"] <= step]
+        self.kept = [record for record in lines if record["step"] <= step]
         temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        temporary.write_text("".join(json.dumps(record) + "\n" for record in self.kept))
         os.replace(temporary, path)
         self._file = path.open("a", buffering=1)
 

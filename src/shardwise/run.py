@@ -2,12 +2,12 @@
 
 import json
 import platform
-import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,21 +17,25 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from shardwise.checkpoint import Checkpoints
-from shardwise.data import Batches, as_batches
-from shardwise.errors import ConfigError, NumericsError, ShardwiseError
+from shardwise.checkpoint import Checkpoints, Keep
+from shardwise.data import Batches, Prefetch, as_batches
+from shardwise.errors import CheckpointError, ConfigError, DataError, NumericsError, Stopped
+from shardwise.files import check_writable, fail_point, lock_directory, text_digest, write_whole
 from shardwise.flops import count_flops
 from shardwise.hardware import find_chip
 from shardwise.loop import evaluate, steps
 from shardwise.mesh import mesh_text
-from shardwise.metrics import MetricsLog
+from shardwise.metrics import MetricsLog, read_metrics
 from shardwise.module import ModelFactory
 from shardwise.optim.parts import evaluation_params
-from shardwise.optim.read import sample_rates
+from shardwise.optim.read import read_chains, sample_rates
 from shardwise.report import plot_losses, show_count, show_metrics, show_seconds
+from shardwise.resume import check_accepted, compare, report
 from shardwise.sharding import Rules, show_bytes
+from shardwise.signals import Stop, stop_on_signals
 from shardwise.state import StateSpec, TrainState, abstract_state, init_state
 from shardwise.step import Batch, EvalStep, Loss, TrainStep, as_means, make_eval_step, make_train_step
 
@@ -56,8 +60,11 @@ class Run:
     save_every: int = 0  # steps; 0: at the end only
     on_nonfinite: Literal["stop", "skip"] = "stop"  # what follows a step that was not applied; it never is
     max_skips: int = 10  # updates skipped in a row, not finite or spikes, before the run stops in any case
-    accept: tuple[str, ...] = ()  # what may differ from the run that is resumed: "lr"
+    keep: Keep = field(default_factory=Keep)  # which checkpoints outlive the next one
+    accept: tuple[str, ...] = ()  # what may differ from the run that is resumed: "lr", "data", "optimizer", "seed", "compute_dtype"
     out: Path | None = None  # the run directory; None keeps nothing
+    data_threads: int = 1  # that read batches ahead of need
+    data_processes: int = 0  # or processes, for data that takes Python long to decode
     sample: Callable[[nnx.Module], str] | None = None  # text to show at the end, from the trained model
     unit: str = "items"  # what the weight of the loss counts: tokens, images ...
 
@@ -86,12 +93,6 @@ class Result:
     seconds: dict[str, float]
 
 
-class Stopped(ShardwiseError):
-    """Ended early by a signal, after saving; the same command goes on from there."""
-
-    exit_code = 75
-
-
 def prepare(run: Run) -> Prepared:
     """Mesh, description of the state, and steps. What cannot work is refused here."""
     for name in ("steps", "accumulate"):
@@ -107,89 +108,237 @@ def prepare(run: Run) -> Prepared:
     return Prepared(spec, batches, step, eval_step, 3 * _forward_flops(run, step), peak)
 
 
-def fit(run: Run, *, describe: dict[str, Any] | None = None, console: Console | None = None) -> Result:
-    """Trains from the newest checkpoint in `run.out`, or from the start. `describe` goes into run.json as it is."""
+def fit(
+    run: Run,
+    *,
+    describe: dict[str, Any] | None = None,
+    console: Console | None = None,
+    stop: Stop | None = None,
+    force_unlock: bool = False,
+) -> Result:
+    """Trains from the newest whole checkpoint in `run.out`, or from the start. `describe` is kept with the run as it is.
+
+    A signal is noted in `stop`, if one is given; otherwise SIGINT and SIGTERM are taken while this runs. `force_unlock`
+    takes over a directory that a run on another machine has not left in order.
+    """
     console = console or Console(stderr=True)
     prepared = prepare(run)
-    spec = prepared.spec
     _headline(console, prepared)
-    state, checkpoints = _restore(run, spec, console)
-    if state is None:
-        state = init_state(spec, run.seed)
+    with ExitStack() as stack:
+        if stop is None:
+            stop = stack.enter_context(stop_on_signals())
+        if run.out is None:
+            return _fit(run, prepared, None, describe or {}, console, stop)
+        check_writable(run.out)
+        run.out.mkdir(mode=0o700, parents=True, exist_ok=True)
+        stop.before_exit.append(stack.enter_context(lock_directory(run.out, force_unlock)))
+        checkpoints = stack.enter_context(Checkpoints(run.out / "checkpoints", run.keep))
+        checkpoints.clean()
+        return _fit(run, prepared, checkpoints, describe or {}, console, stop)
+
+
+def _fit(run: Run, prepared: Prepared, checkpoints: Checkpoints | None, describe: dict[str, Any], console: Console, stop: Stop) -> Result:
+    spec = prepared.spec
+    about = {**{key: value for key, value in describe.items() if key != "source"}, **_describe(run, prepared)}
+    if "source" in describe:
+        about["source_digest"] = text_digest(describe["source"])
+    restored = _restore(run, spec, checkpoints, about, console) if checkpoints is not None else None
+    state = restored if restored is not None else init_state(spec, run.seed)
     start = int(state.step)
-    rates = sample_rates(run.optimizer, spec.abstract.params, np.linspace(0, run.steps - 1, 65).astype(int))
-    book = _Bookkeeper(run, prepared, start)
+    saver = _Saver(run, checkpoints, about, console, start)
     if run.out is not None:
-        _write_json(run.out / "run.json", {**(describe or {}), "steps": run.steps, "mesh": mesh_text(spec.mesh), **_environment()})
+        write_whole(run.out / "run.json", json.dumps({**describe, **about, "steps": run.steps}, indent=2, default=str) + "\n")
     if start >= run.steps:
         console.print(f"nothing to do: {run.out} has finished its {start} steps. Ask for more with --steps.")
 
     eval_metrics: dict[str, float] = {}
-    stopping = False
-    with book, _stop_on_signals() as stopped, _progress(console, run, start) as show:
-        for n, state, metrics in steps(prepared.step, state, prepared.batches, until=run.steps):
-            book.record(n, metrics)
-            stopping = stopped()
-            last = n == run.steps or stopping
-            if prepared.eval_step is not None and run.eval_data is not None and _is_due(n, run.eval_every, n == run.steps):
-                book.finish()
-                eval_metrics = evaluate(prepared.eval_step, state, run.eval_data)
-                book.write({"step": n, **{f"eval_{name}": value for name, value in eval_metrics.items()}}, "eval")
-            if checkpoints is not None and _is_due(n, run.save_every, last):
-                book.finish()
-                checkpoints.save(state, {"step": n, "mesh": mesh_text(spec.mesh), "lr": rates})
-                book.clock.lap("save")
-            if last:
-                book.finish()
-            if book.last:
-                show(book.last, eval_metrics)
-            if stopping:
-                break
-        if checkpoints is not None:
-            checkpoints.close()
-            book.clock.lap("save")
-    if stopping:
-        raise Stopped(
-            f"stopped by a signal after step {int(state.step)}" + (f"; the same command resumes {run.out} there." if run.out else ".")
-        )
+    feed = Prefetch(prepared.batches, start, run.steps, place=prepared.step.place, threads=run.data_threads, processes=run.data_processes)
+    with _Bookkeeper(run, prepared, start) as book, feed, _progress(console, run, start) as show:
 
+        def evaluated(n: int) -> dict[str, float]:
+            assert prepared.eval_step is not None
+            assert run.eval_data is not None
+            book.finish()
+            batches = _until_stopped(run.eval_data.once(), stop)
+            found = evaluate(prepared.eval_step, state, batches, rows=run.eval_data.batch_size)
+            book.write({"step": n, **{f"eval_{name}": value for name, value in found.items()}}, "eval")
+            return found
+
+        try:
+            if book.owes_evaluation(start):
+                eval_metrics = evaluated(start)
+            for n, state, metrics in steps(prepared.step, state, feed, until=run.steps):
+                stop.at_once = False  # from here on there is something to lose
+                book.record(n, metrics, feed.waited)
+                if run.eval_data is not None and is_due(n, run.eval_every, n == run.steps):
+                    eval_metrics = evaluated(n)
+                if saver.is_due(n):
+                    book.finish()
+                    saver.save(state, {**book.last, **{f"eval_{name}": value for name, value in eval_metrics.items()}})
+                    book.clock.lap("save")
+                if book.last:
+                    show(book.last, eval_metrics)
+                if stop.requested:
+                    break
+            if book.finish():
+                show(book.last, eval_metrics)
+        except DataError:
+            book.finish()
+            saver.finish(state, book.last)
+            raise
+        except Stopped:  # in an evaluation, which the resumed run makes up for
+            pass
+        except NumericsError as error:
+            raise NumericsError(f"{error}{saver.newest()}") from error
+        saver.finish(state, book.last | {f"eval_{name}": value for name, value in eval_metrics.items()})
+        book.clock.lap("save")
+    if stop.requested and int(state.step) < run.steps:
+        where = f"; the same command resumes {run.out} there." if run.out else ", and not saved: the run has no directory (out)."
+        raise Stopped(f"stopped by a signal after step {int(state.step)}{where}")
+
+    stop.at_once, stop.last_words = True, "stopped by a signal after the last step, which is saved."
     text = _sample(run, spec, state) if run.sample is not None else None
     _summary(console, run, book, eval_metrics, text)
     return Result(spec, state, book.last, eval_metrics, text, book.clock.seconds)
 
 
-def _restore(run: Run, spec: StateSpec, console: Console) -> tuple[TrainState | None, Checkpoints | None]:
-    """The newest state in the run directory, if there is one, and the checkpoints there, if there is a directory."""
-    if run.out is None:
-        return None, None
-    run.out.mkdir(parents=True, exist_ok=True)
-    checkpoints = Checkpoints(run.out / "checkpoints")
-    latest = checkpoints.latest()
-    if latest is None:
-        return None, checkpoints
-    if "lr" not in run.accept:
-        _check_rates(run, spec, checkpoints.metadata(latest).get("lr", {}), latest)
-    console.print(f"resuming {run.out} at step {latest}")
-    return checkpoints.restore(spec, latest), checkpoints
+def _describe(run: Run, prepared: Prepared) -> dict[str, Any]:
+    """What a checkpoint says of the run that wrote it, as JSON. `resume.compare` sets two of them side by side."""
+    params = prepared.spec.abstract.params
+    fingerprint = getattr(run.data, "fingerprint", None)
+    return {
+        "data": fingerprint() if fingerprint is not None else "a function or an iterator, whose content is not known",
+        "lr": sample_rates(run.optimizer, params, np.linspace(0, run.steps - 1, 65).astype(int)),
+        "optimizer": _describe_optimizer(run.optimizer, params),
+        "seed": run.seed,
+        "compute_dtype": run.compute_dtype,
+        "accumulate": run.accumulate,
+        "mesh": mesh_text(prepared.spec.mesh),
+        **_environment(),
+    }
 
 
-def _check_rates(run: Run, spec: StateSpec, saved: dict[str, dict[str, float]], step: int) -> None:
-    """Refuses a learning rate that is not that of the checkpoint, from the update before `step` on."""
-    for group, rates in saved.items():
-        past = max((int(at) for at in rates if int(at) < step), default=0)
-        points = sorted(int(at) for at in rates if int(at) >= past)
-        now = sample_rates(run.optimizer, spec.abstract.params, np.array(points)).get(group, {})
-        for at in map(str, points):
-            if abs(now.get(at, 0.0) - rates[at]) > 1e-5 * abs(rates[at]):
-                raise ConfigError(
-                    f"{run.out} has a learning rate of {rates[at]:.4g} at update {at} (group '{group}'), and this run would have "
-                    f"{now.get(at, 0.0):.4g}: the schedule or its length has changed. If that is meant, say --accept lr "
-                    f"(in Python: Run(accept=('lr',)))."
-                )
+def _describe_optimizer(optimizer: Any, params: Any) -> dict[str, Any]:
+    """For each parameter, layers taken together, what it goes through; learning rates are described apart."""
+    described: dict[str, set[str]] = {}
+    for path, chain in read_chains(optimizer, params).items():
+        if path:
+            alike = "/".join("*" if part.isdigit() else part for part in path.split("/"))
+            described.setdefault(alike, set()).add(" > ".join(str(part) for part in chain.parts if part.factor is None))
+    return {path: " | ".join(sorted(texts)) for path, texts in described.items()}
 
 
-def _is_due(n: int, every: int, last: bool) -> bool:
+def _restore(run: Run, spec: StateSpec, checkpoints: Checkpoints, about: dict[str, Any], console: Console) -> TrainState | None:
+    """The newest whole state in the run directory, if there is one, after telling what differs from the run that saved it."""
+    step = checkpoints.newest_good(lambda text: console.print(f"[bold yellow]warning:[/] {escape(text)}", highlight=False, soft_wrap=True))
+    if step is None:
+        return None
+    checkpoints.check_fits(spec, step)
+    saved = {key: value for key, value in checkpoints.metadata(step).items() if key in about}
+    rates = {group: _from_update(step, values) for group, values in saved.get("lr", {}).items()}
+    points = np.array(sorted({int(at) for values in rates.values() for at in values}), int)
+    rates_now = sample_rates(run.optimizer, spec.abstract.params, points) if len(points) else {}
+    differences = compare({**saved, "lr": _by_update(rates)}, {**about, "lr": _by_update(rates_now)})
+    check_accepted(differences, run.accept, f"checkpoint {checkpoints.path(step)}")
+    console.print(report(differences, run.accept, f"resuming {run.out} at step {step}"), highlight=False, soft_wrap=True)
+    return checkpoints.restore(spec, step)
+
+
+def _from_update(step: int, rates: dict[str, float]) -> dict[str, float]:
+    """The samples of a schedule from the update before `step` on: what was before that is done."""
+    past = max((int(at) for at in rates if int(at) < step), default=0)
+    return {at: rate for at, rate in rates.items() if int(at) >= past}
+
+
+def _by_update(rates: dict[str, dict[str, float]]) -> dict[str, float]:
+    return {f"of group '{group}' at update {at}": rate for group, values in rates.items() for at, rate in values.items()}
+
+
+def is_due(n: int, every: int, last: bool) -> bool:
     return last or bool(every and n % every == 0)
+
+
+def _until_stopped(batches: Iterable[Batch], stop: Stop) -> Iterator[Batch]:
+    for batch in batches:
+        fail_point("evaluate")
+        if stop.requested:
+            raise Stopped("stopped by a signal during an evaluation")
+        yield batch
+
+
+class _Saver:
+    """Saves when it is due. A save that fails is told at the next step and tried again; only the last one must succeed."""
+
+    def __init__(self, run: Run, checkpoints: Checkpoints | None, about: dict[str, Any], console: Console, start: int):
+        self.run, self.checkpoints, self.about, self.console = run, checkpoints, about, console
+        self.failures = 0  # in a row
+        self.retry_at: int | None = None
+        if run.out is not None and start < run.steps and _starts_in_a_row(run.out, start) >= 2:
+            self.retry_at = start + 1
+            self._warn(
+                f"this is the third start in a row from step {start}: the run is stopped sooner than a checkpoint is reached. "
+                f"Saving after the next step; a smaller save_every than {run.save_every or run.steps} would lose less."
+            )
+
+    def is_due(self, n: int) -> bool:
+        """Whether step n is to be saved in passing; looks after the save that goes on, too."""
+        if self.checkpoints is None:
+            return False
+        try:
+            if self.checkpoints.check():
+                self.failures = 0
+        except CheckpointError as error:
+            self._note(n, error)
+        return n != self.run.steps and (n == self.retry_at or is_due(n, self.run.save_every, False))
+
+    def save(self, state: TrainState, metrics: dict[str, Any]) -> None:
+        assert self.checkpoints is not None
+        try:
+            self.checkpoints.save(state, {**self.about, "metrics": metrics})
+            self.retry_at = None
+        except CheckpointError as error:
+            self._note(int(state.step), error)
+
+    def finish(self, state: TrainState, metrics: dict[str, Any], tries: int = 3) -> None:
+        """Sees to it that this state is on the disk, verified; waits for it."""
+        if self.checkpoints is None or int(state.step) == 0:
+            return
+        for left in reversed(range(tries)):
+            try:
+                self.checkpoints.wait()
+                if self.checkpoints.latest() != int(state.step):
+                    self.checkpoints.save(state, {**self.about, "metrics": metrics})
+                    self.checkpoints.wait()
+                break
+            except CheckpointError as error:
+                if not left:
+                    raise CheckpointError(f"{error}\nThe run is not saved at step {int(state.step)}{self.newest()}") from error
+                self._warn(f"{error}; trying again")
+                time.sleep(0.5)
+        if problems := self.checkpoints.verify(int(state.step)):
+            raise CheckpointError("the last checkpoint is not what was written:\n" + "\n".join(problems))
+
+    def newest(self) -> str:
+        """A sentence on where one can go back to."""
+        steps = self.checkpoints.steps() if self.checkpoints is not None else []
+        return f" The newest checkpoint is step {steps[-1]}." if steps else " There is no checkpoint to go back to."
+
+    def _note(self, n: int, error: CheckpointError) -> None:
+        self.failures += 1
+        self.retry_at = n + 2 ** min(self.failures - 1, 10)
+        self._warn(f"{error}. Training goes on; the next try is after step {self.retry_at}.")
+
+    def _warn(self, text: str) -> None:
+        self.console.print(f"[bold yellow]warning:[/] {escape(text)}", highlight=False, soft_wrap=True)
+
+
+def _starts_in_a_row(directory: Path, step: int) -> int:
+    """How often the run was started from this very step before, without another in between; notes this start."""
+    path = directory / "starts.jsonl"
+    before = read_metrics(path) if path.exists() else []
+    with path.open("a") as file:
+        file.write(json.dumps({"step": step, "time": time.time()}) + "\n")
+    return len(list(takewhile(lambda start: start["step"] == step, reversed(before))))
 
 
 class _Bookkeeper:
@@ -198,10 +347,11 @@ class _Bookkeeper:
     def __init__(self, run: Run, prepared: Prepared, start: int):
         self.run, self.prepared, self.first = run, prepared, start + 1
         self.log = MetricsLog(run.out / "metrics.jsonl", start) if run.out is not None else None
+        self.waited = 0.0  # for data, in all
         self.clock = _Clock()
         self.last: dict[str, Any] = {}
         self.skips = 0  # in a row
-        self._pending: tuple[int, dict[str, jax.Array]] | None = None
+        self._pending: tuple[int, dict[str, jax.Array], float] | None = None
 
     def __enter__(self) -> "_Bookkeeper":
         return self
@@ -210,20 +360,27 @@ class _Bookkeeper:
         if self.log is not None:
             self.log.close()
 
-    def record(self, n: int, metrics: dict[str, jax.Array]) -> None:
-        """Takes the metrics of step n, and finishes the step before it."""
-        self.finish()
-        self._pending = (n, metrics)
+    def owes_evaluation(self, start: int) -> bool:
+        """Whether the run was stopped after step `start`, before the evaluation that was due there."""
+        if start == 0 or self.run.eval_data is None or not is_due(start, self.run.eval_every, start == self.run.steps):
+            return False
+        return self.log is not None and not any(r["step"] == start and any(k.startswith("eval_") for k in r) for r in self.log.kept)
 
-    def finish(self) -> None:
-        """Waits for the step that is pending, if any; applies the policy for numbers that are not finite."""
+    def record(self, n: int, metrics: dict[str, jax.Array], waited: float = 0.0) -> None:
+        """Takes the metrics of step n, and the time spent on waiting for data so far; finishes the step before it."""
+        self.finish()
+        self._pending = (n, metrics, waited - self.waited)
+        self.waited = waited
+
+    def finish(self) -> bool:
+        """Waits for the step that is pending, if there is one; applies the policy for numbers that are not finite."""
         if self._pending is None:
-            return
-        (n, metrics), self._pending = self._pending, None
+            return False
+        (n, metrics, data_s), self._pending = self._pending, None
         values = {name: value.item() for name, value in metrics.items()}
         finite, weight = values.pop("finite"), values.pop("weight")
         seconds = self.clock.lap("compile" if n == self.first else "steps")
-        self.last = {"step": n, **values, "step_s": seconds, f"{self.run.unit}_per_s": weight / seconds}
+        self.last = {"step": n, **values, "step_s": seconds, "data_s": data_s, f"{self.run.unit}_per_s": weight / seconds}
         if self.prepared.peak_flops:
             self.last["mfu"] = self.prepared.flops / seconds / self.prepared.peak_flops
         skipped = not finite or bool(values.get("skipped"))
@@ -239,8 +396,10 @@ class _Bookkeeper:
         if not finite and self.run.on_nonfinite == "stop":
             raise NumericsError(
                 f"step {n}: loss {values['loss']}, gradient norm {values['grad_norm']}: not finite, so the update was not applied. "
-                f"Lower the learning rate or look at the batch of step {n - 1}; on_nonfinite='skip' would leave such batches out."
+                f"Lower the learning rate, or look at the batch: shardwise data show RECIPE --step {n}. on_nonfinite='skip' would leave "
+                f"such batches out."
             )
+        return True
 
     def write(self, record: dict[str, Any], lap: str | None = None) -> None:
         if lap is not None:
@@ -261,27 +420,6 @@ class _Clock:
         lap, self._last = now - self._last, now
         self.seconds[name] = self.seconds.get(name, 0.0) + lap
         return lap
-
-
-@contextmanager
-def _stop_on_signals() -> Iterator[Callable[[], bool]]:
-    """The first SIGINT or SIGTERM asks the loop to save and stop; a second one acts as usual."""
-    received: list[int] = []
-
-    def handler(number: int, _: Any) -> None:
-        received.append(number)
-        for each in previous:
-            signal.signal(each, previous[each])
-
-    try:
-        previous = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not the main thread: signals are somebody else's
-        previous = {}
-    try:
-        yield lambda: bool(received)
-    finally:
-        for number in previous:
-            signal.signal(number, previous[number])
 
 
 @contextmanager
@@ -373,10 +511,6 @@ def _environment() -> dict[str, Any]:
     packages = ("shardwise", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
     devices = jax.devices()
     return {
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
         "devices": {"count": len(devices), "kind": devices[0].device_kind, "processes": jax.process_count()},
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
     }
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, default=str) + "\n")

@@ -10,11 +10,11 @@ import shardwise
 ROOT = Path(shardwise.__file__).parent
 LEVELS = [
     {"errors", "metrics", "hardware", "flops", "models", "models.norm"},
-    {"tree", "report", "models.gpt"},
+    {"tree", "report", "files", "signals", "resume", "models.gpt"},
     {"mesh", "data.sources", "models.hf", "optim.schedules"},
     {"sharding", "data.batches", "optim.groups"},
-    {"module", "data", "optim.parts", "optim.read", "optim.probe"},
-    {"state", "optim.recipes"},
+    {"module", "data.prefetch", "optim.parts", "optim.read", "optim.probe"},
+    {"data", "state", "optim.recipes"},
     {"step", "checkpoint", "findings", "optim"},
     {"loop", "explanation"},
     {"run"},

@@ -49,6 +49,60 @@ def config_from_hf(config: Mapping[str, Any]) -> GPTConfig:
     return GPTConfig(vocab_size=vocab_size, max_length=max_length, num_layers=num_layers, num_heads=num_heads, width=width)
 
 
+def config_to_hf(config: GPTConfig, vocab_size: int | None = None) -> dict[str, Any]:
+    """The dictionary for `config.json` with which GPT2LMHeadModel computes what GPT computes; the inverse of `config_from_hf`.
+
+    No token is named as the beginning or the end of a text: that belongs to the tokenizer.
+    """
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "vocab_size": vocab_size or config.vocab_size,
+        "n_positions": config.max_length,
+        "n_layer": config.num_layers,
+        "n_head": config.num_heads,
+        "n_embd": config.width,
+        "n_inner": None,
+        "embd_pdrop": config.dropout,
+        "resid_pdrop": config.dropout,
+        "attn_pdrop": 0.0,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def is_hf(names: Iterable[str]) -> bool:
+    """Whether tensors of these names are a GPT-2 of `transformers`."""
+    return {EMBEDDING, "wpe.weight"} <= {name.removeprefix(PREFIX) for name in names}
+
+
+def config_from_shapes(shapes: Mapping[str, Shape]) -> GPTConfig:
+    """The configuration of the GPT whose parameters, by path, have these shapes; ValueError if they are not those of a GPT.
+
+    All of it but dropout and remat, which leave no trace in the parameters.
+    """
+    stacked = shapes.get("blocks/attn/qkv/kernel")
+    kernel = shapes.get("blocks/0/attn/qkv/kernel") if stacked is None else stacked[1:]
+    tokens, positions = shapes.get("tokens", ()), shapes.get("positions", ())
+    if len(tokens) != 2 or len(positions) != 2 or kernel is None or len(kernel) != 4 or 0 in (*tokens, *positions, *kernel):
+        needed = "'tokens' and 'positions' of two dims and 'blocks/0/attn/qkv/kernel' of four"
+        raise ValueError(f"these {len(shapes)} parameters are not those of GPT, which has {needed}")
+    config = GPTConfig(
+        vocab_size=tokens[0],
+        max_length=positions[0],
+        num_layers=stacked[0] if stacked is not None else len({name.split("/")[1] for name in shapes if name.startswith("blocks/")}),
+        num_heads=kernel[2],
+        width=tokens[1],
+        scan_layers=stacked is not None,
+    )
+    if kernel[2] * kernel[3] != config.width:
+        raise ValueError(f"'blocks/0/attn/qkv/kernel' has {kernel[2]} heads of {kernel[3]}, which is not the width of {config.width}")
+    return config
+
+
 def params_from_hf(tensors: Mapping[str, np.ndarray], config: GPTConfig) -> dict[str, Any]:
     """The parameters of `GPT(config)`, float32, as the nested dictionary that `split_module` yields.
 
