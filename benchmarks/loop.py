@@ -23,8 +23,9 @@ import optax
 from flax import nnx
 
 from shardwise import Batches, Mean, Run, Tokens, init_state, steps
+from shardwise.bookkeeping import Bookkeeper
 from shardwise.models.gpt import GPT, GPTConfig, cross_entropy
-from shardwise.run import _Bookkeeper, prepare
+from shardwise.run import prepare
 
 
 def loss(model, batch):
@@ -106,7 +107,7 @@ class Whole(Ours):
 
     def __post_init__(self):
         super().__post_init__()
-        self.book = _Bookkeeper(self.run_, self.prepared, 0)
+        self.book = Bookkeeper(self.run_, self.prepared, 0)
 
     def run(self, count):
         start = int(self.state.step)

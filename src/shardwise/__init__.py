@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwise.checkpoint import Checkpoints as Checkpoints
+    from shardwise.checkpoint import Keep as Keep
     from shardwise.data import Arrays as Arrays
     from shardwise.data import Batches as Batches
     from shardwise.data import Tokens as Tokens
@@ -15,15 +16,17 @@ if TYPE_CHECKING:
     from shardwise.errors import ShardwiseError as ShardwiseError
     from shardwise.explanation import Explanation as Explanation
     from shardwise.explanation import explain as explain
+    from shardwise.fitting import Result as Result
+    from shardwise.fitting import fit as fit
+    from shardwise.initial import InitFrom as InitFrom
+    from shardwise.initial import load_initial as load_initial
     from shardwise.loop import evaluate as evaluate
     from shardwise.loop import steps as steps
     from shardwise.mesh import make_mesh as make_mesh
     from shardwise.mesh import mesh_text as mesh_text
     from shardwise.mesh import use_cpu_devices as use_cpu_devices
     from shardwise.metrics import Mean as Mean
-    from shardwise.run import Result as Result
     from shardwise.run import Run as Run
-    from shardwise.run import fit as fit
     from shardwise.sharding import Rules as Rules
     from shardwise.sharding import constrain as constrain
     from shardwise.sharding import placement_table as placement_table
@@ -34,14 +37,16 @@ if TYPE_CHECKING:
     from shardwise.step import make_train_step as make_train_step
 
 _HOMES = {
-    "checkpoint": ("Checkpoints",),
+    "checkpoint": ("Checkpoints", "Keep"),
     "data": ("Arrays", "Batches", "Tokens", "stdlib_bytes"),
     "errors": ("ShardwiseError",),
     "explanation": ("Explanation", "explain"),
+    "initial": ("InitFrom", "load_initial"),
+    "fitting": ("Result", "fit"),
     "loop": ("evaluate", "steps"),
     "mesh": ("make_mesh", "mesh_text", "use_cpu_devices"),
     "metrics": ("Mean",),
-    "run": ("Result", "Run", "fit"),
+    "run": ("Run",),
     "sharding": ("Rules", "constrain", "placement_table"),
     "state": ("TrainState", "abstract_state", "init_state"),
     "step": ("make_eval_step", "make_train_step"),

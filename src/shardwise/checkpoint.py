@@ -9,6 +9,7 @@ A step is written under the name `200.tmp` and renamed when all of it is on the 
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -145,15 +146,17 @@ class Checkpoints:
             sync(self.directory)
         except Exception as error:
             self._failed(temporary, error)
-        fail_point("checkpoint.renamed")
-        self._delete_old()
+        try:
+            fail_point("checkpoint.renamed")
+            self._delete_old()
+        except OSError as error:
+            raise CheckpointError(f"step {step} is saved, but an older one could not be deleted: {_cause(error)}") from error
 
     def _failed(self, temporary: Path, error: Exception) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, CheckpointError):
             raise error
-        text = str(error).strip().split("\n")[0]
-        raise CheckpointError(f"{temporary.with_suffix('')} could not be saved: {text or type(error).__name__}") from error
+        raise CheckpointError(f"{temporary.with_suffix('')} could not be saved: {_cause(error)}") from error
 
     def _check_space(self, needed: int) -> None:
         free = shutil.disk_usage(self.directory).free
@@ -251,6 +254,13 @@ def _show(leaf: Any) -> str:
 
 def _tree(state: TrainState) -> dict[str, Any]:
     return {"step": state.step, "params": state.params, "other": state.other, "opt_state": state.opt_state}
+
+
+def _cause(error: Exception) -> str:
+    """In a line: TensorStore says much, and the fact last."""
+    text = str(error).strip().split("\n")[0] or type(error).__name__
+    code = re.search(r"os_error_code='(\d+)'", text)
+    return os.strerror(int(code[1])) if code else text
 
 
 def _unused(directory: Path, name: str) -> Path:

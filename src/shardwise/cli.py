@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import json
+import logging
 import os
 import shutil
 import sys
@@ -91,7 +92,7 @@ def _load(verb: str, target: str, args: list[str], options: argparse.Namespace) 
 
 
 def train(target: str, args: list[str], options: argparse.Namespace) -> int:
-    with stop_on_signals(at_once=True) as stop:
+    with stop_on_signals(may_exit=True) as stop:
         return _train(target, args, options, stop)
 
 
@@ -102,7 +103,8 @@ def _train(target: str, args: list[str], options: argparse.Namespace, stop: Stop
         check_writable(out)
         check_unlocked(out)
     run, described = _load("train", target, args, options)
-    from shardwise.run import fit
+    _quiet_orbax()
+    from shardwise.fitting import fit
 
     if run.out is None:
         stem = Path(target.partition(":")[0]).stem
@@ -120,6 +122,18 @@ def _train(target: str, args: list[str], options: argparse.Namespace, stop: Stop
         file=sys.stderr,
     )
     return 0
+
+
+def _quiet_orbax() -> None:
+    """A save that fails is told in one line by us; Orbax and TensorStore would add hundreds (the loop they wait in is closed)."""
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    usual = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            usual(unraisable)
+
+    sys.unraisablehook = hook
 
 
 def explain(target: str, args: list[str], options: argparse.Namespace) -> int:

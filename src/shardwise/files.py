@@ -108,14 +108,16 @@ def _reason(error: Exception) -> str:
 def check_writable(directory: Path) -> None:
     """Writes a file to the directory, or to the one that it will be made in, to see that it can."""
     place = directory
-    while not place.exists() and not place.is_symlink():
-        place = place.parent
-    probe = place / f".write-test-{os.getpid()}"
     try:
+        while not place.exists() and not place.is_symlink():
+            place = place.parent
+        probe = place / f".write-test-{os.getpid()}"
         probe.write_bytes(b"0")
         probe.unlink()
     except OSError as error:
-        raise CheckpointError(f"the run directory {directory} cannot be written: {_reason(error)}: {place}") from error
+        raise CheckpointError(
+            f"the run directory {directory} cannot be written: {_reason(error)} ({place}). Choose another with --out."
+        ) from error
 
 
 @contextmanager

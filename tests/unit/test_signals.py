@@ -13,7 +13,8 @@ from shardwise.signals import stop_on_signals
 CODE = """
 import sys, time, zlib
 from shardwise.signals import stop_on_signals
-with stop_on_signals(at_once={at_once}) as stop:
+with stop_on_signals(may_exit=True) as stop:
+    stop.at_once = {at_once}
     print("ready", flush=True)
     {body}
     print("requested", stop.requested, flush=True)
@@ -56,3 +57,15 @@ def test_afterwards_signals_are_what_they_were():
             time.sleep(0.01)
         assert stop.requested
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_in_somebody_elses_process_the_second_interrupt_is_a_usual_one():
+    def twice():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        assert stop.requested
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+
+    with stop_on_signals() as stop, pytest.raises(KeyboardInterrupt):
+        twice()

@@ -1,0 +1,177 @@
+"""`fit` carries out a run. This is the glue, and nothing but glue."""
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from shardwise.bookkeeping import Bookkeeper, Saver, headline, is_due, progress, summary, warn
+from shardwise.checkpoint import Checkpoints
+from shardwise.data import Prefetch
+from shardwise.errors import DataError, NumericsError, Stopped
+from shardwise.files import check_writable, fail_point, lock_directory, text_digest, write_whole
+from shardwise.loop import evaluate, steps
+from shardwise.optim.parts import evaluation_params
+from shardwise.optim.read import sample_rates
+from shardwise.resume import check_accepted, compare, report
+from shardwise.run import Prepared, Run, describe_run, prepare
+from shardwise.signals import Stop, stop_on_signals
+from shardwise.state import StateSpec, TrainState, init_state
+from shardwise.step import Batch
+
+
+@dataclass(frozen=True)
+class Result:
+    """The state at the end, the metrics of the last step and of the last evaluation, and where the time went."""
+
+    spec: StateSpec
+    state: TrainState
+    metrics: dict[str, float]
+    eval_metrics: dict[str, float]
+    sample: str | None
+    seconds: dict[str, float]
+
+
+def fit(
+    run: Run,
+    *,
+    describe: dict[str, Any] | None = None,
+    console: Console | None = None,
+    stop: Stop | None = None,
+    force_unlock: bool = False,
+) -> Result:
+    """Trains from the newest whole checkpoint in `run.out`, or from the start. `describe` is kept with the run as it is.
+
+    A signal is noted in `stop`, if one is given; otherwise SIGINT and SIGTERM are taken while this runs. `force_unlock`
+    takes over a directory that a run on another machine has not left in order.
+    """
+    console = console or Console(stderr=True)
+    prepared = prepare(run)
+    headline(console, prepared)
+    with ExitStack() as stack:
+        if stop is None:
+            stop = stack.enter_context(stop_on_signals())
+        if run.out is None:
+            return _fit(run, prepared, None, describe or {}, console, stop)
+        check_writable(run.out)
+        run.out.mkdir(mode=0o700, parents=True, exist_ok=True)
+        stop.before_exit.append(stack.enter_context(lock_directory(run.out, force_unlock)))
+        checkpoints = stack.enter_context(Checkpoints(run.out / "checkpoints", run.keep))
+        checkpoints.clean()
+        return _fit(run, prepared, checkpoints, describe or {}, console, stop)
+
+
+def _fit(run: Run, prepared: Prepared, checkpoints: Checkpoints | None, describe: dict[str, Any], console: Console, stop: Stop) -> Result:
+    spec = prepared.spec
+    about = {**{key: value for key, value in describe.items() if key != "source"}, **describe_run(run, prepared)}
+    if "source" in describe:
+        about["source_digest"] = text_digest(describe["source"])
+    restored = _restore(run, spec, checkpoints, about, console) if checkpoints is not None else None
+    state = restored if restored is not None else init_state(spec, run.seed)
+    start = int(state.step)
+    saver = Saver(run, checkpoints, about, console, start)
+    if run.out is not None:
+        write_whole(run.out / "run.json", json.dumps({**describe, **about, "steps": run.steps}, indent=2, default=str) + "\n")
+    if start >= run.steps:
+        console.print(f"nothing to do: {run.out} has finished its {start} steps. Ask for more with --steps.")
+
+    eval_metrics: dict[str, float] = {}
+    is_stopped = False
+    feed = Prefetch(prepared.batches, start, run.steps, place=prepared.step.place, threads=run.data_threads, processes=run.data_processes)
+    with Bookkeeper(run, prepared, start) as book, feed, progress(console, run, start) as show:
+
+        def evaluated(n: int) -> dict[str, float]:
+            assert prepared.eval_step is not None
+            assert run.eval_data is not None
+            book.finish()
+            batches = _until_stopped(run.eval_data.once(), stop)
+            found = evaluate(prepared.eval_step, state, batches, rows=run.eval_data.batch_size)
+            book.evaluated(n, found)
+            return found
+
+        try:
+            if book.owes_evaluation(start):
+                eval_metrics = evaluated(start)
+            for n, state, metrics in steps(prepared.step, state, feed, until=run.steps):
+                stop.at_once = False  # from here on there is something to lose
+                book.record(n, metrics, feed.waited)
+                if run.eval_data is not None and is_due(n, run.eval_every, n == run.steps):
+                    eval_metrics = evaluated(n)
+                if saver.is_due(n):
+                    book.finish()
+                    saver.save(state, book.of_step)
+                    book.clock.lap("save")
+                if book.last:
+                    show(book.last, eval_metrics)
+                if stop.requested and n < run.steps:
+                    is_stopped = True
+                    break
+            if book.finish():
+                show(book.last, eval_metrics)
+        except DataError:
+            book.finish()
+            saver.finish(state, book.of_step)
+            raise
+        except Stopped:  # in an evaluation, which the resumed run makes up for
+            is_stopped = True
+        except NumericsError as error:
+            raise NumericsError(f"{error}{saver.newest()}") from error
+        saver.finish(state, book.of_step)
+        book.clock.lap("save")
+    if is_stopped:
+        where = f"; the same command resumes {run.out} there." if run.out else ", and not saved: the run has no directory (out)."
+        raise Stopped(f"stopped by a signal after step {int(state.step)}{where}")
+
+    stop.at_once, stop.last_words = True, "stopped by a signal after the last step, which is saved."
+    text = _sample(run, spec, state) if run.sample is not None else None
+    summary(console, run, book, eval_metrics, text)
+    return Result(spec, state, book.last, eval_metrics, text, book.clock.seconds)
+
+
+def _restore(run: Run, spec: StateSpec, checkpoints: Checkpoints, about: dict[str, Any], console: Console) -> TrainState | None:
+    """The newest whole state in the run directory, if there is one, after telling what differs from the run that saved it."""
+    with console.status(f"verifying the newest checkpoint of {run.out}"):
+        step = checkpoints.newest_good(lambda text: warn(console, text))
+    if step is None:
+        return None
+    checkpoints.check_fits(spec, step)
+    saved = {key: value for key, value in checkpoints.metadata(step).items() if key in about}
+    rates = {group: _from_update(step, values) for group, values in saved.get("lr", {}).items()}
+    points = np.array(sorted({int(at) for values in rates.values() for at in values}), int)
+    rates_now = sample_rates(run.optimizer, spec.abstract.params, points) if len(points) else {}
+    differences = compare({**saved, "lr": _by_update(rates)}, {**about, "lr": _by_update(rates_now)})
+    check_accepted(differences, run.accept, f"checkpoint {checkpoints.path(step)}")
+    console.print(report(differences, run.accept, f"resuming {run.out} at step {step}"), highlight=False, soft_wrap=True)
+    with console.status(f"loading step {step}"):
+        return checkpoints.restore(spec, step)
+
+
+def _from_update(step: int, rates: dict[str, float]) -> dict[str, float]:
+    """The samples of a schedule from the update before `step` on: what was before that is done."""
+    past = max((int(at) for at in rates if int(at) < step), default=0)
+    return {at: rate for at, rate in rates.items() if int(at) >= past}
+
+
+def _by_update(rates: dict[str, dict[str, float]]) -> dict[str, float]:
+    return {f"of group '{group}' at update {at}": rate for group, values in rates.items() for at, rate in values.items()}
+
+
+def _until_stopped(batches: Iterable[Batch], stop: Stop) -> Iterator[Batch]:
+    for batch in batches:
+        fail_point("evaluate")
+        if stop.requested:
+            raise Stopped("stopped by a signal during an evaluation")
+        yield batch
+
+
+def _sample(run: Run, spec: StateSpec, state: TrainState) -> str:
+    assert run.sample is not None
+    weights = evaluation_params(state.opt_state, state.params)
+    model = spec.module(replace(state, params=weights), jax.random.key(run.seed))
+    model.eval()
+    return run.sample(model)
