@@ -10,9 +10,20 @@ if TYPE_CHECKING:
     from shardwise.checkpoint import Checkpoints as Checkpoints
     from shardwise.checkpoint import Keep as Keep
     from shardwise.data import Arrays as Arrays
+    from shardwise.data import BadRecord as BadRecord
     from shardwise.data import Batches as Batches
+    from shardwise.data import Mix as Mix
+    from shardwise.data import Packed as Packed
+    from shardwise.data import Prefetch as Prefetch
     from shardwise.data import Tokens as Tokens
+    from shardwise.data import array_records as array_records
+    from shardwise.data import json_lines as json_lines
+    from shardwise.data import keep as keep
+    from shardwise.data import open_tokens as open_tokens
+    from shardwise.data import parquet as parquet
+    from shardwise.data import split as split
     from shardwise.data import stdlib_bytes as stdlib_bytes
+    from shardwise.data import text_lines as text_lines
     from shardwise.errors import ShardwiseError as ShardwiseError
     from shardwise.explanation import Explanation as Explanation
     from shardwise.explanation import explain as explain
@@ -38,7 +49,23 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "checkpoint": ("Checkpoints", "Keep"),
-    "data": ("Arrays", "Batches", "Tokens", "stdlib_bytes"),
+    "data": (
+        "Arrays",
+        "BadRecord",
+        "Batches",
+        "Mix",
+        "Packed",
+        "Prefetch",
+        "Tokens",
+        "array_records",
+        "json_lines",
+        "keep",
+        "open_tokens",
+        "parquet",
+        "split",
+        "stdlib_bytes",
+        "text_lines",
+    ),
     "errors": ("ShardwiseError",),
     "explanation": ("Explanation", "explain"),
     "initial": ("InitFrom", "load_initial"),

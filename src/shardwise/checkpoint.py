@@ -23,6 +23,7 @@ import orbax.checkpoint as ocp
 
 from shardwise.errors import CheckpointError
 from shardwise.files import fail_point, sync, verify_manifest, write_manifest
+from shardwise.saved import read_json, read_step, saved_steps, show_leaf
 from shardwise.sharding import show_bytes
 from shardwise.state import StateSpec, TrainState
 from shardwise.tree import named_leaves, num_bytes
@@ -78,9 +79,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """All steps that are there, from the oldest to the newest."""
-        if not self.directory.is_dir():
-            return []
-        return sorted(int(path.name) for path in self.directory.iterdir() if path.name.isdecimal() and path.is_dir())
+        return saved_steps(self.directory) if self.directory.is_dir() else []
 
     def latest(self) -> int | None:
         return max(self.steps(), default=None)
@@ -177,7 +176,7 @@ class Checkpoints:
     def _metric(self, step: int) -> Any:
         try:
             return self.metadata(step)["metrics"][self.keep.metric]
-        except (OSError, ValueError, LookupError, TypeError):  # damaged, or not measured
+        except (CheckpointError, LookupError, TypeError):  # damaged, or not measured
             return None
 
     # Reading
@@ -205,11 +204,7 @@ class Checkpoints:
 
     def metadata(self, step: int) -> dict[str, Any]:
         """The JSON that was saved beside a state."""
-        return dict(json.loads((self.path(step) / "meta.json").read_text()))
-
-    def saved_tree(self, step: int) -> dict[str, Any]:
-        """By path, the shape and dtype of every array of a step (`.shape`, `.dtype`); loads nothing."""
-        return named_leaves(dict(self._orbax.metadata(self.path(step) / "state").item_metadata.tree))
+        return read_json(self.path(step) / "meta.json")
 
     def restore(self, spec: StateSpec, step: int) -> TrainState:
         """The state of a step in the layout of `spec`, whatever mesh it was written on."""
@@ -224,7 +219,7 @@ class Checkpoints:
 
     def check_fits(self, spec: StateSpec, step: int) -> None:
         """Compares the paths, shapes and dtypes of a step with those of `spec`, before anything is loaded."""
-        if problems := differences(self.saved_tree(step), named_leaves(_tree(spec.abstract))):
+        if problems := differences(read_step(self.path(step)).leaves, named_leaves(_tree(spec.abstract))):
             raise CheckpointError(
                 f"checkpoint {self.path(step)} does not fit this run:\n"
                 + show_differences(problems)
@@ -237,7 +232,11 @@ def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[tup
 
     Orbax names no path when shapes differ, and casts another dtype without a word.
     """
-    rows = [(path, _show(saved.get(path)), _show(wanted.get(path))) for path in sorted(saved.keys() | wanted.keys())]
+
+    def show(leaf: Any) -> str:
+        return "-" if leaf is None else show_leaf(leaf)
+
+    rows = [(path, show(saved.get(path)), show(wanted.get(path))) for path in sorted(saved.keys() | wanted.keys())]
     return [row for row in rows if row[1] != row[2]]
 
 
@@ -246,10 +245,6 @@ def show_differences(rows: list[tuple[str, str, str]]) -> str:
     table = [("path", "saved", "wanted"), *rows]
     widths = [max(len(row[column]) for row in table) for column in range(2)]
     return "\n".join(f"  {path:{widths[0]}}  {saved:{widths[1]}}  {wanted}" for path, saved, wanted in table)
-
-
-def _show(leaf: Any) -> str:
-    return "-" if leaf is None else f"{leaf.dtype}[{', '.join(map(str, leaf.shape))}]"
 
 
 def _tree(state: TrainState) -> dict[str, Any]:

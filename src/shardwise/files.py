@@ -17,6 +17,7 @@ from blake3 import blake3
 from shardwise.errors import CheckpointError, DirectoryInUseError
 
 MANIFEST = "MANIFEST"
+MAX_MANIFEST = 2**26  # bytes; more than half a million files
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -58,6 +59,9 @@ def write_manifest(directory: Path) -> None:
 def verify_manifest(directory: Path) -> list[str]:
     """What is wrong with the files below `directory`; nothing is opened but what is found there, and no link is followed."""
     try:
+        found = {path.relative_to(directory).as_posix(): path for path in _files(directory)}
+        if (directory / MANIFEST).stat().st_size > MAX_MANIFEST:
+            raise OSError(f"it has {(directory / MANIFEST).stat().st_size:,} bytes")
         text = (directory / MANIFEST).read_text()
     except (OSError, UnicodeDecodeError) as error:
         return [f"{directory / MANIFEST} cannot be read: {_reason(error)}"]
@@ -65,17 +69,20 @@ def verify_manifest(directory: Path) -> list[str]:
     if lines.pop() != [""] or any(len(line) != 2 for line in lines):
         return [f"{directory / MANIFEST} is not a list of digests"]
     expected = {name: digest for digest, name in lines}
-    try:
-        found = {path.relative_to(directory).as_posix(): path for path in _files(directory)}
-        problems = [f"{directory / name} is missing" for name in expected if name not in found]
-        for name, path in found.items():
-            if name not in expected:
-                problems.append(f"{path} does not belong to it")
-            elif _digest(path) != expected[name]:
-                problems.append(f"{path} has changed since it was written ({path.stat().st_size:,} bytes, another digest)")
-    except OSError as error:
-        return [_reason(error)]
+    problems = [f"{directory / name} is missing" for name in expected if name not in found]
+    for name, path in found.items():
+        if name not in expected:
+            problems.append(f"{path} does not belong to it")
+        elif not _has_digest(path, expected[name]):
+            problems.append(f"{path} is not what was written: it has another digest")
     return problems
+
+
+def _has_digest(path: Path, digest: str) -> bool:
+    try:
+        return _digest(path) == digest
+    except OSError:
+        return False
 
 
 def _files(directory: Path) -> list[Path]:

@@ -15,6 +15,7 @@ from shardwise.checkpoint import Checkpoints
 from shardwise.data import Prefetch
 from shardwise.errors import DataError, NumericsError, Stopped
 from shardwise.files import check_writable, fail_point, lock_directory, text_digest, write_whole
+from shardwise.initial import load_initial
 from shardwise.loop import evaluate, steps
 from shardwise.optim.parts import evaluation_params
 from shardwise.optim.read import sample_rates
@@ -72,7 +73,7 @@ def _fit(run: Run, prepared: Prepared, checkpoints: Checkpoints | None, describe
     if "source" in describe:
         about["source_digest"] = text_digest(describe["source"])
     restored = _restore(run, spec, checkpoints, about, console) if checkpoints is not None else None
-    state = restored if restored is not None else init_state(spec, run.seed)
+    state = restored if restored is not None else _begin(run, spec, console)
     start = int(state.step)
     saver = Saver(run, checkpoints, about, console, start)
     if run.out is not None:
@@ -131,6 +132,15 @@ def _fit(run: Run, prepared: Prepared, checkpoints: Checkpoints | None, describe
     text = _sample(run, spec, state) if run.sample is not None else None
     summary(console, run, book, eval_metrics, text)
     return Result(spec, state, book.last, eval_metrics, text, book.clock.seconds)
+
+
+def _begin(run: Run, spec: StateSpec, console: Console) -> TrainState:
+    """The state of step 0."""
+    if run.init_from is None:
+        return init_state(spec, run.seed)
+    state, loaded = load_initial(run.init_from, spec, run.seed)
+    console.print(loaded.table(), highlight=False)
+    return state
 
 
 def _restore(run: Run, spec: StateSpec, checkpoints: Checkpoints, about: dict[str, Any], console: Console) -> TrainState | None:

@@ -16,8 +16,10 @@ from jax.sharding import Mesh
 from shardwise.checkpoint import Keep
 from shardwise.data import Batches, as_batches
 from shardwise.errors import ConfigError
+from shardwise.export import describe_model
 from shardwise.flops import count_flops
 from shardwise.hardware import find_chip
+from shardwise.initial import InitFrom
 from shardwise.mesh import mesh_text
 from shardwise.module import ModelFactory
 from shardwise.optim.read import read_chains, sample_rates
@@ -40,6 +42,7 @@ class Run:
     seed: int = 0
     accumulate: int = 1
     compute_dtype: str | None = None  # such as "bfloat16"; parameters and optimizer keep their own
+    init_from: InitFrom | None = None  # the weights to begin with; of no effect on resume
     norms: bool = False  # also log the norms of updates and parameters, and of each group of the optimizer
     eval_data: Batches | None = None
     eval_every: int = 0  # steps; 0: at the end only
@@ -87,6 +90,7 @@ def describe_run(run: Run, prepared: Prepared) -> dict[str, Any]:
     params = prepared.spec.abstract.params
     fingerprint = getattr(run.data, "fingerprint", None)
     return {
+        "model": describe_model(prepared.spec.module(prepared.spec.abstract)),
         "data": fingerprint() if fingerprint is not None else "a function or an iterator, whose content is not known",
         "lr": sample_rates(run.optimizer, params, np.linspace(0, run.steps - 1, 65).astype(int)),
         "optimizer": _describe_optimizer(run.optimizer, params),

@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -57,8 +58,9 @@ class SavedStep:
         import orbax.checkpoint as ocp
 
         def args(name: str) -> Any:
-            leaf = wanted.get(name)
-            return ocp.RestoreArgs() if leaf is None else ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
+            if (leaf := wanted.get(name)) is None:
+                return ocp.RestoreArgs()
+            return ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
 
         return self._restore(set(wanted), args)
 
@@ -101,16 +103,20 @@ def saved_steps(directory: Path) -> list[int]:
     return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal() and path.is_dir())
 
 
+def is_step(path: Path) -> bool:
+    return (path / MANIFEST).is_file() or (path / "state").is_dir()
+
+
 def find_step(target: Path, step: int | None = None) -> Path:
     """The directory of one step: `target` itself if it is one, else this step, or the newest, of the run there."""
-    if (target / MANIFEST).is_file():
+    if is_step(target):
         if step is not None and target.name != str(step):
             raise CheckpointError(f"{target} is one step already, and not step {step}; leave one of the two out.")
         return target
     directory = find_checkpoints(target)
     steps = saved_steps(directory)
     if not steps or (step is not None and step not in steps):
-        there = f"there are {', '.join(map(str, steps))}" if steps else "there are no others, or none yet"
+        there = f"there are {', '.join(map(str, steps))}" if steps else "there are none yet"
         raise CheckpointError(f"{directory} has no {'checkpoint' if step is None else f'step {step}'}; {there}.")
     return directory / str(steps[-1] if step is None else step)
 
@@ -119,6 +125,11 @@ def open_step(directory: Path) -> SavedStep:
     """Checks every file of a step against its digest, then reads what arrays there are, and none of them."""
     if problems := verify_manifest(directory):
         raise CheckpointError("\n".join([f"checkpoint {directory} is damaged:", *(f"  {problem}" for problem in problems)]))
+    return read_step(directory)
+
+
+def read_step(directory: Path) -> SavedStep:
+    """What arrays there are in a step whose files have been verified."""
     from shardwise.tree import named_leaves
 
     state = directory.resolve() / "state"
@@ -161,11 +172,13 @@ def average_of(parts: list[Any], dtype: Any) -> Any:
 def in_groups(sizes: Mapping[str, int], budget: int = 2**26) -> Iterator[list[str]]:
     """Names in order, as many at a time as are no larger than `budget` bytes together, but at least one."""
     group: list[str] = []
+    held = 0
     for name, size in sizes.items():
-        if group and sum(sizes[other] for other in group) + size > budget:
+        if group and held + size > budget:
             yield group
-            group = []
+            group, held = [], 0
         group.append(name)
+        held += size
     if group:
         yield group
 
@@ -179,7 +192,7 @@ def read_json(path: Path) -> dict[str, Any]:
         if not isinstance(content, dict):
             raise ValueError(f"it holds a {type(content).__name__}, not a dictionary")
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+        raise CheckpointError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     return content
 
 
@@ -201,16 +214,11 @@ def _handler() -> Any:
     return ocp.PyTreeCheckpointHandler()
 
 
-class _refused:
-    """What Orbax raises about files that are as they were written, but not what it can read, in one line."""
-
-    def __init__(self, directory: Path):
-        self.directory = directory
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
-        if isinstance(error, Exception):
-            text = str(error).strip().split("\n")[0][:300]
-            raise CheckpointError(f"{self.directory} cannot be read: {text or type(error).__name__}") from error
+@contextmanager
+def _refused(directory: Path) -> Iterator[None]:
+    """Says in one line what Orbax raises about files that are as they were written, but not what it can read."""
+    try:
+        yield
+    except Exception as error:
+        text = str(error).strip().split("\n")[0][:300]
+        raise CheckpointError(f"{directory} cannot be read: {text or type(error).__name__}") from error

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import shardwise
-from shardwise.cli import VERBS
+from shardwise.cli import HELP, TOOLS, VERBS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -36,8 +36,8 @@ def test_links_and_commands_exist(page):
             assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), command
         else:
             assert words[0] == "shardwise", command
-            assert words[1] in VERBS, command
-            assert (ROOT / words[2]).exists(), command
+            assert words[1] in {**VERBS, **TOOLS}, command
+            assert words[2] in HELP.split() if words[1] in TOOLS else (ROOT / words[2]).exists(), command
 
 
 def test_the_map_names_every_module():

@@ -6,15 +6,62 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.data import Arrays, Batches, Tokens, stdlib_bytes
+from shardwise.data.shuffle import BLOCK, keys_of, order, permute
 from shardwise.errors import DataError
 
+ORDER_OF_1000 = [791, 367, 792, 937, 268, 617, 549, 346]
+ORDER_OF_MANY = [249240142, 49668074, 827040170, 415000112]
 
-@settings(deadline=None)
+
+@given(st.integers(1, 3000), st.integers(-(2**63), 2**64))
+def test_the_shuffle_is_a_bijection(size, seed):
+    assert np.array_equal(np.sort(permute(np.arange(size), size, keys_of(seed))), np.arange(size))
+
+
+@given(st.integers(2**20, 2**62), st.integers(0, 2**32), st.lists(st.integers(0, 2**20 - 1), min_size=2, max_size=50, unique=True))
+def test_the_shuffle_of_a_huge_source_stays_in_range_and_repeats_nothing(size, seed, indices):
+    found = permute(np.array(indices), size, keys_of(seed))
+    assert len(set(found.tolist())) == len(indices)
+    assert ((found >= 0) & (found < size)).all()
+
+
+@pytest.mark.parametrize(
+    ("size", "orders_of"),
+    [(5, order), (12, order), (100, order), (100, lambda first, last, size, seed: permute(np.arange(size), size, keys_of(seed)))],
+)
+def test_every_row_is_as_likely_at_every_place(size, orders_of):
+    draws = 4000
+    orders = np.array([orders_of(0, size, size, seed) for seed in range(draws)])
+    for place in (0, size // 2, size - 1):
+        assert chi_squared(np.bincount(orders[:, place], minlength=size)) < 4
+    assert chi_squared(np.bincount((orders[:, 1] - orders[:, 0]) % size, minlength=size)[1:]) < 4  # neighbours are as strangers
+
+
+def chi_squared(counts):
+    """How far counts are from alike, in standard deviations of chi squared."""
+    freedom = len(counts) - 1
+    return (((counts - counts.mean()) ** 2 / counts.mean()).sum() - freedom) / np.sqrt(2 * freedom)
+
+
+def test_the_order_is_fixed_for_all_time():
+    """A resumed run must find the order that the first part of it had, whatever releases lie between."""
+    assert order(0, 8, 1000, seed=0).tolist() == ORDER_OF_1000
+    assert order(10**12, 10**12 + 4, 10**9 + 7, seed=3).tolist() == ORDER_OF_MANY
+
+
+@settings(max_examples=40)
+@given(st.integers(1000, 3 * BLOCK), st.integers(0, 5 * BLOCK), st.integers(0, 2 * BLOCK), st.integers(0, 9), st.booleans())
+def test_an_order_is_the_same_in_one_piece_and_in_two(size, first, count, seed, shuffle):
+    middle = first + count // 3
+    parts = [order(first, middle, size, seed, shuffle), order(middle, first + count, size, seed, shuffle)]
+    assert np.array_equal(np.concatenate(parts), order(first, first + count, size, seed, shuffle))
+
+
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(0, 2**31))
 def test_each_epoch_holds_every_row_once(rows, batch_size, seed):
     if batch_size > rows:
         with pytest.raises(DataError, match=f"{rows} rows, too few for a batch of {batch_size}"):
-            Batches({"x": np.arange(rows)}, batch_size)(0)
+            Batches({"x": np.arange(rows)}, batch_size)
         return
     batches = Batches({"x": np.arange(rows)}, batch_size, seed=seed)
     seen = np.concatenate([batches(step)["x"] for step in range(-(-2 * rows // batch_size))])
@@ -31,6 +78,15 @@ def test_batches_depend_on_nothing_but_seed_and_step():
     assert not np.array_equal(np.sort(forward[0]), forward[0])
     epochs = np.concatenate(forward + [make(3)(step)["x"] for step in range(100, 125)])
     assert not np.array_equal(epochs[:1000], epochs[1000:2000])
+
+
+@given(st.integers(1, 200), st.data(), st.integers(0, 500))
+def test_some_rows_of_a_batch_are_a_slice_of_it(rows, data, step):
+    batch_size = data.draw(st.integers(1, rows))
+    first = data.draw(st.integers(0, batch_size))
+    last = data.draw(st.integers(first, batch_size))
+    batches = Batches({"x": np.arange(rows) * 3}, batch_size, seed=step)
+    assert np.array_equal(batches.rows(step, first, last)["x"], batches(step)["x"][first:last])
 
 
 def test_once_gives_each_row_once_in_order_with_a_short_last_batch():

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.data import Packed
 from shardwise.models.gpt import GPT, PRESETS, GPTConfig, cross_entropy, generate
 from shardwise.models.hf import config_from_hf, params_from_hf, params_to_hf
 from shardwise.module import build_module, split_module
@@ -325,3 +326,53 @@ def test_generate_follows_the_logits_of_the_last_tokens_beyond_the_window():
         choice = forward(config)(params, padded)[:, seen.shape[1] - 1].argmax(-1)
         expected = np.concatenate([expected, choice[:, None]], axis=1)
     np.testing.assert_array_equal(found, expected)
+
+
+# Packed documents
+
+
+def packed_loss(params, config, row):
+    logits = merged(params, config)(row["inputs"], row.get("segment_ids"), row.get("positions"))
+    return (cross_entropy(logits, row["labels"]) * row["weights"]).sum(), logits
+
+
+@cache
+def packed_row():
+    """Four documents in a row of 24 tokens, of which the last goes on after it."""
+    tokens = np.random.default_rng(1).integers(0, 97, 25)
+    return Packed(tokens, 24, np.array([0, 7, 8, 16, 25])).rows(np.array([0]))
+
+
+@cache
+def documents_alone():
+    """(logits, summed losses, summed gradients by their published names) of the documents of that row, each in a row of its own."""
+    gradient = jax.jit(jax.value_and_grad(lambda params, row: packed_loss(params, tiny(), row), has_aux=True))
+    params = params_from_hf(hf_weights(), tiny())
+    parts = []
+    for start, end in ((0, 7), (7, 8), (8, 16), (16, 24)):
+        parts.append(gradient(params, {name: packed_row()[name][:, start:end] for name in ("inputs", "labels", "weights")}))
+    logits = np.concatenate([logits for (_, logits), _ in parts], axis=1)
+    gradients = jax.tree.map(lambda *leaves: np.asarray(sum(leaves)), *(gradients for _, gradients in parts))
+    return logits, sum(value for (value, _), _ in parts), params_to_hf(gradients, tiny())
+
+
+@pytest.mark.parametrize(("scan_layers", "remat"), [(False, "none"), (True, "none"), (True, "block"), (False, "dots")])
+def test_packed_documents_are_as_each_of_them_alone(scan_layers, remat):
+    config = tiny(scan_layers=scan_layers, remat=remat)
+    gradient = jax.jit(jax.value_and_grad(lambda params, row: packed_loss(params, config, row), has_aux=True))
+    (total, logits), gradients = gradient(params_from_hf(hf_weights(), config), packed_row())
+    expected_logits, expected_total, expected = documents_alone()
+    np.testing.assert_allclose(logits, expected_logits, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(total, expected_total, rtol=1e-5)
+    found = params_to_hf(jax.tree.map(np.asarray, gradients), config)
+    for name in expected:
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_one_document_a_row_is_as_no_packing(scan_layers):
+    config, tokens = tiny(scan_layers=scan_layers), fixture()["tokens"]
+    params = params_from_hf(hf_weights(), config)
+    places = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+    packed = jax.jit(lambda params: merged(params, config)(tokens, np.ones_like(tokens), places))(params)
+    np.testing.assert_allclose(packed, forward(config)(params, tokens), rtol=0, atol=1e-5)

@@ -9,16 +9,19 @@ import shardwise
 
 ROOT = Path(shardwise.__file__).parent
 LEVELS = [
-    {"errors", "metrics", "hardware", "flops", "models", "models.norm"},
-    {"tree", "report", "files", "signals", "resume", "models.gpt"},
-    {"mesh", "data.sources", "models.hf", "optim.schedules"},
-    {"sharding", "data.batches", "optim.groups"},
-    {"module", "data.prefetch", "optim.parts", "optim.read", "optim.probe"},
+    {"errors", "metrics", "hardware", "flops", "models", "models.norm", "data.shuffle"},
+    {"tree", "report", "files", "signals", "resume", "models.gpt", "data.files"},
+    {"mesh", "saved", "data.sources", "data.records", "data.tokenizers", "models.hf", "optim.schedules"},
+    {"sharding", "export", "data.batches", "data.packing", "data.prepare", "optim.groups"},
+    {"module", "data.prefetch", "data.combine", "optim.parts", "optim.read", "optim.probe"},
     {"data", "state", "optim.recipes"},
-    {"step", "checkpoint", "findings", "optim"},
+    {"step", "checkpoint", "initial", "findings", "optim"},
     {"loop", "explanation"},
     {"run"},
-    {"recipe"},
+    {"bookkeeping"},
+    {"fitting", "recipe", "checkpoint_commands"},
+    {"data.show"},
+    {"data.commands"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}

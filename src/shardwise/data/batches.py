@@ -1,12 +1,13 @@
-"""Batches of a source. The order is Grain's index shuffle: a permutation that is computed, not stored."""
+"""Batches of a source: which rows a step sees depends on (seed, step) alone."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import grain
 import numpy as np
 
+from shardwise.data.files import BadRecord
+from shardwise.data.shuffle import order
 from shardwise.data.sources import as_source
 from shardwise.errors import DataError
 
@@ -17,35 +18,81 @@ class Batches:
 
     Batches run on from one epoch into the next, so that every row is seen exactly once in each. Nothing but the step
     needs to be remembered, and nothing about processes or devices enters.
+
+    Up to `skip_bad` records that cannot be read are each replaced by the next good row of the source; `skipped` holds
+    the name of each and what is wrong with it.
     """
 
     source: Any  # a Source, or a mapping of arrays
     batch_size: int
     seed: int = 0
     shuffle: bool = True
+    skip_bad: int = 0
+    skipped: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "source", as_source(self.source))
-        if self.batch_size < 1 or len(self.source) < 1:
-            raise DataError(f"a source of {len(self.source)} rows in batches of {self.batch_size}: both must be at least 1.")
-
-    def __call__(self, step: int) -> dict[str, np.ndarray]:
         size = len(self.source)
+        if self.batch_size < 1 or size < 1:
+            raise DataError(f"a source of {size} rows in batches of {self.batch_size}: both must be at least 1.")
         if size < self.batch_size:
             raise DataError(f"the source has {size} rows, too few for a batch of {self.batch_size}.")
-        first = step * self.batch_size
-        positions = range(first, first + self.batch_size)
-        indices = [self._shuffled(position // size, position % size) if self.shuffle else position % size for position in positions]
-        return self.source.rows(np.array(indices))
+
+    def __call__(self, step: int) -> dict[str, np.ndarray]:
+        return self.rows(step, 0, self.batch_size)
+
+    def rows(self, step: int, first: int, last: int) -> dict[str, np.ndarray]:
+        """Rows `first` to `last` of the batch of a step, without reading the others."""
+        start = step * self.batch_size
+        return self._read(order_of(self.source, start + first, start + last, self.seed, self.shuffle))
 
     def once(self) -> Iterator[dict[str, np.ndarray]]:
         """Each row once, in order; the last batch may be shorter. For evaluation."""
         for first in range(0, len(self.source), self.batch_size):
-            yield self.source.rows(np.arange(first, min(first + self.batch_size, len(self.source))))
+            yield self._read(np.arange(first, min(first + self.batch_size, len(self.source))))
 
-    def _shuffled(self, epoch: int, index: int) -> int:
-        seed = (self.seed * 1_000_003 + epoch) % 2**32
-        return int(grain.experimental.index_shuffle(index, max_index=len(self.source) - 1, seed=seed, rounds=4))
+    def fingerprint(self) -> dict[str, Any]:
+        """What the batches depend on, for JSON: two runs with equal fingerprints see the same batches."""
+        own = {"rows": len(self.source), "seed": self.seed, "batch_size": self.batch_size, "shuffle": self.shuffle}
+        return {**own, "source": fingerprint_of(self.source)}
+
+    def note(self, skipped: dict[str, str]) -> None:
+        """Counts records as skipped; more than `skip_bad` in all are refused."""
+        self.skipped.update(skipped)
+        if len(self.skipped) > self.skip_bad:
+            count, (name, why) = len(self.skipped), list(self.skipped.items())[-1]
+            budget = f"; {count} bad records are more than skip_bad={self.skip_bad}" if self.skip_bad else ""
+            raise BadRecord(name, why + budget)
+
+    def _read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        try:
+            return self.source.rows(indices)
+        except BadRecord:
+            if not self.skip_bad:
+                raise
+        return self.source.rows(np.array([self._good(int(index)) for index in indices]))
+
+    def _good(self, index: int) -> int:
+        """The index, or that of the next row that can be read."""
+        while True:
+            try:
+                self.source.rows(np.array([index]))
+                return index
+            except BadRecord as error:
+                self.note({error.name: error.why})
+                index = (index + 1) % len(self.source)
+
+
+def order_of(source: Any, first: int, last: int, seed: int, shuffle: bool) -> np.ndarray:
+    """The rows at positions `first` to `last`: epoch after epoch, unless the source has an order of its own."""
+    if hasattr(source, "order"):
+        return source.order(first, last, seed, shuffle)
+    return order(first, last, len(source), seed, shuffle)
+
+
+def fingerprint_of(source: Any) -> dict[str, Any]:
+    """A source that has none of its own is known by its type and length."""
+    return source.fingerprint() if hasattr(source, "fingerprint") else {"type": type(source).__qualname__, "rows": len(source)}
 
 
 class Stream:

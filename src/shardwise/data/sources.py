@@ -2,21 +2,28 @@
 
 import sysconfig
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
+from shardwise.data.files import TokenFile, array_fingerprint
 from shardwise.errors import DataError
 
 
 class Source(Protocol):
-    """`len(source)` rows; `source.rows(indices)` is a dictionary of arrays with a row for each index."""
+    """`len(source)` rows; `source.rows(indices)` is a dictionary of arrays with a row for each index.
+
+    `source.fingerprint()` is what JSON can hold of the content: another content gives another fingerprint.
+    """
 
     def __len__(self) -> int: ...
 
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]: ...
+
+    def fingerprint(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -36,24 +43,42 @@ class Arrays:
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         return {name: array[indices] for name, array in self.arrays.items()}
 
+    def fingerprint(self) -> dict[str, Any]:
+        return {"arrays": {name: array_fingerprint(array) for name, array in self.arrays.items()}}
+
 
 @dataclass(frozen=True)
 class Tokens:
     """One long sequence, cut into windows of `length` inputs with the labels one token later."""
 
-    tokens: np.ndarray
+    tokens: np.ndarray | TokenFile
     length: int
+    _windows: np.ndarray = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if len(self) < 1:
+        if self.length < 1 or len(self) < 1:
             raise DataError(f"{len(self.tokens)} tokens are too few for one window of {self.length} and its last label.")
+        array = self.tokens.array() if isinstance(self.tokens, TokenFile) else self.tokens
+        object.__setattr__(self, "_windows", sliding_window_view(array, self.length + 1)[:: self.length])
+
+    def __reduce__(self) -> Any:
+        return Tokens, (self.tokens, self.length)
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.length
 
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        windows = self.tokens[indices[:, None] * self.length + np.arange(self.length + 1)].astype(np.int32)
+        if isinstance(self.tokens, TokenFile):
+            self.tokens.array()  # checks the file
+        windows = self._windows[indices].astype(np.int32)
         return {"inputs": windows[:, :-1], "labels": windows[:, 1:]}
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"length": self.length, **tokens_fingerprint(self.tokens)}
+
+
+def tokens_fingerprint(tokens: np.ndarray | TokenFile) -> dict[str, Any]:
+    return tokens.fingerprint() if isinstance(tokens, TokenFile) else {"tokens": array_fingerprint(tokens)}
 
 
 def stdlib_bytes(held_out_every: int = 20, max_bytes: int = 2**24) -> tuple[np.ndarray, np.ndarray]:

@@ -69,11 +69,11 @@ class Attention(nnx.Module):
         out_stddev = 0.02 / math.sqrt(2 * c.num_layers)  # each residual branch adds this much less
         self.out = Linear((c.num_heads, head), (c.width,), ("heads", None, "embed"), out_stddev, rngs)
 
-    def __call__(self, x: Array, length: int) -> Array:
+    def __call__(self, x: Array, length: int, mask: Array | None = None) -> Array:
         kernel, bias = self.qkv.kernel[...], self.qkv.bias[...]
         # Three products, not one: their outputs need not be taken apart, nor the gradients put together.
         q, k, v = (affine(x, kernel[:, i], bias[i]).reshape(-1, length, *bias.shape[1:]) for i in range(3))  # (B, T, H, K)
-        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention_for(q))
+        mixed = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=attention_for(q))
         return self.out(mixed.reshape(-1, *mixed.shape[2:]))
 
 
@@ -101,14 +101,18 @@ class Block(nnx.Module):
         self.mlp = MLP(config, rngs)
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
-    def __call__(self, x: Array, length: int) -> Array:
+    def __call__(self, x: Array, length: int, mask: Array | None = None) -> Array:
         x, normal = self.norm1(x)
-        x, normal = self.norm2(x + self.dropout(self.attn(normal, length)))
+        x, normal = self.norm2(x + self.dropout(self.attn(normal, length, mask)))
         return x + self.dropout(self.mlp(normal))
 
 
 class GPT(nnx.Module):
-    """tokens (B, T) -> logits (B, T, V); the output layer is the embedding, transposed."""
+    """tokens (B, T) -> logits (B, T, V); the output layer is the embedding, transposed.
+
+    Of several documents packed into a row, `segment_ids` (B, T) tell which token belongs to which, and `positions` (B, T)
+    where it stands in its own: no token then sees another document's.
+    """
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
         c = config
@@ -129,14 +133,18 @@ class GPT(nnx.Module):
             self.blocks = nnx.List([Block(c, rngs) for _ in range(c.num_layers)])
         self.norm = ResidualNorm(c.width, epsilon=1e-5, rngs=rngs)
 
-    def __call__(self, tokens: Array) -> Array:
+    def __call__(self, tokens: Array, segment_ids: Array | None = None, positions: Array | None = None) -> Array:
         length = tokens.shape[1]
         if length > self.config.max_length:
             raise ValueError(f"a sequence of {length} tokens; the model has {self.config.max_length} positions")
         table = self.tokens[...]
-        x = jnp.take(table, tokens.reshape(-1), axis=0) + jnp.tile(self.positions[...][:length], (tokens.shape[0], 1))
-        x = self.dropout(x)
-        block = REMAT[self.config.remat](lambda block, x: block(x, length))
+        if positions is None:
+            places = jnp.tile(self.positions[...][:length], (tokens.shape[0], 1))
+        else:
+            places = jnp.take(self.positions[...], positions.reshape(-1), axis=0)
+        x = self.dropout(jnp.take(table, tokens.reshape(-1), axis=0) + places)
+        mask = None if segment_ids is None else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])  # (B, 1, T, T)
+        block = REMAT[self.config.remat](lambda block, x: block(x, length, mask))
         if self.config.scan_layers:
             x = nnx.scan(block, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.blocks, x)
         else:
