@@ -23,7 +23,7 @@ import orbax.checkpoint as ocp
 
 from shardwise.errors import CheckpointError
 from shardwise.files import fail_point, sync, verify_manifest, write_manifest
-from shardwise.saved import read_json, read_step, saved_steps, show_leaf
+from shardwise.saved import read_json, read_step, refused, saved_steps, show_leaf
 from shardwise.sharding import show_bytes
 from shardwise.state import StateSpec, TrainState
 from shardwise.tree import named_leaves, num_bytes
@@ -212,7 +212,8 @@ class Checkpoints:
         fail_point("restore")
         self.check_fits(spec, step)
         wanted = _tree(spec.abstract)
-        restored = self._orbax.restore(self.path(step) / "state", args=ocp.args.StandardRestore(wanted))
+        with refused(self.path(step)):
+            restored = self._orbax.restore(self.path(step) / "state", args=ocp.args.StandardRestore(wanted))
         # Buffers that Orbax made cannot be donated; copies can, and the first step then needs no second state.
         copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=jax.tree.map(lambda leaf: leaf.sharding, wanted))
         return TrainState(**copy(restored))

@@ -1,7 +1,11 @@
 """Mistakes that a user can mend. The command line prints the message, without a traceback, and exits with the code."""
 
 import difflib
+import os
+import traceback
 from collections.abc import Iterable
+
+PACKAGE = os.path.dirname(__file__)
 
 
 class ShardwiseError(Exception):
@@ -44,6 +48,13 @@ class Stopped(ShardwiseError):
     """Ended early by a signal, after saving; the same command goes on from there."""
 
     exit_code = 75
+
+
+def where(error: BaseException) -> str:
+    """An exception in a line: what it is, and the last place in code that is not a library's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "site-packages" not in frame.filename and not frame.filename.startswith(PACKAGE)] or frames
+    return f"{type(error).__name__}: {error} ({own[-1].filename}, line {own[-1].lineno})"
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:

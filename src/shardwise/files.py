@@ -119,12 +119,20 @@ def check_writable(directory: Path) -> None:
         while not place.exists() and not place.is_symlink():
             place = place.parent
         probe = place / f".write-test-{os.getpid()}"
-        probe.write_bytes(b"0")
+        with probe.open("xb") as file:
+            file.write(b"0")
         probe.unlink()
     except OSError as error:
         raise CheckpointError(
             f"the run directory {directory} cannot be written: {_reason(error)} ({place}). Choose another with --out."
         ) from error
+
+
+def check_links(directory: Path) -> None:
+    """Refuses links in a run directory: what is written there, by a name that may come from a stranger, must stay there."""
+    for path in [*directory.glob("*"), *directory.glob("checkpoints/*")]:
+        if path.is_symlink():
+            raise CheckpointError(f"{path} is a link; a run directory holds none. Remove it, or choose another with --out.")
 
 
 @contextmanager

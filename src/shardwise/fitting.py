@@ -13,8 +13,8 @@ from rich.console import Console
 from shardwise.bookkeeping import Bookkeeper, Saver, headline, is_due, progress, summary, warn
 from shardwise.checkpoint import Checkpoints
 from shardwise.data import Prefetch
-from shardwise.errors import DataError, NumericsError, Stopped
-from shardwise.files import check_writable, fail_point, lock_directory, text_digest, write_whole
+from shardwise.errors import CheckpointError, DataError, NumericsError, Stopped
+from shardwise.files import check_links, check_writable, fail_point, lock_directory, text_digest, write_whole
 from shardwise.initial import load_initial
 from shardwise.loop import evaluate, steps
 from shardwise.optim.parts import evaluation_params
@@ -61,6 +61,7 @@ def fit(
             return _fit(run, prepared, None, describe or {}, console, stop)
         check_writable(run.out)
         run.out.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_links(run.out)
         stop.before_exit.append(stack.enter_context(lock_directory(run.out, force_unlock)))
         checkpoints = stack.enter_context(Checkpoints(run.out / "checkpoints", run.keep))
         checkpoints.clean()
@@ -151,7 +152,10 @@ def _restore(run: Run, spec: StateSpec, checkpoints: Checkpoints, about: dict[st
         return None
     checkpoints.check_fits(spec, step)
     saved = {key: value for key, value in checkpoints.metadata(step).items() if key in about}
-    rates = {group: _from_update(step, values) for group, values in saved.get("lr", {}).items()}
+    try:
+        rates = {group: _from_update(step, values) for group, values in saved.get("lr", {}).items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{checkpoints.path(step) / 'meta.json'} does not describe the learning rates of a run: {error}") from error
     points = np.array(sorted({int(at) for values in rates.values() for at in values}), int)
     rates_now = sample_rates(run.optimizer, spec.abstract.params, points) if len(points) else {}
     differences = compare({**saved, "lr": _by_update(rates)}, {**about, "lr": _by_update(rates_now)})
@@ -164,7 +168,7 @@ def _restore(run: Run, spec: StateSpec, checkpoints: Checkpoints, about: dict[st
 def _from_update(step: int, rates: dict[str, float]) -> dict[str, float]:
     """The samples of a schedule from the update before `step` on: what was before that is done."""
     past = max((int(at) for at in rates if int(at) < step), default=0)
-    return {at: rate for at, rate in rates.items() if int(at) >= past}
+    return {at: float(rate) for at, rate in rates.items() if int(at) >= past}
 
 
 def _by_update(rates: dict[str, dict[str, float]]) -> dict[str, float]:

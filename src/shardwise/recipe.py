@@ -3,12 +3,11 @@
 import importlib.util
 import inspect
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import ConfigError, ShardwiseError, did_you_mean
+from shardwise.errors import ConfigError, ShardwiseError, did_you_mean, where
 
 DEFAULT_FUNCTION = "recipe"
 
@@ -34,7 +33,7 @@ def load_recipe(path: Path, function: str) -> Callable[..., Any]:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"recipe '{path}' cannot be imported: {_where(error)}") from error
+        raise ConfigError(f"recipe '{path}' cannot be imported: {where(error)}") from error
     recipe = getattr(module, function, None)
     if not callable(recipe):
         functions = [name for name, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == path.stem]
@@ -69,14 +68,8 @@ def make_run(recipe: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         run = recipe(**arguments)
     except ShardwiseError:
         raise
-    except Exception as error:
-        raise ConfigError(f"the recipe raised {_where(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"the recipe raised {where(error)}") from error
     if not isinstance(run, Run):
         raise ConfigError(f"the recipe '{recipe.__name__}' returned a {type(run).__name__}; it must return a shardwise.Run.")
     return run
-
-
-def _where(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    last = frames[-1]
-    return f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from shardwise.checkpoint import Keep
 from shardwise.data import Batches, as_batches
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, ShardwiseError, where
 from shardwise.export import describe_model
 from shardwise.flops import count_flops
 from shardwise.hardware import find_chip
@@ -72,10 +72,16 @@ class Prepared:
 
 def prepare(run: Run) -> Prepared:
     """Mesh, description of the state, and steps. What cannot work is refused here."""
-    for name in ("steps", "accumulate"):
-        if getattr(run, name) < 1:
-            raise ConfigError(f"{name}={getattr(run, name)}; it must be at least 1.")
-    spec = abstract_state(run.model, run.optimizer, run.mesh, run.rules)
+    least = {"steps": 1, "accumulate": 1, "eval_every": 0, "save_every": 0, "max_skips": 0, "data_threads": 1, "data_processes": 0}
+    wrong = [f"{name}={getattr(run, name)}; it must be at least {value}." for name, value in least.items() if getattr(run, name) < value]
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    try:
+        spec = abstract_state(run.model, run.optimizer, run.mesh, run.rules)
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"the optimizer cannot be applied to the parameters of the model: {where(error)}") from error
     batches = as_batches(run.data)
     options = {"compute_dtype": run.compute_dtype}
     step = make_train_step(spec, run.loss, batches(0), seed=run.seed, accumulate=run.accumulate, norms=run.norms, **options)

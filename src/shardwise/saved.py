@@ -73,7 +73,7 @@ class SavedStep:
         each = jax.tree_util.tree_map_with_path
         item = each(lambda path, leaf: leaf if leaf_name(path) in names else ocp.PLACEHOLDER, self.tree)
         restore_args = each(lambda path, _: args(leaf_name(path)), self.tree)
-        with _refused(self.directory):
+        with refused(self.directory):
             restored = _handler().restore(self.directory / "state", args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args))
         return {name: leaf for name, leaf in named_leaves(restored).items() if name in names}
 
@@ -100,7 +100,8 @@ def find_checkpoints(target: Path) -> Path:
 
 def saved_steps(directory: Path) -> list[int]:
     """All steps below a directory, from the oldest to the newest."""
-    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal() and path.is_dir())
+    numbers = (path for path in directory.iterdir() if path.name.isdecimal() and path.name == str(int(path.name)))
+    return sorted(int(path.name) for path in numbers if path.is_dir())
 
 
 def is_step(path: Path) -> bool:
@@ -135,7 +136,7 @@ def read_step(directory: Path) -> SavedStep:
     state = directory.resolve() / "state"
     if read_json(state / "_METADATA").get("use_ocdbt") is not True:  # in the other format, a name is a path on the disk
         raise CheckpointError(f"{state} is not in the format (OCDBT) that shardwise writes.")
-    with _refused(directory):
+    with refused(directory):
         tree = _handler().metadata(state).tree
         leaves = named_leaves(tree)
         if not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves.values()):
@@ -215,7 +216,7 @@ def _handler() -> Any:
 
 
 @contextmanager
-def _refused(directory: Path) -> Iterator[None]:
+def refused(directory: Path) -> Iterator[None]:
     """Says in one line what Orbax raises about files that are as they were written, but not what it can read."""
     try:
         yield

@@ -13,7 +13,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, ShardwiseError, where
 from shardwise.mesh import make_mesh
 from shardwise.module import ModelFactory, ModuleDef, Pure, build_module, path_name, split_module
 from shardwise.sharding import Placement, Rules, at_use, place_model, place_optimizer
@@ -122,5 +122,11 @@ def init_state(spec: StateSpec, seed: int) -> TrainState:
 
 def _create(factory: ModelFactory, optimizer: optax.GradientTransformation, key: jax.Array) -> tuple[ModuleDef, TrainState]:
     """The one way a state comes to be, traced for its shapes and compiled for its arrays."""
-    definition, params, other = split_module(build_module(factory, key))
+    try:
+        module = build_module(factory, key)
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"the model cannot be made: {where(error)}") from error
+    definition, params, other = split_module(module)
     return definition, TrainState(jnp.zeros((), jnp.int32), params, other, optimizer.init(params))

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.lax import with_sharding_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardwise.errors import ConfigError, DataError
+from shardwise.errors import ConfigError, DataError, ShardwiseError, where
 from shardwise.metrics import Mean
 from shardwise.module import AccessHook
 from shardwise.optim.parts import evaluation_params, live_values, norm, state_changes
@@ -319,8 +319,17 @@ def _without_rows(spec: StateSpec, loss: Loss, batch: Batch) -> list[str]:
         found.append([name for name, value in _named(output).items() if not (isinstance(value, Mean) and value.has_rows(rows))])
         return ()
 
-    jax.eval_shape(trace, spec.abstract.params, spec.abstract.other, shapes, jax.random.key(0))
+    try:
+        jax.eval_shape(trace, spec.abstract.params, spec.abstract.other, shapes, jax.random.key(0))
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"the loss cannot be computed for a batch of {_show_batch(batch)}: {where(error)}") from error
     return found[-1]
+
+
+def _show_batch(batch: Batch) -> str:
+    return ", ".join(f"{name} {x.dtype}{list(x.shape)}" for name, x in named_leaves(batch).items())
 
 
 def _named(output: Any) -> dict[str, Any]:

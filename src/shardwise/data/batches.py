@@ -9,7 +9,7 @@ import numpy as np
 from shardwise.data.files import BadRecord
 from shardwise.data.shuffle import order
 from shardwise.data.sources import as_source
-from shardwise.errors import DataError
+from shardwise.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Batches:
     def __post_init__(self) -> None:
         object.__setattr__(self, "source", as_source(self.source))
         size = len(self.source)
-        if self.batch_size < 1 or size < 1:
-            raise DataError(f"a source of {size} rows in batches of {self.batch_size}: both must be at least 1.")
+        if self.batch_size < 1:
+            raise ConfigError(f"batch_size={self.batch_size}; it must be at least 1.")
         if size < self.batch_size:
             raise DataError(f"the source has {size} rows, too few for a batch of {self.batch_size}.")
 

@@ -4,6 +4,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -74,7 +75,8 @@ def _progress(items: Iterable[int], total: int, title: str) -> Iterable[int]:
     from rich.console import Console
     from rich.progress import Progress
 
-    start, progress = time.monotonic(), Progress(console=Console(stderr=True), transient=True)
+    console = Console(stderr=True)
+    start, progress = time.monotonic(), Progress(console=console, transient=console.is_terminal)
     task = progress.add_task(title, total=total)
     try:
         for item in items:
@@ -83,7 +85,8 @@ def _progress(items: Iterable[int], total: int, title: str) -> Iterable[int]:
             if not progress.live.is_started and time.monotonic() - start > 2:
                 progress.start()
     finally:
-        progress.stop()
+        if progress.live.is_started:
+            progress.stop()
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ class Mix:
         ends = np.cumsum([len(source) for _, source, _ in self._parts])
         places = np.searchsorted(ends, indices, side="right")
         found: Row = {}
-        for place in np.unique(places):
+        for place in np.unique(places) if len(indices) else [0]:
             where = np.flatnonzero(places == place)
             source = self._parts[place][1]
             for name, array in source.rows(indices[where] - (ends[place] - len(source))).items():
@@ -128,19 +131,16 @@ class Mix:
         return found
 
     def order(self, first: int, last: int, seed: int, shuffle: bool) -> np.ndarray:
-        counts = [count for _, _, count in self._parts]
-        length = sum(counts)
-        pattern = np.repeat(np.arange(len(counts)), counts)[permute(np.arange(length), length, keys_of(seed, length))]
-        at = np.arange(first, last)
-        chosen = pattern[at % length]
+        pattern, before = _pattern(tuple(count for _, _, count in self._parts), seed)
+        repeats, at = np.divmod(np.arange(first, last), len(pattern))
+        chosen = pattern[at]
         indices = np.empty(last - first, np.int64)
         offset = 0
         for place, (_, source, count) in enumerate(self._parts):
             where = np.flatnonzero(chosen == place)
             if len(where):
-                before = np.cumsum(pattern == place) - (pattern == place)  # how many of this source come earlier in the pattern
-                ordinal = at[where] // length * count + before[at[where] % length]  # consecutive numbers
-                part = order_of(source, int(ordinal[0]), int(ordinal[-1]) + 1, seed_of(seed, place + 1), shuffle)
+                ordinals = repeats[where] * count + before[at[where]]  # consecutive numbers
+                part = order_of(source, int(ordinals[0]), int(ordinals[-1]) + 1, seed_of(seed, place + 1), shuffle)
                 indices[where] = part + offset
             offset += len(source)
         return indices
@@ -149,15 +149,27 @@ class Mix:
         return {"mix": {name: {"share": self.shares[name], "source": fingerprint_of(source)} for name, source, _ in self._parts}}
 
 
+@lru_cache(maxsize=16)
+def _pattern(counts: tuple[int, ...], seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which source each position of the pattern is for, and how many earlier positions are for the same one."""
+    length = sum(counts)
+    pattern = np.repeat(np.arange(len(counts)), counts)[permute(np.arange(length), length, keys_of(seed, length))]
+    before = np.empty(length, np.int64)
+    for place, count in enumerate(counts):
+        before[pattern == place] = np.arange(count)
+    return pattern, before
+
+
 def apportion(weights: Mapping[str, float]) -> list[int]:
     """How many positions of the pattern each source gets: exact for shares in whole ten-thousandths, else by largest remainder."""
     total = sum(weights.values())
     if not weights or not all(weight > 0 and np.isfinite(weight) for weight in weights.values()):
         raise DataError(f"the weights of a mix must be positive: {dict(weights)}.")
     shares = np.array(list(weights.values()), np.float64) / total
-    for length in range(1, PATTERN + 1):
-        if np.abs(shares * length - np.round(shares * length)).max() < 1e-9 * length:
-            return [int(count) for count in np.round(shares * length)]
+    lengths = np.arange(1, PATTERN + 1)[:, None]
+    exact = np.flatnonzero((np.abs(shares * lengths - np.round(shares * lengths)) < 1e-9 * lengths).all(axis=1))
+    if len(exact):
+        return [int(count) for count in np.round(shares * (exact[0] + 1))]
     counts = np.floor(shares * PATTERN).astype(int)
     rest = np.argsort(counts - shares * PATTERN, kind="stable")[: PATTERN - counts.sum()]
     counts[rest] += 1

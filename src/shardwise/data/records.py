@@ -45,6 +45,8 @@ class Records:
         return sum(len(store) for store in self.stores)
 
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        if not len(indices):
+            return {name: array[:0] for name, array in self.rows(np.zeros(1, np.int64)).items()}
         ends = np.cumsum([len(store) for store in self.stores])
         places = np.searchsorted(ends, indices, side="right")
         rows: list[Any] = [None] * len(indices)
@@ -146,7 +148,8 @@ class Lines(_Opened):
         if len(line) < end - start:
             raise BadRecord(name_of(self, number), f"{end - start} bytes from byte {start} on, of which {len(line)} are left: truncated.")
         try:
-            return json.loads(line) if self.is_json else line.decode().rstrip("\r\n")
+            text = line.decode().rstrip("\r\n")
+            return json.loads(text) if self.is_json else text
         except ValueError as error:  # bad JSON or bad UTF-8
             raise BadRecord(name_of(self, number), f"{error} (the record begins at byte {start})") from None
 

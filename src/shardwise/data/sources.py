@@ -56,7 +56,7 @@ class Tokens:
     _windows: np.ndarray = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.length < 1 or len(self) < 1:
+        if self.length < 1 or len(self.tokens) <= self.length:
             raise DataError(f"{len(self.tokens)} tokens are too few for one window of {self.length} and its last label.")
         array = self.tokens.array() if isinstance(self.tokens, TokenFile) else self.tokens
         object.__setattr__(self, "_windows", sliding_window_view(array, self.length + 1)[:: self.length])
