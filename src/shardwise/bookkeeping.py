@@ -34,6 +34,7 @@ class Bookkeeper:
         self.last: dict[str, Any] = {}
         self._evaluation: dict[str, Any] = {}
         self.skips = 0  # in a row
+        self.bad_records = 0
         self._pending: tuple[int, dict[str, jax.Array], float] | None = None
 
     def __enter__(self) -> "Bookkeeper":
@@ -64,6 +65,8 @@ class Bookkeeper:
         finite, weight = values.pop("finite"), values.pop("weight")
         seconds = self.clock.lap("compile" if n == self.first else "steps")
         self.last = {"step": n, **values, "step_s": seconds, "data_s": data_s, f"{self.run.unit}_per_s": weight / seconds}
+        if self.bad_records:
+            self.last["bad_records"] = self.bad_records
         if self.prepared.peak_flops:
             self.last["mfu"] = self.prepared.flops / seconds / self.prepared.peak_flops
         skipped = not finite or bool(values.get("skipped"))
@@ -83,6 +86,12 @@ class Bookkeeper:
                 f"such batches out."
             )
         return True
+
+    def newly_skipped(self) -> list[tuple[str, str]]:
+        """(name, why) of records that could not be read, and have not been told yet."""
+        found = list(getattr(self.run.data, "skipped", {}).items())[self.bad_records :]
+        self.bad_records += len(found)
+        return found
 
     def evaluated(self, n: int, metrics: dict[str, float]) -> None:
         self._evaluation = {"step": n, **{f"eval_{name}": value for name, value in metrics.items()}}

@@ -84,7 +84,8 @@ def _fit(run: Run, prepared: Prepared, checkpoints: Checkpoints | None, describe
 
     eval_metrics: dict[str, float] = {}
     is_stopped = False
-    feed = Prefetch(prepared.batches, start, run.steps, place=prepared.step.place, threads=run.data_threads, processes=run.data_processes)
+    workers = {"threads": run.data_threads, "processes": run.data_processes}
+    feed = Prefetch(prepared.batches, start, run.steps, place=prepared.step.place, is_stopped=lambda: stop.requested, **workers)
     with Bookkeeper(run, prepared, start) as book, feed, progress(console, run, start) as show:
 
         def evaluated(n: int) -> dict[str, float]:
@@ -110,6 +111,8 @@ def _fit(run: Run, prepared: Prepared, checkpoints: Checkpoints | None, describe
                     book.clock.lap("save")
                 if book.last:
                     show(book.last, eval_metrics)
+                for name, why in book.newly_skipped():
+                    warn(console, f"{name} is left out, and another row takes its place: {why}")
                 if stop.requested and n < run.steps:
                     is_stopped = True
                     break
@@ -119,7 +122,8 @@ def _fit(run: Run, prepared: Prepared, checkpoints: Checkpoints | None, describe
             book.finish()
             saver.finish(state, book.of_step)
             raise
-        except Stopped:  # in an evaluation, which the resumed run makes up for
+        except Stopped:  # while waiting for data, or in an evaluation, which the resumed run makes up for
+            book.finish()
             is_stopped = True
         except NumericsError as error:
             raise NumericsError(f"{error}{saver.newest()}") from error

@@ -12,7 +12,7 @@ from pickle import PicklingError
 from typing import Any
 
 from shardwise.data.batches import Stream
-from shardwise.errors import ConfigError, DataError
+from shardwise.errors import ConfigError, DataError, Stopped
 
 
 def identity(batch: Any) -> Any:
@@ -25,7 +25,8 @@ class Prefetch:
     Up to `depth` batches are made before they are asked for, by `threads` threads here or by `processes` processes,
     which are spawned: the batch function, its source and decode functions must then be such as can be sent to another
     process (no lambda). `place` always runs in a thread here. How many work never changes a batch. A `Stream` is
-    called by one thread only. What the batch function raises is raised at the step that asks for that batch.
+    called by one thread only. What the batch function raises is raised at the step that asks for that batch. Waiting ends with
+    Stopped when `is_stopped()` says so.
     """
 
     def __init__(
@@ -38,9 +39,10 @@ class Prefetch:
         threads: int = 1,
         processes: int = 0,
         depth: int = 2,
+        is_stopped: Callable[[], bool] = lambda: False,
     ):
         self.waited = 0.0  # seconds that the caller has waited for batches
-        self._batches, self._place, self._until = batches, place, until
+        self._batches, self._place, self._until, self._is_stopped = batches, place, until, is_stopped
         self._next = self._asked = first  # the step to begin next; the step that is asked for next
         self._futures: dict[int, Future[Any]] = {}
         self._changed = threading.Condition()
@@ -62,7 +64,9 @@ class Prefetch:
             future = self._futures.setdefault(step, Future())
         try:
             while not future.done():
-                wait([future], timeout=1.0)  # not for ever, so that signal handlers are run
+                wait([future], timeout=0.2)  # not for ever, so that signals are heard
+                if self._is_stopped():
+                    raise Stopped(f"stopped by a signal while waiting for batch {step}")
             return future.result()
         finally:
             self.waited += time.perf_counter() - start

@@ -65,7 +65,7 @@ class Tokens:
         return Tokens, (self.tokens, self.length)
 
     def __len__(self) -> int:
-        return (len(self.tokens) - 1) // self.length
+        return max(0, len(self.tokens) - 1) // self.length
 
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         if isinstance(self.tokens, TokenFile):
