@@ -1,5 +1,6 @@
 """The batch of a step is a pure function of (seed, step)."""
 
+import grain
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -115,3 +116,19 @@ def test_the_standard_library_is_a_corpus():
     assert len(train) > 2_000_000
     assert 0.01 < len(held_out) / len(train) < 0.2
     assert b"import" in train[:100_000].tobytes()
+
+
+def test_a_grain_dataset_and_a_list_are_sources():
+    dataset = grain.MapDataset.range(100).map(Row())
+    batches = Batches(dataset, 8, seed=1)
+    assert np.array_equal(batches(3)["x"], Batches({"x": np.arange(100) * 2}, 8, seed=1)(3)["x"])
+    listed = Batches([Row()(i) for i in range(100)], 8, seed=1)
+    assert listed.fingerprint()["source"] == batches.fingerprint()["source"]
+    assert Batches(dataset.map(Row()), 8).fingerprint() != batches.fingerprint()
+    with pytest.raises(DataError, match="is None: a filter"):
+        Batches(grain.MapDataset.range(100).filter(lambda i: i % 2 == 0).map(Row()), 100)(0)
+
+
+class Row:
+    def __call__(self, i):
+        return {"x": np.int64(2 * (i["x"] if isinstance(i, dict) else i))}

@@ -23,7 +23,7 @@ class Batches:
     the name of each and what is wrong with it.
     """
 
-    source: Any  # a Source, or a mapping of arrays
+    source: Any  # a Source, a mapping of arrays, or whatever has a length and gives a dictionary for each index
     batch_size: int
     seed: int = 0
     shuffle: bool = True

@@ -48,6 +48,28 @@ class Arrays:
 
 
 @dataclass(frozen=True)
+class Items:
+    """Whatever has a length and gives a dictionary of arrays for each index: a list, a Grain `MapDataset`, a Hugging Face dataset."""
+
+    items: Any
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        rows = [self.items[int(index)] for index in indices]
+        if None in rows:
+            raise DataError(
+                f"item {indices[rows.index(None)]} is None: a filter in a Grain pipeline leaves holes. Use keep()."
+            )
+        return {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]}
+
+    def fingerprint(self) -> dict[str, Any]:
+        sample = self.rows(np.unique(np.linspace(0, len(self) - 1, 16).astype(int)))
+        return {"items": len(self), "sample": {name: array_fingerprint(array) for name, array in sample.items()}}
+
+
+@dataclass(frozen=True)
 class Tokens:
     """One long sequence, cut into windows of `length` inputs with the labels one token later."""
 
@@ -103,5 +125,7 @@ def stdlib_bytes(held_out_every: int = 20, max_bytes: int = 2**24) -> tuple[np.n
 
 
 def as_source(data: Any) -> Source:
-    """Arrays, or a source as it is."""
-    return Arrays({name: np.asarray(array) for name, array in data.items()}) if isinstance(data, Mapping) else data
+    """Arrays, items, or a source as it is."""
+    if isinstance(data, Mapping):
+        return Arrays({name: np.asarray(array) for name, array in data.items()})
+    return data if hasattr(data, "rows") else Items(data)
