@@ -6,29 +6,38 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The main job is sized for a laptop; say JAX_PLATFORMS=cuda make run to use a GPU.
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: run test test-slow lint bench bench-loop bench-optimizers compare-optimizers clean
+.PHONY: run test test-slow faults lint bench bench-loop bench-optimizers bench-data bench-checkpoints compare-optimizers clean
 
 run: $(VENV)/.run
 	$(BIN)/shardwise train recipes/stdlib_gpt.py
 
 test: $(VENV)/.test lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not faults"
 
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+
+faults: $(VENV)/.test
+	FAULTS_TABLE=docs/faults.md $(BIN)/python -m pytest tests/faults -m "faults or not faults" -s
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: bench-loop bench-optimizers
+bench: bench-loop bench-optimizers bench-data bench-checkpoints
 
 bench-loop: $(VENV)/.run
 	$(BIN)/python benchmarks/loop.py
 
 bench-optimizers: $(VENV)/.run
 	$(BIN)/python benchmarks/optimizers.py --preset byte
+
+bench-data: $(VENV)/.run
+	$(BIN)/python benchmarks/data.py
+
+bench-checkpoints: $(VENV)/.run
+	$(BIN)/python benchmarks/checkpoint.py
 
 compare-optimizers: $(VENV)/.run
 	$(BIN)/python benchmarks/compare_optimizers.py

@@ -28,11 +28,11 @@ def test_the_shuffle_of_a_huge_source_stays_in_range_and_repeats_nothing(size, s
 
 @pytest.mark.parametrize(
     ("size", "orders_of"),
-    [(5, order), (12, order), (100, order), (100, lambda first, last, size, seed: permute(np.arange(size), size, keys_of(seed)))],
+    [(5, order), (12, order), (100, order), (100, lambda size, first, last, seed: permute(np.arange(size), size, keys_of(seed)))],
 )
 def test_every_row_is_as_likely_at_every_place(size, orders_of):
     draws = 4000
-    orders = np.array([orders_of(0, size, size, seed) for seed in range(draws)])
+    orders = np.array([orders_of(size, 0, size, seed) for seed in range(draws)])
     for place in (0, size // 2, size - 1):
         assert chi_squared(np.bincount(orders[:, place], minlength=size)) < 4
     assert chi_squared(np.bincount((orders[:, 1] - orders[:, 0]) % size, minlength=size)[1:]) < 4  # neighbours are as strangers
@@ -46,16 +46,16 @@ def chi_squared(counts):
 
 def test_the_order_is_fixed_for_all_time():
     """A resumed run must find the order that the first part of it had, whatever releases lie between."""
-    assert order(0, 8, 1000, seed=0).tolist() == ORDER_OF_1000
-    assert order(10**12, 10**12 + 4, 10**9 + 7, seed=3).tolist() == ORDER_OF_MANY
+    assert order(1000, 0, 8, seed=0).tolist() == ORDER_OF_1000
+    assert order(10**9 + 7, 10**12, 10**12 + 4, seed=3).tolist() == ORDER_OF_MANY
 
 
 @settings(max_examples=40)
 @given(st.integers(1000, 3 * BLOCK), st.integers(0, 5 * BLOCK), st.integers(0, 2 * BLOCK), st.integers(0, 9), st.booleans())
 def test_an_order_is_the_same_in_one_piece_and_in_two(size, first, count, seed, shuffle):
     middle = first + count // 3
-    parts = [order(first, middle, size, seed, shuffle), order(middle, first + count, size, seed, shuffle)]
-    assert np.array_equal(np.concatenate(parts), order(first, first + count, size, seed, shuffle))
+    parts = [order(size, first, middle, seed, shuffle), order(size, middle, first + count, seed, shuffle)]
+    assert np.array_equal(np.concatenate(parts), order(size, first, first + count, seed, shuffle))
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(0, 2**31))

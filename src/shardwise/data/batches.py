@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,11 @@ class Batches:
     shuffle: bool = True
     skip_bad: int = 0
     skipped: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _order: Callable[[int, int, int, bool], np.ndarray] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "source", as_source(self.source))
+        object.__setattr__(self, "_order", order_of(self.source))
         size = len(self.source)
         if self.batch_size < 1:
             raise ConfigError(f"batch_size={self.batch_size}; it must be at least 1.")
@@ -44,7 +47,7 @@ class Batches:
     def rows(self, step: int, first: int, last: int) -> dict[str, np.ndarray]:
         """Rows `first` to `last` of the batch of a step, without reading the others."""
         start = step * self.batch_size
-        return self._read(order_of(self.source, start + first, start + last, self.seed, self.shuffle))
+        return self._read(self._order(start + first, start + last, self.seed, self.shuffle))
 
     def once(self) -> Iterator[dict[str, np.ndarray]]:
         """Each row once, in order; the last batch may be shorter. For evaluation."""
@@ -83,11 +86,10 @@ class Batches:
                 index = (index + 1) % len(self.source)
 
 
-def order_of(source: Any, first: int, last: int, seed: int, shuffle: bool) -> np.ndarray:
-    """The rows at positions `first` to `last`: epoch after epoch, unless the source has an order of its own."""
-    if hasattr(source, "order"):
-        return source.order(first, last, seed, shuffle)
-    return order(first, last, len(source), seed, shuffle)
+def order_of(source: Any) -> Callable[[int, int, int, bool], np.ndarray]:
+    """The function of (first, last, seed, shuffle) that gives the rows at these positions: epoch after epoch, unless the
+    source has an order of its own."""
+    return getattr(source, "order", None) or partial(order, len(source))
 
 
 def fingerprint_of(source: Any) -> dict[str, Any]:

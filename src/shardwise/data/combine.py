@@ -140,7 +140,7 @@ class Mix:
             where = np.flatnonzero(chosen == place)
             if len(where):
                 ordinals = repeats[where] * count + before[at[where]]  # consecutive numbers
-                part = order_of(source, int(ordinals[0]), int(ordinals[-1]) + 1, seed_of(seed, place + 1), shuffle)
+                part = order_of(source)(int(ordinals[0]), int(ordinals[-1]) + 1, seed_of(seed, place + 1), shuffle)
                 indices[where] = part + offset
             offset += len(source)
         return indices

@@ -1,13 +1,12 @@
 """Sources: anything with a length that gives the rows of a list of indices as arrays."""
 
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 
 from shardwise.data.files import TokenFile, array_fingerprint
 from shardwise.errors import DataError
@@ -57,11 +56,11 @@ class Items:
         return len(self.items)
 
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        if not len(indices):
+            return {name: array[:0] for name, array in self.rows(np.zeros(1, np.int64)).items()}
         rows = [self.items[int(index)] for index in indices]
         if None in rows:
-            raise DataError(
-                f"item {indices[rows.index(None)]} is None: a filter in a Grain pipeline leaves holes. Use keep()."
-            )
+            raise DataError(f"item {indices[rows.index(None)]} is None: a filter in a Grain pipeline leaves holes. Use keep().")
         return {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]}
 
     def fingerprint(self) -> dict[str, Any]:
@@ -76,12 +75,17 @@ class Tokens:
     tokens: np.ndarray | TokenFile
     length: int
     _windows: np.ndarray = field(init=False, repr=False, compare=False)
+    _check: Callable[[], None] | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.length < 1 or len(self.tokens) <= self.length:
             raise DataError(f"{len(self.tokens)} tokens are too few for one window of {self.length} and its last label.")
         array = self.tokens.array() if isinstance(self.tokens, TokenFile) else self.tokens
-        object.__setattr__(self, "_windows", sliding_window_view(array, self.length + 1)[:: self.length])
+        array = np.ascontiguousarray(array)
+        window = np.dtype((np.void, array.itemsize * (self.length + 1)))  # one item, so that a gather copies it in one piece
+        windows: np.ndarray = np.ndarray(len(self), window, array, strides=(array.itemsize * self.length,))
+        object.__setattr__(self, "_windows", windows)
+        object.__setattr__(self, "_check", self.tokens.check if isinstance(self.tokens, TokenFile) else None)
 
     def __reduce__(self) -> Any:
         return Tokens, (self.tokens, self.length)
@@ -90,9 +94,9 @@ class Tokens:
         return max(0, len(self.tokens) - 1) // self.length
 
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        if isinstance(self.tokens, TokenFile):
-            self.tokens.array()  # checks the file
-        windows = self._windows[indices].astype(np.int32)
+        if self._check is not None:
+            self._check()
+        windows = self._windows[indices].view(self.tokens.dtype).reshape(len(indices), self.length + 1).astype(np.int32)
         return {"inputs": windows[:, :-1], "labels": windows[:, 1:]}
 
     def fingerprint(self) -> dict[str, Any]:

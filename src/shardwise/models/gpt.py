@@ -138,11 +138,12 @@ class GPT(nnx.Module):
         if length > self.config.max_length:
             raise ValueError(f"a sequence of {length} tokens; the model has {self.config.max_length} positions")
         table = self.tokens[...]
+        x = jnp.take(table, tokens.reshape(-1), axis=0)
         if positions is None:
-            places = jnp.tile(self.positions[...][:length], (tokens.shape[0], 1))
+            x = x + jnp.tile(self.positions[...][:length], (tokens.shape[0], 1))
         else:
-            places = jnp.take(self.positions[...], positions.reshape(-1), axis=0)
-        x = self.dropout(jnp.take(table, tokens.reshape(-1), axis=0) + places)
+            x = x + jnp.take(self.positions[...], positions.reshape(-1), axis=0)
+        x = self.dropout(x)
         mask = None if segment_ids is None else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])  # (B, 1, T, T)
         block = REMAT[self.config.remat](lambda block, x: block(x, length, mask))
         if self.config.scan_layers:
