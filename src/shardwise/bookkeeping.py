@@ -244,6 +244,8 @@ def _status(run: Run, record: dict[str, Any], eval_metrics: dict[str, float]) ->
     if eval_metrics:
         text += f", held out {show_metrics(eval_metrics)}"
     text += f", {show_count(record[f'{run.unit}_per_s'])} {run.unit}/s"
+    if record["data_s"] > 0.1 * record["step_s"]:
+        text += f", {record['data_s'] / record['step_s']:.0%} waiting for data"
     return text + (f", MFU {record['mfu']:.1%}" if "mfu" in record else "")
 
 
@@ -261,7 +263,8 @@ def headline(console: Console, prepared: Prepared) -> None:
 def summary(console: Console, run: Run, book: Bookkeeper, eval_metrics: dict[str, float], text: str | None) -> None:
     if eval_metrics:
         console.print(f"held out: {show_metrics(eval_metrics)}")
-    console.print("time: " + ", ".join(f"{name} {show_seconds(seconds)}" for name, seconds in book.clock.seconds.items()))
+    times = ", ".join(f"{name} {show_seconds(seconds)}" for name, seconds in book.clock.seconds.items())
+    console.print(f"time: {times}; of these {show_seconds(book.waited)} waiting for data")
     if text is not None:
         console.rule("a sample")
         console.print(text, markup=False, highlight=False, soft_wrap=True)
