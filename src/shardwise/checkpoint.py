@@ -163,6 +163,8 @@ class Checkpoints:
             raise CheckpointError(f"a checkpoint of {show_bytes(needed)} does not fit: {show_bytes(free)} are free for {self.directory}.")
 
     def _delete_old(self) -> None:
+        for path in self.directory.glob("*.deleted.tmp"):  # what an earlier deletion has left
+            shutil.rmtree(path)
         metrics = {}
         for step in self.steps():
             value = self._metric(step) if self.keep.best else None

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -44,6 +45,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ShardwiseError as error:
         print(f"shardwise: {error}", file=sys.stderr)
         return error.exit_code
+
+
+def entry() -> None:
+    """The command. A thread that still waits for data, perhaps for ever, must not be met by Python's end: it would abort."""
+    code = main()
+    if any(thread.name == "shardwise-prefetch" for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _main(argv: list[str]) -> int:
@@ -186,4 +197,4 @@ VERBS = {"train": train, "explain": explain}
 TOOLS = {"data": "shardwise.data.commands", "checkpoint": "shardwise.checkpoint_commands"}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

@@ -1,5 +1,6 @@
 """A run is a frozen dataclass of real objects. Preparing it checks every input before anything is compiled or allocated."""
 
+import math
 import platform
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -66,6 +67,7 @@ class Prepared:
     batches: Callable[[int], Batch]
     step: TrainStep
     eval_step: EvalStep | None
+    rates: dict[str, dict[str, float]]  # learning rates by group, sampled over the run
     flops: float  # of one step: forward, and twice as much backward
     peak_flops: float | None  # of all devices together, a second
 
@@ -82,13 +84,16 @@ def prepare(run: Run) -> Prepared:
         raise
     except Exception as error:
         raise ConfigError(f"the optimizer cannot be applied to the parameters of the model: {where(error)}") from error
+    rates = sample_rates(run.optimizer, spec.abstract.params, np.linspace(0, run.steps - 1, 65).astype(int))
+    for group, at in ((group, at) for group, values in rates.items() for at, rate in values.items() if not math.isfinite(rate)):
+        raise ConfigError(f"the learning rate of group '{group}' is {rates[group][at]} at update {at}.")
     batches = as_batches(run.data)
     options = {"compute_dtype": run.compute_dtype}
     step = make_train_step(spec, run.loss, batches(0), seed=run.seed, accumulate=run.accumulate, norms=run.norms, **options)
     eval_step = make_eval_step(spec, run.loss, next(run.eval_data.once()), **options) if run.eval_data is not None else None
     chip = find_chip(spec.mesh.devices.flat[0].device_kind)
     peak = chip.flops * spec.mesh.size if chip else None
-    return Prepared(spec, batches, step, eval_step, 3 * _forward_flops(run, step), peak)
+    return Prepared(spec, batches, step, eval_step, rates, 3 * _forward_flops(run, step), peak)
 
 
 def describe_run(run: Run, prepared: Prepared) -> dict[str, Any]:
@@ -98,7 +103,7 @@ def describe_run(run: Run, prepared: Prepared) -> dict[str, Any]:
     return {
         "model": describe_model(prepared.spec.module(prepared.spec.abstract)),
         "data": fingerprint() if fingerprint is not None else "a function or an iterator, whose content is not known",
-        "lr": sample_rates(run.optimizer, params, np.linspace(0, run.steps - 1, 65).astype(int)),
+        "lr": prepared.rates,
         "optimizer": _describe_optimizer(run.optimizer, params),
         "seed": run.seed,
         "compute_dtype": run.compute_dtype,

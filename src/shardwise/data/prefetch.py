@@ -14,6 +14,8 @@ from typing import Any
 from shardwise.data.batches import Stream
 from shardwise.errors import ConfigError, DataError, Stopped
 
+THREAD = "shardwise-prefetch"
+
 
 def identity(batch: Any) -> Any:
     return batch
@@ -52,8 +54,9 @@ class Prefetch:
             threads, processes = 1, 0
         workers = max(processes or threads, 1)
         self._depth = max(depth, workers)
-        for _ in range(workers):
-            threading.Thread(target=self._work, args=(processes > 0,), daemon=True, name="prefetch").start()
+        self._threads = [threading.Thread(target=self._work, args=(processes > 0,), daemon=True, name=THREAD) for _ in range(workers)]
+        for thread in self._threads:
+            thread.start()
 
     def __call__(self, step: int) -> Any:
         if self._closed or step != self._asked or step >= self._until:
@@ -82,7 +85,7 @@ class Prefetch:
         self.close()
 
     def close(self) -> None:
-        """Ends all workers at once: processes are killed, threads finish what they are at and are not waited for."""
+        """Ends all workers: processes are killed, threads finish what they are at, and are waited for, but not long."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -92,6 +95,8 @@ class Prefetch:
         for child, pipe in children:
             child.join()
             pipe.close()
+        for thread in self._threads:  # one that is inside JAX when Python ends would abort the process
+            thread.join(timeout=2.0)
 
     def _take(self) -> tuple[int, Future[Any]] | None:
         """The next step to make a batch for, when there is room for it; None at the end."""

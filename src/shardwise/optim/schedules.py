@@ -100,7 +100,7 @@ def _after_warmup(peak: float, steps: int, warmup: float, decay: Callable[[int],
     if peak <= 0:
         raise ConfigError(f"the peak of a schedule must be above 0; it is {peak}.")
     if 0 < warmup < 1 and not steps:
-        raise ConfigError(f"warmup={warmup} is a fraction of the run; give its steps, too.")
+        raise ConfigError(f"warmup={warmup} is a fraction of the steps of the run, and steps={steps}; give at least 1.")
     rise = num_warmup(warmup, steps)
     if rise and rise >= steps > 0:
         raise ConfigError(f"warmup={warmup} takes {rise} steps, and the run has {steps}: the peak would never be used.")
