@@ -77,7 +77,7 @@ def test_piecewise():
     [
         (lambda: optim.cosine(1e-3, 100, warmup=100), "warmup=100 takes 100 steps, and the run has 100"),
         (lambda: optim.cosine(1e-3, 100, warmup=1.5), "neither a number of steps nor a fraction"),
-        (lambda: optim.constant(1e-3, warmup=0.1), "give its steps"),
+        (lambda: optim.constant(1e-3, warmup=0.1), "is a fraction of the steps of the run, and steps=0"),
         (lambda: optim.cosine(0.0, 100), "must be above 0"),
         (lambda: optim.exponential(1e-3, 100, end=0.0), "never reaches end=0.0"),
         (lambda: optim.wsd(1e-3, 100, warmup=50, decay=60), "longer than the run of 100 steps"),

@@ -95,8 +95,9 @@ class Prefetch:
         for child, pipe in children:
             child.join()
             pipe.close()
+        deadline = time.monotonic() + 1.0
         for thread in self._threads:  # one that is inside JAX when Python ends would abort the process
-            thread.join(timeout=2.0)
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
 
     def _take(self) -> tuple[int, Future[Any]] | None:
         """The next step to make a batch for, when there is room for it; None at the end."""
