@@ -1,0 +1,482 @@
+"""Starts the real command, breaks it from outside, and compares what is left with a run that was never disturbed."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import orbax.checkpoint as ocp
+from blake3 import blake3
+
+HERE = Path(__file__).parent
+RECIPE = HERE / "recipe.py"
+DEVICES = ("--cpu-devices", "2", "--mesh", "fsdp=2")
+SHORT = ("--steps", "20", "--save-every", "4", "--eval-every", "10")
+PLAIN_SHORT = ("--steps", "20", "--save-every", "4")
+LIMIT = 240  # seconds that anything may take before it counts as hung; far more than a loaded machine needs
+
+
+# Processes
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    err: str
+    seconds: float
+
+    @property
+    def message(self) -> str:
+        """What the command says at the end, and the end of what a traceback would be."""
+        return self.err.strip()[-450:]
+
+
+@dataclass
+class Started:
+    """A command in a process group of its own, its output in a file."""
+
+    process: subprocess.Popen
+    out: Path
+    log: Path
+    began: float
+
+    @property
+    def err(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def wait_for(self, condition: Callable[[], object], what: str) -> None:
+        """Until the condition holds; an assertion fails if the command ends before."""
+        deadline = time.monotonic() + LIMIT
+        while not condition():
+            assert self.process.poll() is None, f"ended with {self.process.returncode} before {what}: {self.err[-800:]}"
+            assert time.monotonic() < deadline, f"{what} did not come in {LIMIT} s: {self.err[-800:]}"
+            time.sleep(0.01)
+
+    def wait_for_line(self, text: str) -> None:
+        self.wait_for(lambda: text in self.err, f"the line '{text}'")
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_for(lambda: last_step(self.out) >= step, f"step {step}")
+
+    def wait_for_file(self, path: Path) -> None:
+        self.wait_for(path.exists, str(path))
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def watch(self) -> tuple[int, set[str]]:
+        """(bytes held at most, addresses listened on), looked at until the process ends."""
+        peak, addresses = 0, set()
+        while self.process.poll() is None:
+            found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{self.process.pid}/status").read_text())
+            peak = max(peak, int(found[1]) * 1024 if found else 0)
+            addresses |= listening(self.process.pid)
+            if time.monotonic() - self.began > LIMIT / 2:
+                self.kill()
+                raise AssertionError(f"still running after {LIMIT / 2:.0f} s")
+            time.sleep(0.05)
+        return peak, addresses
+
+    def end(self, limit: float = LIMIT) -> Ended:
+        """Waits for the end, and makes sure that nothing of the process is left."""
+        try:
+            self.process.wait(limit)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"still running after {limit} s: {self.err[-800:]}") from None
+        seconds = time.monotonic() - self.began
+        assert not self.is_group_alive(), "a process of the command is left"
+        return Ended(self.process.returncode, self.err, seconds)
+
+    def is_group_alive(self) -> bool:
+        for _ in range(50):
+            try:
+                os.killpg(self.process.pid, 0)
+            except ProcessLookupError:
+                return False
+            time.sleep(0.02)
+        return True
+
+    def kill(self) -> Ended:
+        """SIGKILL to all of it."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(LIMIT)
+        return Ended(self.process.returncode, self.err, time.monotonic() - self.began)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A directory for runs, and a cache of compiled steps that they share."""
+
+    folder: Path
+    cache: Path
+
+    def environment(self, **more: str) -> dict[str, str]:
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "SHARDWISE_", "PYTEST_"))}
+        return {
+            **inherited,
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": str(self.cache),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            **more,
+        }
+
+    def start(self, out: str | Path, *args: object, wrap: tuple[str, ...] = (), **environment: str) -> Started:
+        """`shardwise train` on the recipe of the experiments."""
+        command = (*wrap, sys.executable, "-m", "shardwise.cli", "train", RECIPE, "--out", self.folder / out, *DEVICES, *args)
+        return self.popen(command, out, **environment)
+
+    def train(self, out: str | Path, *args: object, **environment: str) -> Ended:
+        return self.start(out, *args, **environment).end()
+
+    def start_plain(self, out: str | Path, *args: object, **environment: str) -> Started:
+        """The loop that people write by hand."""
+        return self.popen((sys.executable, HERE / "plain.py", "--out", self.folder / out, *args), out, **environment)
+
+    def plain(self, out: str | Path, *args: object, **environment: str) -> Ended:
+        return self.start_plain(out, *args, **environment).end()
+
+    def command(self, *args: object, **environment: str) -> Ended:
+        """`shardwise` with any arguments."""
+        return self.popen((sys.executable, "-m", "shardwise.cli", *args), "command", **environment).end()
+
+    def popen(self, command: tuple[object, ...], out: str | Path, **environment: str) -> Started:
+        out = self.folder / out
+        log = self.folder / f"{out.name}.{time.monotonic_ns()}.err"
+        environment = self.environment(BATCH_LOG=str(batch_log(out)), **environment)
+        with log.open("w") as file:
+            began = time.monotonic()
+            process = subprocess.Popen(
+                [str(word) for word in command], cwd=self.folder, env=environment, stdout=file, stderr=file, start_new_session=True
+            )
+        return Started(process, out, log, began)
+
+
+def batch_log(out: Path) -> Path:
+    return out.with_name(out.name + ".batches")
+
+
+# What a run has left behind
+
+
+def read_log(out: Path) -> list[dict]:
+    """The records of metrics.jsonl, without a last line that is still being written."""
+    path = out / "metrics.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def last_step(out: Path) -> int:
+    path = out / "metrics.jsonl"
+    try:
+        return max((json.loads(line)["step"] for line in path.read_text().split("\n")[:-1]), default=0)
+    except (FileNotFoundError, json.JSONDecodeError):
+        return 0
+
+
+def bits(value: object) -> str:
+    return struct.pack("<d", value).hex() if isinstance(value, float) else str(value)
+
+
+TIMES = ("step_s", "tokens_per_s", "mfu", "data_s", "wait_s")
+
+
+def losses(out: Path, merged: bool = False) -> dict[tuple[int, str], str]:
+    """The bits of every number that was logged for a step, but for its times. `merged`: what was redone must be as it was."""
+    found: dict[tuple[int, str], str] = {}
+    for record in read_log(out):
+        for name, value in record.items():
+            if name == "step" or name in TIMES or "_per_s" in name or name.endswith("_s"):
+                continue
+            key = record["step"], name
+            if merged and found.get(key, bits(value)) != bits(value):
+                raise Silent(f"{name} of step {record['step']} has changed when it was redone")
+            assert merged or key not in found, f"{name} of step {record['step']} is there twice"
+            found[key] = bits(value)
+    return found
+
+
+def batches(out: Path) -> dict[int, str]:
+    """The digest of each batch that the run has asked for; asked for twice, it must be the same."""
+    found: dict[int, str] = {}
+    for line in batch_log(out).read_text().splitlines():
+        step, digest = line.split()
+        assert found.setdefault(int(step), digest) == digest, f"batch {step} has changed"
+    return found
+
+
+def leaves(out: Path, step: int) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Every leaf of a checkpoint, read with Orbax alone."""
+    found: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
+
+    def note(path: str, leaf: object) -> None:
+        array = np.asarray(leaf)
+        found[path] = (str(array.dtype), array.shape, array.tobytes())
+
+    _map(_read((out / "checkpoints" / str(step) / "state").resolve()), note)
+    assert found, f"checkpoint {step} is empty"
+    return found
+
+
+def _read(directory: Path) -> object:
+    reader = ocp.PyTreeCheckpointer()
+    arguments = _map(reader.metadata(directory).item_metadata.tree, lambda *_: ocp.RestoreArgs(restore_type=np.ndarray))
+    return reader.restore(directory, args=ocp.args.PyTreeRestore(restore_args=arguments))
+
+
+def _map(tree: object, function: Callable[[str, object], object], path: str = "") -> object:
+    if isinstance(tree, dict):
+        return {key: _map(child, function, f"{path}/{key}") for key, child in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_map(child, function, f"{path}/{index}") for index, child in enumerate(tree)]
+    return None if tree is None else function(path, tree)
+
+
+def steps_of(out: Path) -> list[int]:
+    """Steps that are listed as checkpoints."""
+    folder = out / "checkpoints"
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit()) if folder.exists() else []
+
+
+def is_whole(directory: Path) -> bool:
+    """Whether every file of a step has the digest that its manifest gives, and none is missing or more than there should be."""
+    manifest = directory / "MANIFEST"
+    if not manifest.exists():
+        return False
+    expected = dict(reversed(line.split("  ", 1)) for line in manifest.read_text().splitlines())
+    found = {str(path.relative_to(directory)): path for path in files_of(directory) if path != manifest}
+    return expected == {name: blake3(path.read_bytes()).hexdigest() for name, path in found.items()}
+
+
+def files_of(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file())
+
+
+def leftovers(out: Path) -> list[str]:
+    """What a run should not leave: temporary files and directories."""
+    return sorted(str(path.relative_to(out)) for path in out.rglob("*") if "tmp" in path.name or path.name.startswith(".write-test"))
+
+
+def check_exact(out: Path, straight: Path, steps: int, merged: bool = False) -> None:
+    """Losses, batches and the last checkpoint are those of the undisturbed run, bit by bit."""
+    ours, theirs = losses(out, merged), losses(straight)
+    differing = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
+    if differing:
+        raise Silent(f"{len(differing)} numbers differ, first {differing[0]}")
+    seen, wanted = batches(out), batches(straight)
+    differing = [step for step in wanted if seen.get(step) != wanted[step]]
+    if differing:
+        raise Silent(f"{len(differing)} batches differ, first {differing[0]}")
+    ours, theirs = leaves(out, steps), leaves(straight, steps)
+    differing = sorted(path for path in ours.keys() | theirs.keys() if ours.get(path) != theirs.get(path))
+    if differing:
+        raise Silent(f"{len(differing)} leaves differ: {', '.join(differing[:3])}")
+
+
+def check_clean(out: Path) -> None:
+    """No temporary files, and every listed step is whole."""
+    assert leftovers(out) == [], f"left behind: {leftovers(out)}"
+    broken = [step for step in steps_of(out) if not is_whole(out / "checkpoints" / str(step))]
+    assert broken == [], f"steps {broken} are listed and not whole"
+
+
+def check_refused(ended: Ended, code: int, *words: str) -> None:
+    """The exit code, one message that begins with the name of the command and has these words in it, and no traceback."""
+    if ended.code == 0:
+        raise Silent(f"accepted, {code} was due: {ended.message}")
+    assert ended.code == code, f"exit code {ended.code}, {code} was due: {ended.message}"
+    assert "Traceback" not in ended.err, ended.message
+    assert ended.err.count("shardwise: ") == 1 or "╭" in ended.err, ended.message
+    missing = [word for word in words if word not in ended.err]
+    assert not missing, f"does not say {missing}: {ended.message}"
+
+
+def check_stopped(ended: Ended) -> None:
+    assert ended.code == 75, f"exit code {ended.code}: {ended.message}"
+    assert "Traceback" not in ended.err, ended.message
+
+
+def check_done(ended: Ended) -> None:
+    assert ended.code == 0, f"exit code {ended.code}: {ended.message}"
+    assert "Traceback" not in ended.err, ended.message
+
+
+# Faults
+
+
+def copy_of(run: Path, bench: Bench, name: str, without: tuple[int, ...] = ()) -> Path:
+    """A run directory to be damaged, with the log of its batches; `without` some steps."""
+    out = bench.folder / name.replace(" ", "-")
+    shutil.copytree(run, out)
+    shutil.copy(batch_log(run), batch_log(out))
+    for step in without:
+        shutil.rmtree(out / "checkpoints" / str(step))
+    return out
+
+
+def seeded(seed: int) -> Random:
+    return Random(seed)  # noqa: S311
+
+
+def flip_bit(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def pick_bit(directory: Path, random: Random) -> tuple[Path, int]:
+    """One bit of all the bits of all files."""
+    files = [path for path in files_of(directory) if path.stat().st_size]
+    path = random.choices(files, [path.stat().st_size for path in files])[0]
+    return path, random.randrange(path.stat().st_size * 8)
+
+
+def write_manifest(directory: Path) -> None:
+    """Digests for whatever is there now: what someone does who wants a changed checkpoint to be believed."""
+    files = [path for path in files_of(directory) if path.name != "MANIFEST"]
+    lines = [f"{blake3(path.read_bytes()).hexdigest()}  {path.relative_to(directory)}\n" for path in files]
+    (directory / "MANIFEST").write_text("".join(lines))
+
+
+def rewrite(directory: Path, change: Callable[[str, np.ndarray], np.ndarray], **meta: object) -> None:
+    """A checkpoint with other arrays, each given by (path, array) -> array, and other metadata; written with Orbax alone."""
+    state = (directory / "state").resolve()
+    tree = _map(_read(state), lambda path, leaf: change(path, np.asarray(leaf)))
+    shutil.rmtree(state)
+    with ocp.StandardCheckpointer() as writer:
+        writer.save(state, tree)
+    saved = json.loads((directory / "meta.json").read_text())
+    (directory / "meta.json").write_text(json.dumps({**saved, **meta}))
+    write_manifest(directory)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def largest_file(directory: Path) -> Path:
+    return max(files_of(directory), key=lambda path: path.stat().st_size)
+
+
+def listening(pid: int) -> set[str]:
+    """Addresses other than loopback on which a process listens."""
+    inodes = set()
+    with suppress(OSError):  # it may end at any time
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                inodes.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, address, _, state, *rest = line.split()
+            is_loopback = address.startswith(("0100007F", "00000000000000000000000001000000"))
+            if state == "0A" and rest[5] in inodes and not is_loopback:
+                found.add(address)
+    return found
+
+
+def can_mount(folder: Path) -> bool:
+    """Whether this user, in this container, may mount a file system."""
+    try:
+        with mounted(folder, "size=1m"):
+            return True
+    except (OSError, subprocess.CalledProcessError):
+        return False
+
+
+@contextmanager
+def mounted(folder: Path, options: str) -> Iterator[Path]:
+    """A file system in memory; needs root."""
+    folder.mkdir(exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], check=True, capture_output=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True, capture_output=True)
+
+
+# The table
+
+
+class Silent(AssertionError):
+    """The worst kind: state was wrong or lost, the exit code was 0, and nothing was said."""
+
+
+@dataclass
+class Tally:
+    trials: int = 0
+    passed: int = 0
+    silent: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def trial(self, what: str, quiet: bool = False) -> Iterator[None]:
+        """Counts; a failure is noted, and the experiment goes on."""
+        self.trials += 1
+        began = time.monotonic()
+        try:
+            yield
+            self.passed += 1
+            verdict = "passed"
+        except (AssertionError, OSError, ValueError, KeyError) as error:
+            self.silent += isinstance(error, Silent)
+            verdict = f"{'SILENT' if isinstance(error, Silent) else 'failed'}: {str(error) or type(error).__name__}"
+            self.failures.append(f"{what}: {verdict}")
+        if verdict != "passed" or not quiet:
+            print(f"  {what}: {verdict[:700]} ({time.monotonic() - began:.1f} s)", flush=True)
+
+
+@dataclass
+class Row:
+    id: str
+    name: str
+    ours: Tally = field(default_factory=Tally)
+    plain: Tally = field(default_factory=Tally)
+    note: str = ""
+
+
+ROWS: list[Row] = []
+
+
+@contextmanager
+def experiment(id: str, name: str, note: str = "") -> Iterator[Row]:
+    """A row of the table. What fails for the plain loop is only written down."""
+    row = Row(id, name, note=note)
+    print(f"\n{id} {name}", flush=True)
+    try:
+        yield row
+    finally:
+        ROWS.append(row)
+    assert not row.ours.failures, "\n".join([f"{len(row.ours.failures)} of {row.ours.trials} trials failed:", *row.ours.failures])
+
+
+def table() -> str:
+    """All rows, those of one experiment added up."""
+    merged: dict[str, Row] = {}
+    for row in ROWS:
+        into = merged.setdefault(row.id, Row(row.id, row.name))
+        into.note = row.note or into.note
+        for to, tally in ((into.ours, row.ours), (into.plain, row.plain)):
+            to.trials, to.passed, to.silent = to.trials + tally.trials, to.passed + tally.passed, to.silent + tally.silent
+    lines = [
+        "| fault | | shardwise: trials | passed | silent | plain loop: trials | passed | silent | note |",
+        "|---|---|--:|--:|--:|--:|--:|--:|---|",
+    ]
+    for id in sorted(merged):
+        row = merged[id]
+        plain = f"{row.plain.trials} | {row.plain.passed} | {row.plain.silent}" if row.plain.trials else "- | - | -"
+        lines.append(f"| {id} | {row.name} | {row.ours.trials} | {row.ours.passed} | {row.ours.silent} | {plain} | {row.note} |")
+    return "\n".join(lines)

@@ -1,0 +1,102 @@
+"""The model and the data of the fault experiments, in plain NNX and NumPy. What a resume could lose, it has.
+
+Dropout, statistics of batches, a cache and a variable of its own kind, all of which change at every step.
+"""
+
+import hashlib
+import os
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+
+class Seen(nnx.Variable):
+    """How many tokens the model has trained on: a variable of a kind that no library knows."""
+
+
+class Block(nnx.Module):
+    def __init__(self, width: int, dropout: float, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.up = nnx.Linear(width, 4 * width, param_dtype=dtype, rngs=rngs)
+        self.norm = nnx.BatchNorm(4 * width, momentum=0.9, param_dtype=dtype, rngs=rngs)
+        self.dropout = nnx.Dropout(dropout, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, param_dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.down(self.dropout(nnx.relu(self.norm(self.up(x)))))
+
+
+class Model(nnx.Module):
+    """Predicts the next token from the last one and the mean of all before it."""
+
+    def __init__(self, vocabulary: int, width: int, depth: int, dropout: float, dtype: str, renamed: bool, rngs: nnx.Rngs):
+        kind = jnp.dtype(dtype)
+        self.tokens = nnx.Embed(vocabulary, width, param_dtype=kind, rngs=rngs)
+        self.blocks = nnx.List([Block(width, dropout, kind, rngs) for _ in range(depth)])
+        head = nnx.Linear(width, vocabulary, param_dtype=kind, rngs=rngs)
+        setattr(self, "output" if renamed else "head", head)
+        self.seen = Seen(jnp.zeros((), jnp.float32))
+        self.last = nnx.Cache(jnp.zeros(width, jnp.float32))
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        x = self.tokens(inputs)
+        x = x + jnp.cumsum(x, 1) / jnp.arange(1, inputs.shape[1] + 1, dtype=x.dtype)[:, None]
+        for block in self.blocks:
+            x = block(x)
+        self.seen[...] = self.seen[...] + inputs.size
+        self.last[...] = x.mean((0, 1)).astype(jnp.float32)
+        return (self.head if hasattr(self, "head") else self.output)(x)
+
+
+@jax.custom_vjp
+def amplify(x: jax.Array, factor: jax.Array) -> jax.Array:
+    """The value as it is; its gradient times `factor`, which may be infinite."""
+    return x
+
+
+amplify.defvjp(lambda x, factor: (x, factor), lambda factor, g: (g * factor, jnp.zeros_like(factor)))
+
+
+def entries(model: Model, batch: dict[str, jax.Array]) -> jax.Array:
+    """Nats for each token, times the weight of its row."""
+    logits = model(batch["inputs"]).astype(jnp.float32)
+    nats = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, batch["labels"][..., None], -1)[..., 0]
+    return amplify(nats * batch["weight"][:, None], batch["amplify"][:, None])
+
+
+def corpus(records: int, length: int, vocabulary: int) -> np.ndarray:
+    """A walk with noise, so that there is something to learn, long enough for `records` windows; the same on every machine."""
+    size = records * length + (records > 0)
+    rng = np.random.default_rng(1234)
+    steps = rng.integers(0, 3, size) + (rng.random(size) < 0.1) * rng.integers(0, vocabulary, size)
+    return (np.cumsum(steps) % vocabulary).astype(np.uint16)
+
+
+def poison(batch: dict[str, np.ndarray], nan: bool, infinite: bool) -> dict[str, np.ndarray]:
+    """The batch with a row whose loss is NaN, or whose loss is finite and whose gradient is not."""
+    weight, factor = np.ones(len(batch["inputs"]), np.float32), np.ones(len(batch["inputs"]), np.float32)
+    weight[0] = np.nan if nan else 1
+    factor[0] = np.inf if infinite else 1
+    return {**batch, "weight": weight, "amplify": factor}
+
+
+def note(step: int, batch: dict[str, np.ndarray]) -> None:
+    """One line (step, digest) to the file that BATCH_LOG names; a single write, so that no kill cuts it."""
+    if path := os.environ.get("BATCH_LOG"):
+        digest = hashlib.sha256(b"".join(name.encode() + np.ascontiguousarray(batch[name]).tobytes() for name in sorted(batch)))
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(handle, f"{step} {digest.hexdigest()}\n".encode())
+        os.close(handle)
+
+
+def wait_for_data(step: int, pause: float, stall_at: int) -> None:
+    """A pause before every batch; at one step as long as the file that STALL names is there."""
+    time.sleep(pause)
+    stall = os.environ.get("STALL")
+    if step == stall_at and stall:
+        Path(stall + ".reached").touch()
+        while Path(stall).exists():
+            time.sleep(0.02)

@@ -1,0 +1,226 @@
+"""A run directory that came from a stranger: nothing in it runs, writes elsewhere, opens a port or takes the memory."""
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import tensorstore
+from harness import (
+    HERE,
+    SHORT,
+    Silent,
+    check_done,
+    check_exact,
+    check_refused,
+    copy_of,
+    experiment,
+    write_manifest,
+)
+
+NAMES = (
+    "checkpoint.pkl",
+    "rng_state.pth",
+    "train_state.pt",
+    "model.pickle",
+    "optimizer.bin",
+    "data.pkl",
+    "compiled_step",
+    "__init__.py",
+    "conftest.py",
+)
+
+
+class Payload:
+    """Whoever unpickles it makes the canary."""
+
+    def __init__(self, canary: Path):
+        self.canary = str(canary)
+
+    def __reduce__(self):
+        return os.mkdir, (self.canary,)
+
+
+def put_pickles(out, outside):
+    step = out / "checkpoints" / "16"
+    content = pickle.dumps(Payload(outside / "canary"))
+    for folder in (out, out / "checkpoints", step, step / "state"):
+        for name in NAMES:
+            (folder / name).write_bytes(
+                content if not name.endswith(".py") else f"import os; os.mkdir({str(outside / 'canary')!r})".encode()
+            )
+    write_manifest(step)
+
+
+def pickle_as_metadata(out, outside):
+    step = out / "checkpoints" / "16"
+    (step / "meta.json").write_bytes(pickle.dumps(Payload(outside / "canary")))
+    write_manifest(step)
+
+
+def pickle_as_orbax_metadata(out, outside):
+    step = out / "checkpoints" / "16"
+    for name in ("_METADATA", "_CHECKPOINT_METADATA", "_sharding"):
+        (step / "state" / name).write_bytes(pickle.dumps(Payload(outside / "canary")))
+    write_manifest(step)
+
+
+def names_that_lead_out(out, outside):
+    manifest = out / "checkpoints" / "16" / "MANIFEST"
+    lines = [f"{'0' * 64}  ../../../outside/canary\n", f"{'0' * 64}  {outside}/canary\n", f"{'0' * 64}  state/../../x\n"]
+    manifest.write_text(manifest.read_text() + "".join(lines))
+
+
+def links_for_files(out, outside):
+    """Every file that the command writes is a link to one outside."""
+    for name in ("run.json", "run.json.tmp", "metrics.jsonl.tmp", "starts.jsonl", "loss.png", "loss.png.tmp"):
+        (out / name).unlink(missing_ok=True)
+        (out / name).symlink_to(outside / "precious")
+
+
+def link_for_lock(out, outside):
+    (out / "lock").unlink()
+    (out / "lock").symlink_to(outside / "precious")
+
+
+def links_for_folders(out, outside):
+    for name in ("99.tmp", "20.tmp", "20", "12.deleted.tmp"):
+        (out / "checkpoints" / name).symlink_to(outside)
+
+
+def link_in_a_step(out, outside):
+    step = out / "checkpoints" / "16"
+    (step / "state" / "d" / "link").symlink_to(outside / "precious")
+    write_manifest(step)
+
+
+def manifest_that_never_ends(out, outside):
+    manifest = out / "checkpoints" / "16" / "MANIFEST"
+    manifest.unlink()
+    os.mkfifo(manifest)
+
+
+def odd_names_of_steps(out, outside):
+    for name in ("٢١", "021", "99999999999999999999999", "-5", "1e3"):
+        (out / "checkpoints" / name).mkdir()
+
+
+def declared_size(out, outside):
+    """An array of 10**15 elements, says its description; a file of some bytes."""
+    step = out / "checkpoints" / "16"
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": f"file://{step / 'state'}/"}).result()
+    key = next(key for key in store.list().result() if key.endswith(b"params.head.kernel/.zarray"))
+    description = json.loads(store.read(key).result().value)
+    description["shape"] = description["chunks"] = [10**8, 10**7]
+    store.write(key, json.dumps(description).encode()).result()
+    write_manifest(step)
+
+
+def nested_metadata(out, outside):
+    step = out / "checkpoints" / "16"
+    (step / "meta.json").write_text('{"lr": ' + "[" * 200_000 + "]" * 200_000 + "}")
+    write_manifest(step)
+
+
+def nested_orbax_metadata(out, outside):
+    step = out / "checkpoints" / "16"
+    (step / "state" / "_METADATA").write_text("[" * 200_000 + "]" * 200_000)
+    write_manifest(step)
+
+
+def metadata_of_other_kinds(out, outside):
+    step = out / "checkpoints" / "16"
+    meta = json.loads((step / "meta.json").read_text())
+    (step / "meta.json").write_text(json.dumps({**meta, "lr": {"all": 3, "x": {"nan": []}}, "data": [1], "seed": {"a": None}, "step": "x"}))
+    write_manifest(step)
+
+
+def metadata_that_is_a_list(out, outside):
+    step = out / "checkpoints" / "16"
+    (step / "meta.json").write_text("[1, 2]")
+    write_manifest(step)
+
+
+def logs_of_other_kinds(out, outside):
+    (out / "metrics.jsonl").write_text('3\n{}\n{"step": "x"}\n{"step": null, "loss": []}\n["step"]\n')
+    (out / "starts.jsonl").write_text('3\n{}\n{"step": "x"}\n[]\n')
+
+
+EXACT, ANY, REFUSED, WHOLE = "exact", "any", "refused", "whole"  # what must follow
+CASES = {
+    put_pickles: EXACT,
+    links_for_files: ANY,
+    pickle_as_metadata: ANY,
+    pickle_as_orbax_metadata: ANY,
+    names_that_lead_out: EXACT,
+    link_for_lock: ANY,
+    links_for_folders: ANY,
+    link_in_a_step: EXACT,
+    manifest_that_never_ends: ANY,
+    odd_names_of_steps: ANY,
+    declared_size: REFUSED,
+    nested_metadata: ANY,
+    nested_orbax_metadata: ANY,
+    metadata_of_other_kinds: ANY,
+    metadata_that_is_a_list: ANY,
+    logs_of_other_kinds: WHOLE,
+}
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(99, marks=pytest.mark.faults)], ids=["quick", "all"])
+def test_f25_hostile_files(bench, straight, count):
+    run = straight(*SHORT)
+    with experiment("F25", "hostile files in a run directory") as row:
+        benign = copy_of(run, bench, "benign", without=(20,))
+        usual = spied(bench, benign, 0)
+        check_done(usual.ended)
+        memory = usual.memory
+        for make, due in list(CASES.items())[:count]:
+            with row.ours.trial(make.__name__.replace("_", " ")):
+                out = copy_of(run, bench, make.__name__, without=(12, 20) if due == REFUSED else (20,))
+                outside = bench.folder / f"outside-{make.__name__}"
+                outside.mkdir()
+                (outside / "precious").write_text("precious")
+                make(out, outside)
+                found = spied(bench, out, memory)
+                if contents(outside) != {"precious": b"precious"}:
+                    raise Silent(f"changed outside of the run directory: {sorted(contents(outside))}")
+                strange = sorted(found.events - usual.events)
+                assert strange == [], f"not done in a usual run: {strange[:3]}"
+                assert found.ports == set(), f"listens on {found.ports}"
+                assert found.elsewhere == set(), f"written elsewhere: {sorted(found.elsewhere)[:3]}"
+                if due == EXACT:
+                    check_done(found.ended)
+                    check_exact(out, run, 20)
+                elif due == WHOLE:
+                    check_done(found.ended)
+                elif found.ended.code != 0:
+                    check_refused(found.ended, 7 if make is link_for_lock and found.ended.code == 7 else 4)
+                elif due == REFUSED:
+                    raise Silent("loaded")
+
+
+class spied:
+    """A run under the eyes of `spy/sitecustomize.py`: what it did besides, where it wrote, how much memory it took, on what it listened."""
+
+    def __init__(self, bench, out, memory):
+        log = bench.folder / f"{out.name}.events"
+        settings = bench.folder / "matplotlib"
+        search = os.pathsep.join(path for path in (str(HERE / "spy"), os.environ.get("PYTHONPATH")) if path)
+        process = bench.start(
+            out.name, *SHORT, PYTHONPATH=search, SPY_EVENTS=str(log), MPLCONFIGDIR=str(settings), PYTHONDONTWRITEBYTECODE="1"
+        )
+        self.memory, self.ports = process.watch()
+        self.ended = process.end()
+        assert not memory or self.memory < 2 * memory, f"{self.memory / 2**20:.0f} MiB, usually {memory / 2**20:.0f}"
+        lines = [line.split("\t", 1) for line in log.read_text().splitlines()]
+        allowed = (str(out), f"{out}.batches", str(bench.cache), str(settings), "/dev/", "/proc/")
+        self.elsewhere = {
+            what for event, what in lines if event in ("write", "change") and what.startswith("/") and not what.startswith(allowed)
+        }
+        self.events = {f"{event} {what}" for event, what in lines if event not in ("write", "change")}
