@@ -6,6 +6,7 @@
     shardwise data show recipes/tokens_gpt.py --data data --step 100
 
 A step sees batch_size x length tokens. With --pack no token sees another document's, and no label is another document's.
+--init-from begins with the weights of another run, or of GPT-2 in a directory as `transformers` writes it.
 """
 
 from dataclasses import replace
@@ -14,7 +15,7 @@ from typing import Literal
 
 import jax
 
-from shardwise import Batches, Mean, Packed, Run, Tokens, open_tokens, optim, split
+from shardwise import Batches, InitFrom, Mean, Packed, Run, Tokens, open_tokens, optim, split
 from shardwise.models.gpt import GPT, PRESETS, cross_entropy
 
 
@@ -30,6 +31,7 @@ def recipe(
     steps: int = 200,
     mesh: str = "data=-1",
     out: Path | None = None,
+    init_from: Path | None = None,
     seed: int = 0,
     preset: Literal["byte", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"] = "byte",
     batch_size: int = 8,
@@ -57,6 +59,7 @@ def recipe(
         eval_data=Batches(rest, min(batch_size, len(rest))),
         steps=steps,
         mesh=mesh,
+        init_from=InitFrom(init_from) if init_from is not None else None,
         seed=seed,
         compute_dtype=compute_dtype,
         eval_every=eval_every,

@@ -16,6 +16,7 @@ from typing import Any
 
 from shardwise.errors import ConfigError, ShardwiseError, did_you_mean
 from shardwise.files import check_unlocked, check_writable
+from shardwise.resume import ACCEPTABLE
 from shardwise.signals import Stop, stop_on_signals
 
 HELP = """\
@@ -62,7 +63,7 @@ def _main(argv: list[str]) -> int:
     parser.add_argument("--cpu-devices", type=int)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--accept", action="append", default=[], choices=["lr", "data", "optimizer", "seed", "compute_dtype"])
+    parser.add_argument("--accept", action="append", default=[], choices=list(ACCEPTABLE))
     parser.add_argument("--force-unlock", action="store_true")
     options, rest = parser.parse_known_args(argv)
     if not rest or rest[0] in ("-h", "--help", "help"):
