@@ -119,6 +119,8 @@ def three(tmp_path, keep=None):
 
 def test_a_damaged_step_is_kept_aside_and_the_one_before_is_used(tmp_path):
     _, checkpoints = three(tmp_path)
+    for name in ("040", "٤٠", "40.tmp", "forty", "-1"):
+        (checkpoints.directory / name).mkdir()
     assert checkpoints.steps() == [10, 20, 30]
     largest = max((checkpoints.path(30) / "state").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
     largest.write_bytes(largest.read_bytes()[:-1])

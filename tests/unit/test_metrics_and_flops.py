@@ -60,3 +60,9 @@ def test_the_arithmetic_of_a_gpt_is_what_the_textbook_says():
 def test_convolutions_count_every_multiplication():
     conv = nnx.Conv(3, 8, kernel_size=(5, 5), padding="SAME", rngs=nnx.Rngs(0))
     assert count_flops(conv, jax.ShapeDtypeStruct((2, 16, 16, 3), jnp.float32)) == 2 * (2 * 16 * 16 * 8) * 5 * 5 * 3
+
+
+def test_lines_of_a_log_that_are_no_records_are_left_out(tmp_path):
+    log = tmp_path / "metrics.jsonl"
+    log.write_bytes(b'{"step": 1, "loss": 2.0}\n3\n[]\n{"step": "x"}\n' + b"[" * 100_000 + b'\n\xff\n{"step": 2}\n{"step": 3, "lo')
+    assert [record["step"] for record in read_metrics(log)] == [1, 2]

@@ -176,3 +176,14 @@ def test_moments_in_the_dtype_that_is_asked(name, moment_dtype):
     state = optim.RECIPES[name](1e-3, moment_dtype=moment_dtype).init(PARAMS)
     kept = {str(leaf.dtype) for leaf in jax.tree.leaves(state) if leaf.shape == (4, 3)}
     assert moment_dtype in kept
+
+
+def test_the_norm_is_that_of_optax_however_layers_are_named():
+    rng = np.random.default_rng(0)
+    shapes = {"blocks": {str(i): {"kernel": (3, 4 + i % 2), "bias": (4,)} for i in range(5)}, "0": (3, 4), "1": (3, 4), "head": (2,)}
+    tree = jax.tree.map(lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32), shapes, is_leaf=lambda x: isinstance(x, tuple))
+    assert float(norm(tree)) == pytest.approx(float(optax.tree.norm(tree)), rel=1e-6)
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
+    assert norm(half).dtype == jnp.float32
+    assert float(norm(half)) == pytest.approx(float(optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), half))), rel=1e-6)
+    assert float(norm({})) == 0.0
