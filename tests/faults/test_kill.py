@@ -74,7 +74,7 @@ def test_f01_fifty_kills_at_random_moments(bench, straight, straight_plain):
         rng = seeded(SEED)
         delays = [rng.uniform(0, start_up + 3) for _ in range(KILLS)]
         redone, ended = kill_at_random(row.ours, lambda: bench.start("run", *LONG), out, delays, check_after, check_end)
-        row.note = f"seed {SEED}; {ended} runs of 100 steps; at most {max(redone)} steps redone after a kill, save_every=2"
+        row.note = f"seed {SEED}; runs of 100 steps: {ended}; at most {max(redone)} steps redone after a kill, save_every=2"
         kill_at_random(
             row.plain,
             lambda: bench.start_plain("plain", *PLAIN_LONG),

@@ -58,7 +58,11 @@ def test_f21_two_runs_in_one_directory(bench, straight):
         for number in range(PLAIN_PAIRS):
             with row.plain.trial(f"pair {number + 1}, seeds 0 and 1"):
                 pair = [bench.start_plain(f"plain{number}", *PLAIN_SHORT, "--pause", "0.1", "--seed", str(seed)) for seed in (0, 1)]
-                codes = [process.end().code for process in pair]
+                try:
+                    codes = [process.end(60).code for process in pair]
+                finally:
+                    for process in pair:
+                        process.kill()
                 if codes == [0, 0]:
                     raise Silent("both ran to the end in one directory")
                 assert 0 not in codes or last_step(pair[0].out) == 20
