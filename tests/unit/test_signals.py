@@ -67,5 +67,9 @@ def test_in_somebody_elses_process_the_second_interrupt_is_a_usual_one():
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(5)
 
-    with stop_on_signals() as stop, pytest.raises(KeyboardInterrupt):
-        twice()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # workers of pytest-xdist ignore it
+    try:
+        with stop_on_signals() as stop, pytest.raises(KeyboardInterrupt):
+            twice()
+    finally:
+        signal.signal(signal.SIGINT, before)
