@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, ConfigError, columns
 from shardwise.files import fail_point, sync, verify_manifest, write_manifest
 from shardwise.saved import read_json, read_step, refused, saved_steps, show_leaf
 from shardwise.sharding import show_bytes
@@ -41,7 +41,7 @@ class Keep:
 
     def __post_init__(self) -> None:
         if self.last < 1 or self.every < 0 or self.best < 0:
-            raise CheckpointError(f"{self}: `last` must be at least 1, `every` and `best` at least 0.")
+            raise ConfigError(f"{self}: `last` must be at least 1, `every` and `best` at least 0.")
 
     def chosen(self, metrics: Mapping[int, float | None]) -> set[int]:
         """The steps to keep, of those for which metrics are given."""
@@ -225,7 +225,7 @@ class Checkpoints:
         if problems := differences(read_step(self.path(step)).leaves, named_leaves(_tree(spec.abstract))):
             raise CheckpointError(
                 f"checkpoint {self.path(step)} does not fit this run:\n"
-                + show_differences(problems)
+                + columns([("path", "saved", "wanted"), *problems])
                 + "\nNothing was loaded. Give the arguments the run had, or start from its weights with init_from in another --out."
             )
 
@@ -241,13 +241,6 @@ def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[tup
 
     rows = [(path, show(saved.get(path)), show(wanted.get(path))) for path in sorted(saved.keys() | wanted.keys())]
     return [row for row in rows if row[1] != row[2]]
-
-
-def show_differences(rows: list[tuple[str, str, str]]) -> str:
-    """A table of three columns."""
-    table = [("path", "saved", "wanted"), *rows]
-    widths = [max(len(row[column]) for row in table) for column in range(2)]
-    return "\n".join(f"  {path:{widths[0]}}  {saved:{widths[1]}}  {wanted}" for path, saved, wanted in table)
 
 
 def _tree(state: TrainState) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """`shardwise checkpoint`: what there is, what is in it, whether it is whole, and its weights for other programs."""
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -38,8 +37,8 @@ Without a step, the newest is meant. All of it works on one CPU, whatever wrote 
 """
 
 
-def main(args: list[str], options: argparse.Namespace) -> int:
-    """Runs one command; returns the exit code."""
+def main(args: list[str], options: argparse.Namespace) -> tuple[Answer, int]:
+    """Runs one command; returns what it found and the exit code."""
     parser = _Parser(prog="shardwise checkpoint", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
@@ -63,10 +62,7 @@ def main(args: list[str], options: argparse.Namespace) -> int:
     for verb in (show, diff, verify, export):
         verb.add_argument("--step", type=int, help="this step of the run, rather than the newest")
     chosen = parser.parse_args(args)
-    answer, code = chosen.call(chosen, Console(width=None if sys.stdout.isatty() else 160, markup=False, highlight=False))
-    if options.json is not None:
-        options.json.write_text(json.dumps(answer, indent=2, default=str) + "\n")
-    return code
+    return chosen.call(chosen, Console(width=None if sys.stdout.isatty() else 160, markup=False, highlight=False))
 
 
 class _Parser(argparse.ArgumentParser):

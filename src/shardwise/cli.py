@@ -51,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def entry() -> None:
     """The command. A thread that still waits for data, perhaps for ever, must not be met by Python's end: it would abort."""
     code = main()
-    if any(thread.name == "shardwise-prefetch" for thread in threading.enumerate()):
+    prefetch = sys.modules.get("shardwise.data.prefetch")
+    if prefetch is not None and any(thread.name == prefetch.THREAD for thread in threading.enumerate()):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -71,7 +72,7 @@ def _main(argv: list[str]) -> int:
         return 0 if rest else 2
     verb, *args = rest
     if verb in TOOLS:
-        return int(importlib.import_module(TOOLS[verb]).main(args, options))
+        return _answered(importlib.import_module(TOOLS[verb]).main(args, options), options)
     if verb not in VERBS:
         commands = [*VERBS, *TOOLS]
         raise ConfigError(f"there is no command '{verb}'; there are {', '.join(commands)}.{did_you_mean(verb, commands)}")
@@ -80,7 +81,15 @@ def _main(argv: list[str]) -> int:
             print(HELP, end="")
             return 0
         raise ConfigError(f"'shardwise {verb}' needs a recipe: shardwise {verb} file.py")
-    return VERBS[verb](args[0], args[1:], options)
+    return _answered(VERBS[verb](args[0], args[1:], options), options)
+
+
+def _answered(found: tuple[dict[str, Any], int], options: argparse.Namespace) -> int:
+    """Every command gives what it found and its exit code; --json is for all of them."""
+    answer, code = found
+    if options.json is not None:
+        options.json.write_text(json.dumps(answer, indent=2, default=str) + os.linesep)
+    return code
 
 
 class _Parser(argparse.ArgumentParser):
@@ -103,12 +112,12 @@ def _load(verb: str, target: str, args: list[str], options: argparse.Namespace) 
     return make_run(recipe, arguments), described
 
 
-def train(target: str, args: list[str], options: argparse.Namespace) -> int:
+def train(target: str, args: list[str], options: argparse.Namespace) -> tuple[dict[str, Any], int]:
     with stop_on_signals(may_exit=True) as stop:
         return _train(target, args, options, stop)
 
 
-def _train(target: str, args: list[str], options: argparse.Namespace, stop: Stop) -> int:
+def _train(target: str, args: list[str], options: argparse.Namespace, stop: Stop) -> tuple[dict[str, Any], int]:
     given = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     given.add_argument("--out", type=Path, nargs="?")
     if (out := given.parse_known_args(args)[0].out) is not None:  # what is wrong with it can be said before JAX is imported
@@ -123,7 +132,6 @@ def _train(target: str, args: list[str], options: argparse.Namespace, stop: Stop
         run = replace(run, out=Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
     run = replace(run, accept=(*run.accept, *options.accept))
     result = fit(run, describe=described, stop=stop, force_unlock=options.force_unlock)
-    _write_answer(options, {"out": str(run.out), "metrics": result.metrics, "eval": result.eval_metrics, "seconds": result.seconds})
     devices = f" --cpu-devices {options.cpu_devices}" if options.cpu_devices else ""
     kept = [word for i, word in enumerate(args) if "--steps" not in (word.partition("=")[0], args[i - 1] if i else "")]
     again = " ".join([target, *kept, *([] if "--out" in args else ["--out", str(run.out)])])
@@ -133,7 +141,7 @@ def _train(target: str, args: list[str], options: argparse.Namespace, stop: Stop
         f"  {command} explain {target} --mesh data=4,model=2 --cpu-devices 8   # another layout, before paying for it",
         file=sys.stderr,
     )
-    return 0
+    return {"out": str(run.out), "metrics": result.metrics, "eval": result.eval_metrics, "seconds": result.seconds}, 0
 
 
 def _quiet_orbax() -> None:
@@ -148,7 +156,7 @@ def _quiet_orbax() -> None:
     sys.unraisablehook = hook
 
 
-def explain(target: str, args: list[str], options: argparse.Namespace) -> int:
+def explain(target: str, args: list[str], options: argparse.Namespace) -> tuple[dict[str, Any], int]:
     run, _ = _load("explain", target, args, options)
     from rich.console import Console
 
@@ -185,13 +193,7 @@ def explain(target: str, args: list[str], options: argparse.Namespace) -> int:
     if options.plot is not None:
         explanation.plot(options.plot)
         console.print(f"learning rates: {options.plot}", highlight=False, soft_wrap=True)
-    _write_answer(options, {"mesh": dict(mesh.shape), "leaves": rows, "optimizer": explanation.as_json()})
-    return 0
-
-
-def _write_answer(options: argparse.Namespace, answer: dict[str, Any]) -> None:
-    if options.json is not None:
-        options.json.write_text(json.dumps(answer, indent=2, default=str) + os.linesep)
+    return {"mesh": dict(mesh.shape), "leaves": rows, "optimizer": explanation.as_json()}, 0
 
 
 VERBS = {"train": train, "explain": explain}

@@ -3,7 +3,7 @@
 import difflib
 import os
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 PACKAGE = os.path.dirname(__file__)
 
@@ -55,6 +55,12 @@ def where(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "site-packages" not in frame.filename and not frame.filename.startswith(PACKAGE)] or frames
     return f"{type(error).__name__}: {error} ({own[-1].filename}, line {own[-1].lineno})"
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of text under each other, each column as wide as it must be."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  " + "  ".join(f"{text:{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:

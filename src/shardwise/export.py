@@ -5,7 +5,7 @@ import os
 import shutil
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, is_dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,6 @@ DTYPES = {
     "int64": "I64",
     "float64": "F64",
 }
-
-
-def describe_model(module: Any) -> dict[str, Any]:
-    """The class of a model and, if it has a `config` that is a dataclass, its values: for `meta.json`."""
-    config = getattr(module, "config", None)
-    known = is_dataclass(config) and not isinstance(config, type)
-    return {"class": type(module).__name__, **({"config": asdict(config)} if known else {})}  # type: ignore[arg-type]
 
 
 def export_plain(saved: SavedStep, out: Path, *, average: bool = False) -> list[str]:

@@ -13,7 +13,7 @@ from flax import nnx
 from rich.table import Table
 from safetensors import SafetensorError, safe_open
 
-from shardwise.errors import CheckpointError, ConfigError, did_you_mean
+from shardwise.errors import CheckpointError, ConfigError, columns, did_you_mean
 from shardwise.export import DTYPES
 from shardwise.models.gpt import GPT
 from shardwise.models.hf import config_from_hf, is_hf, params_from_hf
@@ -134,13 +134,16 @@ def _name_in_source(path: str, rename: Mapping[str, str | None]) -> tuple[str | 
 
 
 def _mismatch(source: _Source, problems: list[tuple[str, str, str, str]]) -> str:
-    table = [("variable", "saved", "wanted", ""), *problems]
-    widths = [max(len(row[column]) for row in table) for column in range(3)]
-    lines = ["  " + "  ".join([*(f"{row[i]:{widths[i]}}" for i in range(3)), row[3]]).rstrip() for row in table]
     first = problems[0][0]
     group = first.rpartition("/")[0] + "/*" if "/" in first else first
     remedy = f'Begin such variables afresh with rename={{"{group}": None}}, or name the saved ones with rename={{"{first}": "..."}}.'
-    return "\n".join([f"init_from: {source.title} does not fit this model:", *lines, f"Nothing was loaded. {remedy}"])
+    return "\n".join(
+        [
+            f"init_from: {source.title} does not fit this model:",
+            columns([("variable", "saved", "wanted", ""), *problems]),
+            f"Nothing was loaded. {remedy}",
+        ]
+    )
 
 
 def _fresh(spec: StateSpec, seed: int, paths: tuple[str, ...]) -> dict[str, jax.Array]:

@@ -7,7 +7,7 @@ understand without knowing Flax.
 
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
 import jax
@@ -110,3 +110,10 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 def _parts(path: tuple[Any, ...]) -> tuple[str, ...]:
     return tuple(str(part) for part in path)
+
+
+def describe_model(module: Any) -> dict[str, Any]:
+    """The class of a model and, if it has a `config` that is a dataclass, its values: for `meta.json`."""
+    config = getattr(module, "config", None)
+    known = is_dataclass(config) and not isinstance(config, type)
+    return {"class": type(module).__name__, **({"config": asdict(config)} if known else {})}  # type: ignore[arg-type]

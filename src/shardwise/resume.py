@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, columns
 
 # What would make it another run, so that it is refused unless it is accepted by name.
 ACCEPTABLE = {
@@ -57,7 +57,7 @@ def check_accepted(differences: list[Difference], accept: Collection[str], place
     flags, names = " ".join(f"--accept {key}" for key in keys), ", ".join(map(repr, keys))
     raise ConfigError(
         f"{place} was saved by a run that differs from this one:\n"
-        + "\n".join(_lines(refused))
+        + _table(refused)
         + f"\nIf that is meant, say {flags} (in Python: Run(accept=({names},)))."
     )
 
@@ -76,11 +76,10 @@ def report(differences: list[Difference], accept: Collection[str], title: str) -
     return table
 
 
-def _lines(differences: list[Difference], count: int = 12) -> list[str]:
-    rows = [("", "saved", "now"), *((d.name, _short(d.saved), _short(d.now)) for d in differences[:count])]
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    lines = [f"  {name:{widths[0]}}  {saved:{widths[1]}}  {now}" for name, saved, now in rows]
-    return [*lines, f"  and {len(differences) - count} more"] if len(differences) > count else lines
+def _table(differences: list[Difference], count: int = 12) -> str:
+    rows = [(d.name, _short(d.saved), _short(d.now)) for d in differences[:count]]
+    rest = f"\n  and {len(differences) - count} more" if len(differences) > count else ""
+    return columns([("", "saved", "now"), *rows]) + rest
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -17,16 +17,16 @@ from jax.sharding import Mesh
 from shardwise.checkpoint import Keep
 from shardwise.data import Batches, as_batches
 from shardwise.errors import ConfigError, ShardwiseError, where
-from shardwise.export import describe_model
 from shardwise.flops import count_flops
 from shardwise.hardware import find_chip
 from shardwise.initial import InitFrom
 from shardwise.mesh import mesh_text
-from shardwise.module import ModelFactory
+from shardwise.module import ModelFactory, describe_model
 from shardwise.optim.read import read_chains, sample_rates
 from shardwise.sharding import Rules
 from shardwise.state import StateSpec, abstract_state
 from shardwise.step import Batch, EvalStep, Loss, TrainStep, as_means, make_eval_step, make_train_step
+from shardwise.tree import any_layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +85,9 @@ def prepare(run: Run) -> Prepared:
     except Exception as error:
         raise ConfigError(f"the optimizer cannot be applied to the parameters of the model: {where(error)}") from error
     rates = sample_rates(run.optimizer, spec.abstract.params, np.linspace(0, run.steps - 1, 65).astype(int))
-    for group, at in ((group, at) for group, values in rates.items() for at, rate in values.items() if not math.isfinite(rate)):
-        raise ConfigError(f"the learning rate of group '{group}' is {rates[group][at]} at update {at}.")
+    for group, values in rates.items():
+        if wrong := [f"{rate} at update {at}" for at, rate in values.items() if not math.isfinite(rate)]:
+            raise ConfigError(f"the learning rate of group '{group}' is {wrong[0]}.")
     batches = as_batches(run.data)
     options = {"compute_dtype": run.compute_dtype}
     step = make_train_step(spec, run.loss, batches(0), seed=run.seed, accumulate=run.accumulate, norms=run.norms, **options)
@@ -118,8 +119,7 @@ def _describe_optimizer(optimizer: Any, params: Any) -> dict[str, Any]:
     described: dict[str, set[str]] = {}
     for path, chain in read_chains(optimizer, params).items():
         if path:
-            alike = "/".join("*" if part.isdigit() else part for part in path.split("/"))
-            described.setdefault(alike, set()).add(" > ".join(str(part) for part in chain.parts if part.factor is None))
+            described.setdefault(any_layer(path), set()).add(" > ".join(str(part) for part in chain.parts if part.factor is None))
     return {path: " | ".join(sorted(texts)) for path, texts in described.items()}
 
 

@@ -37,6 +37,11 @@ def lookup(tree: Any, path: tuple[str, ...]) -> Any:
     return tree
 
 
+def any_layer(path: str) -> str:
+    """The path with "*" for every number in it: the same for a parameter that every layer has."""
+    return "/".join("*" if part.isdigit() else part for part in path.split("/"))
+
+
 def owner_of(path: str, params: Collection[str]) -> str | None:
     """The parameter to which a leaf of an optimizer's state belongs: the one whose path ends the leaf's own."""
     parts = path.split("/")

@@ -20,21 +20,12 @@ from shardwise.data import Packed, open_tokens
 ROOT = Path(__file__).parents[2]
 FILES = ("tokens.bin", "documents.bin", "tokens.json")
 MAIN = """
-import argparse, sys
-from pathlib import Path
-from shardwise.data.commands import main
-from shardwise.errors import ShardwiseError
+import sys
+from shardwise.cli import main
 
 def run(args):
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--cpu-devices", type=int)
-    options, args = parser.parse_known_args(args)
     try:
-        return main(args, options)
-    except ShardwiseError as error:
-        print(f"shardwise: {error}", file=sys.stderr)
-        return error.exit_code
+        return main(["data", *args])
     finally:
         assert args[0] != "prepare" or "jax" not in sys.modules
 """

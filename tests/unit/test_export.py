@@ -15,9 +15,10 @@ from safetensors.numpy import load_file
 
 from shardwise import Checkpoints, InitFrom, Rules, TrainState, abstract_state, init_state, load_initial, make_mesh, optim
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.export import describe_model, export_gpt2, export_plain, write_safetensors
+from shardwise.export import export_gpt2, export_plain, write_safetensors
 from shardwise.models.gpt import GPT, PRESETS
 from shardwise.models.hf import config_from_hf, config_from_shapes, config_to_hf, is_hf, params_from_hf
+from shardwise.module import describe_model
 from shardwise.optim.parts import evaluation_params
 from shardwise.saved import open_step
 from shardwise.tree import named_leaves

@@ -1,8 +1,6 @@
 """`shardwise data prepare` and `shardwise data show`."""
 
 import argparse
-import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,18 +28,15 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}\n\n{HELP}")
 
 
-def main(args: list[str], options: argparse.Namespace) -> int:
-    """Runs `shardwise data ARGS`; `options.json`, if there is one, is the file for the answer."""
+def main(args: list[str], options: argparse.Namespace) -> tuple[dict[str, Any], int]:
+    """Runs `shardwise data ARGS`; returns what it found and the exit code."""
     if not args or {"-h", "--help"} & set(args[:1]) or ({"-h", "--help"} & set(args) and args[0] == "prepare"):
         print(HELP, end="")
-        return 0 if args else 2
+        return {}, 0 if args else 2
     verb, *rest = args
     if verb not in VERBS:
         raise ConfigError(f"there is no command 'data {verb}'; there are {', '.join(VERBS)}.{did_you_mean(verb, VERBS)}")
-    answer = VERBS[verb](rest, options)
-    if getattr(options, "json", None) is not None:
-        options.json.write_text(json.dumps(answer, indent=2, default=str) + os.linesep)
-    return 0
+    return VERBS[verb](rest, options), 0
 
 
 def _prepare(args: list[str], options: argparse.Namespace) -> dict[str, Any]:

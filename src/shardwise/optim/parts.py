@@ -10,7 +10,7 @@ import optax
 
 from shardwise.optim.groups import map_with_path, param_path, without_value
 from shardwise.optim.schedules import Schedule
-from shardwise.tree import matches, named_leaves
+from shardwise.tree import any_layer, matches, named_leaves
 
 
 class LearningRate(NamedTuple):
@@ -62,7 +62,7 @@ def norm(tree: Any) -> jax.Array:
     alike: dict[Any, jax.Array] = {}
     for path, leaf in named_leaves(tree).items():
         squares = jnp.square(leaf.astype(jnp.float32))
-        kind = ("/".join("*" if part.isdigit() else part for part in path.split("/")), leaf.shape)
+        kind = (any_layer(path), leaf.shape)
         alike[kind] = alike[kind] + squares if kind in alike else squares
     return jnp.sqrt(sum((jnp.sum(squares) for squares in alike.values()), jnp.zeros([], jnp.float32)))
 
