@@ -6,13 +6,21 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The main job is sized for a laptop; say JAX_PLATFORMS=cuda make run to use a GPU.
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: run test test-slow faults lint bench bench-loop bench-optimizers bench-data bench-checkpoints compare-optimizers clean
+.PHONY: run test browser test-slow faults lint bench bench-loop bench-optimizers bench-data bench-checkpoints compare-optimizers clean
 
 run: $(VENV)/.run
 	$(BIN)/shardwise train recipes/stdlib_gpt.py
 
-test: $(VENV)/.test lint
+test: browser $(VENV)/.test lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not faults"
+
+# A browser looks at the pages. Both commands are used where they are; else Debian's packages are installed.
+browser:
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { \
+	  echo "installing chromium and chromium-driver with apt-get"; \
+	  sudo=; [ "$$(id -u)" = 0 ] || sudo=$$(command -v sudo); \
+	  { $$sudo apt-get update && $$sudo apt-get install -y --no-install-recommends chromium chromium-driver; } >/dev/null 2>&1; } || { \
+	  echo "the tests need a browser and apt-get could not install it: put chromium and chromedriver on the PATH" >&2; exit 1; }
 
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow

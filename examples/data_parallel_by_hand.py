@@ -1,6 +1,7 @@
 """One data-parallel step written by hand in three right ways, and the ways in which it goes wrong, in numbers.
 
     python examples/data_parallel_by_hand.py
+    shardwise verify examples/data_parallel_by_hand.py      # the last way, with 60 rows, on every mesh
 
 Data parallelism promises that eight devices with an eighth of the batch each make the very update that one device
 would make with all of it. So every way below starts from the same linear model, makes one SGD step on the same rows, and
@@ -20,7 +21,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import Mean, abstract_state, init_state, make_mesh, make_train_step, use_cpu_devices
+from shardwise import Batches, Mean, Run, abstract_state, init_state, make_mesh, make_train_step, use_cpu_devices
 
 INPUTS, OUTPUTS = 5, 3
 SGD = optax.sgd(0.05)
@@ -144,18 +145,24 @@ def weighted_mean(shards: Shards) -> Callable[..., jax.Array]:
     return lambda *grads: sum(n * g for n, g in zip(rows, grads, strict=True)) / sum(rows)
 
 
-def shardwise_step(mesh: Mesh, x: jax.Array, y: jax.Array) -> nnx.Linear:
+def row_loss(model: nnx.Linear, batch: dict[str, jax.Array]) -> Mean:
     """`Mean` keeps total and weight of each row apart, so shardwise can pad the batch and leave the padding out."""
+    squares = (model(batch["x"]) - batch["y"]) ** 2  # (rows, 3)
+    return Mean(squares, jnp.ones_like(squares))
 
-    def row_loss(model: nnx.Linear, batch: dict[str, jax.Array]) -> Mean:
-        squares = (model(batch["x"]) - batch["y"]) ** 2  # (rows, 3)
-        return Mean(squares, jnp.ones_like(squares))
 
+def shardwise_step(mesh: Mesh, x: jax.Array, y: jax.Array) -> nnx.Linear:
     batch = {"x": np.asarray(x), "y": np.asarray(y)}
     spec = abstract_state(linear, SGD, mesh)
     step = make_train_step(spec, row_loss, batch)
     state, _ = step(init_state(spec, seed=0), step.place(batch))
     return spec.definition.merge(state.params, state.other, jax.random.key(0))
+
+
+def recipe(mesh: str = "data=-1") -> Run:
+    """The same step in a whole run: 60 rows a batch, whatever the number of devices."""
+    x, y = make_rows()
+    return Run(model=linear, loss=row_loss, optimizer=SGD, data=Batches({"x": x, "y": y}, batch_size=60), steps=20, mesh=mesh)
 
 
 # ---------------------------------------------------------------- the table
@@ -173,11 +180,15 @@ def vector(model: nnx.Linear) -> np.ndarray:
     return np.concatenate([np.ravel(model.kernel[...]), np.ravel(model.bias[...])])
 
 
+def make_rows() -> tuple[jax.Array, jax.Array]:
+    keys = jax.random.split(jax.random.key(1), 2)
+    return jax.random.normal(keys[0], (64, INPUTS)), jax.random.normal(keys[1], (64, OUTPUTS))
+
+
 def main() -> dict[str, Any]:
     """{way: (length of the update beside the true one, largest deviation of a parameter)}, and {mistake: error}."""
     mesh = make_mesh("data=8", jax.devices()[:8])
-    keys = jax.random.split(jax.random.key(1), 2)
-    x, y = jax.random.normal(keys[0], (64, INPUTS)), jax.random.normal(keys[1], (64, OUTPUTS))
+    x, y = make_rows()
     start, figures = vector(fresh()[0]), {}
 
     def compare(truth: nnx.Linear, ways: dict[str, nnx.Linear]) -> None:

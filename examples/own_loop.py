@@ -1,6 +1,7 @@
 """Your own training loop: shardwise makes the state and the step, the `for` statement stays yours.
 
     python examples/own_loop.py
+    shardwise verify examples/own_loop.py   # the same numbers on every mesh, leaf by leaf
 
 There are no callbacks to learn: logging, evaluation and early stopping are the body of the loop. Here a net that is
 too large for its 300 digits is trained until the held-out loss has not improved for a while, and its best parameters
@@ -18,6 +19,7 @@ from sklearn.datasets import load_digits
 from shardwise import (
     Batches,
     Mean,
+    Run,
     abstract_state,
     evaluate,
     init_state,
@@ -43,10 +45,21 @@ def loss(model: nnx.Module, batch: dict[str, jax.Array]) -> tuple[Mean, dict[str
     return Mean(nats, one), {"accuracy": Mean(correct, one)}
 
 
+def load_data() -> tuple[np.ndarray, np.ndarray]:
+    digits = load_digits()
+    return (digits.data / 16).astype("float32"), digits.target  # (1797, 64) and (1797,)
+
+
+def recipe(mesh: str = "fsdp=-1") -> Run:
+    """The same training for shardwise's own loop, and for `shardwise verify`."""
+    pixels, label = load_data()
+    train = Batches({"pixels": pixels[:300], "label": label[:300]}, batch_size=64)
+    return Run(model=mlp, loss=loss, optimizer=optax.adamw(1e-3), data=train, steps=2000, mesh=mesh)
+
+
 def main(mesh: str = "fsdp=-1", eval_every: int = 10, patience: int = 5) -> dict[str, float]:
     """The figures of the best step; training stops when `patience` evaluations in a row have not beaten it."""
-    digits = load_digits()
-    pixels, label = (digits.data / 16).astype("float32"), digits.target  # (1797, 64) and (1797,)
+    pixels, label = load_data()
     train = Batches({"pixels": pixels[:300], "label": label[:300]}, batch_size=64)
     held_out = Batches({"pixels": pixels[300:], "label": label[300:]}, batch_size=512)
 

@@ -1,6 +1,7 @@
 """A sharded model without shardwise's step or loop: take the state, write the rest in plain JAX.
 
     python examples/sharded_model.py
+    shardwise verify examples/sharded_model.py  # the model in shardwise's own step, on meshes that its annotations know
 
 Annotations say what a dim of a parameter is; the mesh decides what is cut. `abstract_state` makes a layout for each
 array of it, and `init_state` creates model and optimizer in that layout, so that no device ever holds a whole array
@@ -16,7 +17,7 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardwise import TrainState, abstract_state, init_state, make_mesh, use_cpu_devices
+from shardwise import Batches, Run, TrainState, abstract_state, init_state, make_mesh, use_cpu_devices
 
 
 class MLP(nnx.Module):
@@ -79,9 +80,26 @@ def train_on_one_device(optimizer: optax.GradientTransformation, x: np.ndarray, 
     return model, losses
 
 
-def main(num_steps: int = 20) -> dict[str, float]:
+def make_data() -> tuple[np.ndarray, np.ndarray]:
     random = np.random.default_rng(0)
-    x, label = random.normal(size=(128, 64)).astype("float32"), random.integers(0, 8, 128)
+    return random.normal(size=(128, 64)).astype("float32"), random.integers(0, 8, 128)
+
+
+def recipe(mesh: str = "data=-1") -> Run:
+    """The same model for shardwise's step and loop."""
+    x, label = make_data()
+    return Run(
+        model=MLP,
+        loss=lambda model, batch: loss(model(batch["x"]), batch["label"]),
+        optimizer=optax.adamw(1e-2),
+        data=Batches({"x": x, "label": label}, batch_size=128),
+        steps=20,
+        mesh=mesh,
+    )
+
+
+def main(num_steps: int = 20) -> dict[str, float]:
+    x, label = make_data()
     optimizer = optax.adamw(1e-2)
     spec, state, losses, logits, compiled = train_sharded(optimizer, x, label, num_steps)
     model, expected_losses = train_on_one_device(optimizer, x, label, num_steps)

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from shardwise.state import init_state as init_state
     from shardwise.step import make_eval_step as make_eval_step
     from shardwise.step import make_train_step as make_train_step
+    from shardwise.verification import Verification as Verification
+    from shardwise.verification import verify as verify
 
 _HOMES = {
     "checkpoint": ("Checkpoints", "Keep"),
@@ -77,6 +79,7 @@ _HOMES = {
     "sharding": ("Rules", "constrain", "placement_table"),
     "state": ("TrainState", "abstract_state", "init_state"),
     "step": ("make_eval_step", "make_train_step"),
+    "verification": ("Verification", "verify"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = sorted(_HOME_OF)

@@ -1,7 +1,9 @@
 """What is written down of a run while it goes on: metrics, checkpoints, and what people see."""
 
 import json
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import takewhile
@@ -15,8 +17,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from shardwise.checkpoint import Checkpoints
 from shardwise.errors import CheckpointError, NumericsError
+from shardwise.files import write_whole
 from shardwise.mesh import mesh_text
 from shardwise.metrics import MetricsLog, read_metrics
+from shardwise.planning import Plan
 from shardwise.report import plot_losses, show_count, show_metrics, show_seconds
 from shardwise.run import Prepared, Run
 from shardwise.sharding import show_bytes
@@ -26,15 +30,16 @@ from shardwise.state import TrainState
 class Bookkeeper:
     """Writes down each step once the next one is under way, so that reading its metrics never leaves the devices idle."""
 
-    def __init__(self, run: Run, prepared: Prepared, start: int):
-        self.run, self.prepared, self.first = run, prepared, start + 1
+    def __init__(self, run: Run, prepared: Prepared, start: int, plan: Plan | None = None):
+        self.run, self.prepared, self.first, self.plan = run, prepared, start + 1, plan
         self.log = MetricsLog(run.out / "metrics.jsonl", start) if run.out is not None else None
         self.waited = 0.0  # for data, in all
-        self.clock = _Clock()
+        self.clock = _Clock({"compile": plan.compile_seconds} if plan is not None else {})
         self.last: dict[str, Any] = {}
         self._evaluation: dict[str, Any] = {}
         self.skips = 0  # in a row
         self.bad_records = 0
+        self.step_seconds: deque[float] = deque(maxlen=1000)  # of the latest steps
         self._pending: tuple[int, dict[str, jax.Array], float] | None = None
 
     def __enter__(self) -> "Bookkeeper":
@@ -63,7 +68,9 @@ class Bookkeeper:
         (n, metrics, data_s), self._pending = self._pending, None
         values = {name: value.item() for name, value in metrics.items()}
         finite, weight = values.pop("finite"), values.pop("weight")
-        seconds = self.clock.lap("compile" if n == self.first else "steps")
+        seconds = self.clock.lap("compile" if n == self.first and self.plan is None else "steps")
+        if n > self.first:
+            self.step_seconds.append(seconds)
         self.last = {"step": n, **values, "step_s": seconds, "data_s": data_s, f"{self.run.unit}_per_s": weight / seconds}
         if self.bad_records:
             self.last["bad_records"] = self.bad_records
@@ -111,8 +118,8 @@ class Bookkeeper:
 class _Clock:
     """Where the time went, in named laps."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self.seconds = seconds
         self._last = time.perf_counter()
 
     def lap(self, name: str) -> float:
@@ -208,6 +215,17 @@ def warn(console: Console, text: str) -> None:
 
 
 @contextmanager
+def working(console: Console, text: str) -> Iterator[None]:
+    """While something takes long: a sign of life on a terminal, elsewhere a line."""
+    if console.is_terminal:
+        with console.status(text):
+            yield
+        return
+    console.print(text, highlight=False)
+    yield
+
+
+@contextmanager
 def progress(console: Console, run: Run, start: int) -> Iterator[Callable[[dict[str, float], dict[str, float]], None]]:
     """A live bar on a terminal; elsewhere a line now and then."""
     if console.is_terminal:
@@ -221,14 +239,13 @@ def progress(console: Console, run: Run, start: int) -> Iterator[Callable[[dict[
             TimeRemainingColumn(),
         )
         with Progress(*columns, console=console) as bar:
-            task = bar.add_task("compiling", total=run.steps, completed=start, status="")
+            task = bar.add_task("starting", total=run.steps, completed=start, status="")
 
             def show(record: dict[str, float], eval_metrics: dict[str, float]) -> None:
                 bar.update(task, description="training", completed=int(record["step"]), status=_status(run, record, eval_metrics))
 
             yield show
         return
-    console.print("compiling the step")
     shown = [time.monotonic()]
 
     def show_line(record: dict[str, float], eval_metrics: dict[str, float]) -> None:
@@ -260,9 +277,22 @@ def headline(console: Console, prepared: Prepared) -> None:
     )
 
 
+def _compare(console: Console, run: Run, book: Bookkeeper, plan: Plan) -> None:
+    """Plan and measurement side by side; for programs in plan.json."""
+    step = statistics.median(book.step_seconds)
+    peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    measured = f"{step * 1e3:.1f} ms a step" + (f", {show_bytes(peak)} at the peak" if peak else "")
+    console.print(f"planned: {plan.line()}; measured: {measured}", highlight=False, soft_wrap=True)
+    if run.out is not None:
+        record = {"plan": plan.as_json(), "measured": {"seconds": step, "peak": peak}}
+        write_whole(run.out / "plan.json", json.dumps(record, indent=2, default=str) + "\n")
+
+
 def summary(console: Console, run: Run, book: Bookkeeper, eval_metrics: dict[str, float], text: str | None) -> None:
     if eval_metrics:
         console.print(f"held out: {show_metrics(eval_metrics)}")
+    if book.plan is not None and book.step_seconds:
+        _compare(console, run, book, book.plan)
     times = ", ".join(f"{name} {show_seconds(seconds)}" for name, seconds in book.clock.seconds.items())
     console.print(f"time: {times}; of these {show_seconds(book.waited)} waiting for data")
     if text is not None:

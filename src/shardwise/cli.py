@@ -25,6 +25,8 @@ shardwise trains any Flax NNX model on any device mesh.
   shardwise train RECIPE [arguments of the recipe]      train, or go on where the run directory stands
   shardwise explain RECIPE [arguments of the recipe]    what the optimizer will do to each parameter, how each leaf is laid
                                                         out and why, and what is probably not meant
+  shardwise plan RECIPE [--on v5e:4x4] [--search] ...   whether it fits, on which mesh, how fast, on hardware you need not have
+  shardwise verify RECIPE [arguments of the recipe]     whether it computes on meshes what it computes on one device
   shardwise data prepare | show                         text to token files; statistics and examples of any batch
   shardwise checkpoint ls | show | diff | verify | export
 
@@ -36,6 +38,7 @@ before or after the verb:
   --plot FILE        explain: a picture of the learning rate of every group
   --accept WHAT      train: resume although this has changed: lr, data, optimizer, seed or compute_dtype
   --force-unlock     train: take over a directory that a run on another machine has not left in order
+  --no-plan          train: begin even if the step seems to need more memory than there is
 """
 
 
@@ -66,6 +69,7 @@ def _main(argv: list[str]) -> int:
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--accept", action="append", default=[], choices=list(ACCEPTABLE))
     parser.add_argument("--force-unlock", action="store_true")
+    parser.add_argument("--no-plan", action="store_true")
     options, rest = parser.parse_known_args(argv)
     if not rest or rest[0] in ("-h", "--help", "help"):
         print(HELP, end="")
@@ -131,7 +135,7 @@ def _train(target: str, args: list[str], options: argparse.Namespace, stop: Stop
         stem = Path(target.partition(":")[0]).stem
         run = replace(run, out=Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
     run = replace(run, accept=(*run.accept, *options.accept))
-    result = fit(run, describe=described, stop=stop, force_unlock=options.force_unlock)
+    result = fit(run, describe=described, stop=stop, force_unlock=options.force_unlock, plan=not options.no_plan)
     devices = f" --cpu-devices {options.cpu_devices}" if options.cpu_devices else ""
     kept = [word for i, word in enumerate(args) if "--steps" not in (word.partition("=")[0], args[i - 1] if i else "")]
     again = " ".join([target, *kept, *([] if "--out" in args else ["--out", str(run.out)])])
@@ -196,7 +200,19 @@ def explain(target: str, args: list[str], options: argparse.Namespace) -> tuple[
     return {"mesh": dict(mesh.shape), "leaves": rows, "optimizer": explanation.as_json()}, 0
 
 
-VERBS = {"train": train, "explain": explain}
+def verify(target: str, args: list[str], options: argparse.Namespace) -> tuple[dict[str, Any], int]:
+    from shardwise.verify_command import verify_recipe
+
+    return verify_recipe(target, args, options)
+
+
+def plan(target: str, args: list[str], options: argparse.Namespace) -> tuple[dict[str, Any], int]:
+    from shardwise.plan_command import plan_recipe
+
+    return plan_recipe(target, args, options)
+
+
+VERBS = {"train": train, "plan": plan, "verify": verify, "explain": explain}
 TOOLS = {"data": "shardwise.data.commands", "checkpoint": "shardwise.checkpoint_commands"}
 
 if __name__ == "__main__":

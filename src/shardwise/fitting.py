@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from shardwise.bookkeeping import Bookkeeper, Saver, headline, is_due, progress, summary, warn
+from shardwise.bookkeeping import Bookkeeper, Saver, headline, is_due, progress, summary, warn, working
 from shardwise.checkpoint import Checkpoints
 from shardwise.data import Prefetch
 from shardwise.errors import CheckpointError, DataError, NumericsError, Stopped
@@ -19,6 +19,7 @@ from shardwise.initial import load_initial
 from shardwise.loop import evaluate, steps
 from shardwise.optim.parts import evaluation_params
 from shardwise.optim.read import sample_rates
+from shardwise.planning import check_fits, compile_run
 from shardwise.resume import check_accepted, compare, report
 from shardwise.run import Prepared, Run, describe_run, prepare
 from shardwise.signals import Stop, stop_on_signals
@@ -45,8 +46,11 @@ def fit(
     console: Console | None = None,
     stop: Stop | None = None,
     force_unlock: bool = False,
+    plan: bool = True,
 ) -> Result:
     """Trains from the newest whole checkpoint in `run.out`, or from the start. `describe` is kept with the run as it is.
+
+    The step is compiled before anything is allocated, and refused if it needs more memory than there is, unless `plan` is False.
 
     A signal is noted in `stop`, if one is given; otherwise SIGINT and SIGTERM are taken while this runs. `force_unlock`
     takes over a directory that a run on another machine has not left in order.
@@ -58,24 +62,42 @@ def fit(
         if stop is None:
             stop = stack.enter_context(stop_on_signals())
         if run.out is None:
-            return _fit(run, prepared, None, describe or {}, console, stop)
+            return _fit(run, prepared, None, describe or {}, console, stop, plan)
         check_writable(run.out)
         run.out.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_links(run.out)
         stop.before_exit.append(stack.enter_context(lock_directory(run.out, force_unlock)))
         checkpoints = stack.enter_context(Checkpoints(run.out / "checkpoints", run.keep))
         checkpoints.clean()
-        return _fit(run, prepared, checkpoints, describe or {}, console, stop)
+        return _fit(run, prepared, checkpoints, describe or {}, console, stop, plan)
 
 
-def _fit(run: Run, prepared: Prepared, checkpoints: Checkpoints | None, describe: dict[str, Any], console: Console, stop: Stop) -> Result:
+def _fit(
+    run: Run,
+    prepared: Prepared,
+    checkpoints: Checkpoints | None,
+    describe: dict[str, Any],
+    console: Console,
+    stop: Stop,
+    plan_first: bool,
+) -> Result:
     spec = prepared.spec
     about = {**{key: value for key, value in describe.items() if key != "source"}, **describe_run(run, prepared)}
     if "source" in describe:
         about["source_digest"] = text_digest(describe["source"])
-    restored = _restore(run, spec, checkpoints, about, console) if checkpoints is not None else None
-    state = restored if restored is not None else _begin(run, spec, console)
-    start = int(state.step)
+    saved = _find_saved(run, spec, checkpoints, about, console) if checkpoints is not None else None
+    start = saved or 0
+    plan = None
+    if plan_first and start < run.steps:
+        with working(console, "compiling the step"):
+            plan, prepared = compile_run(run, prepared)
+        check_fits(plan)
+        console.print(f"plan: {plan.line()}", highlight=False, soft_wrap=True)
+    if checkpoints is not None and saved is not None:
+        with working(console, f"loading step {saved}"):
+            state = checkpoints.restore(spec, saved)
+    else:
+        state = _begin(run, spec, console)
     saver = Saver(run, checkpoints, about, console, start)
     if run.out is not None:
         write_whole(run.out / "run.json", json.dumps({**describe, **about, "steps": run.steps}, indent=2, default=str) + "\n")
@@ -86,7 +108,7 @@ def _fit(run: Run, prepared: Prepared, checkpoints: Checkpoints | None, describe
     is_stopped = False
     workers = {"threads": run.data_threads, "processes": run.data_processes}
     feed = Prefetch(prepared.batches, start, run.steps, place=prepared.step.place, is_stopped=lambda: stop.requested, **workers)
-    with Bookkeeper(run, prepared, start) as book, feed, progress(console, run, start) as show:
+    with Bookkeeper(run, prepared, start, plan) as book, feed, progress(console, run, start) as show:
 
         def evaluated(n: int) -> dict[str, float]:
             assert prepared.eval_step is not None
@@ -148,8 +170,8 @@ def _begin(run: Run, spec: StateSpec, console: Console) -> TrainState:
     return state
 
 
-def _restore(run: Run, spec: StateSpec, checkpoints: Checkpoints, about: dict[str, Any], console: Console) -> TrainState | None:
-    """The newest whole state in the run directory, if there is one, after telling what differs from the run that saved it."""
+def _find_saved(run: Run, spec: StateSpec, checkpoints: Checkpoints, about: dict[str, Any], console: Console) -> int | None:
+    """The newest whole step in the run directory, if there is one, after telling what differs from the run that saved it."""
     with console.status(f"verifying the newest checkpoint of {run.out}"):
         step = checkpoints.newest_good(lambda text: warn(console, text))
     if step is None:
@@ -165,8 +187,7 @@ def _restore(run: Run, spec: StateSpec, checkpoints: Checkpoints, about: dict[st
     differences = compare({**saved, "lr": _by_update(rates)}, {**about, "lr": _by_update(rates_now)})
     check_accepted(differences, run.accept, f"checkpoint {checkpoints.path(step)}")
     console.print(report(differences, run.accept, f"resuming {run.out} at step {step}"), highlight=False, soft_wrap=True)
-    with console.status(f"loading step {step}"):
-        return checkpoints.restore(spec, step)
+    return step
 
 
 def _from_update(step: int, rates: dict[str, float]) -> dict[str, float]:

@@ -37,12 +37,32 @@ def _count_one(equation: Any) -> float:
     if name == "cond":
         return max(_count(branch.jaxpr) for branch in params["branches"])
     times = params["length"] if name == "scan" else 1
+    if name == "pallas_call":
+        times = math.prod(size for size in params["grid_mapping"].grid if isinstance(size, int))
     return times * sum(_count(inner) for inner in _inner(params))
+
+
+def count_kernels(jaxpr: core.Jaxpr) -> dict[str, float]:
+    """Arithmetic of one call of each Pallas kernel in `jaxpr`, by the kernel's name: compilers see only that it is called."""
+    found: dict[str, float] = {}
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            found[_kernel_name(equation.params)] = _count_one(equation)
+        else:
+            for inner in _inner(equation.params):
+                found.update(count_kernels(inner))
+    return found
+
+
+def _kernel_name(params: dict[str, Any]) -> str:
+    name = params.get("name") or getattr(params.get("name_and_src_info"), "name", None) or "kernel"
+    return str(name)
 
 
 def _inner(params: dict[str, Any]) -> Iterator[core.Jaxpr]:
     for value in params.values():
-        if isinstance(value, core.ClosedJaxpr):
-            yield value.jaxpr
-        elif isinstance(value, core.Jaxpr):
-            yield value
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, core.ClosedJaxpr):
+                yield one.jaxpr
+            elif isinstance(one, core.Jaxpr):
+                yield one

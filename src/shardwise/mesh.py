@@ -11,6 +11,8 @@ from jax.sharding import AxisType, Mesh
 
 from shardwise.errors import ConfigError
 
+CROSSING = ("replica", "data", "dp", "batch", "fsdp")  # axes that may cross slices, for preference in this order
+
 
 def parse_mesh(text: str, num_devices: int) -> dict[str, int]:
     """Axis names and sizes, in order; one size may be -1 and takes the devices that are left.
@@ -63,8 +65,23 @@ def make_mesh(mesh: str | Mesh, devices: Sequence[Any] | None = None) -> Mesh:
         return mesh
     devices = list(jax.devices() if devices is None else devices)
     sizes = parse_mesh(mesh, len(devices))
-    grid = mesh_utils.create_device_mesh(tuple(sizes.values()), devices, allow_split_physical_axes=True)
+    slices = len({getattr(device, "slice_index", None) for device in devices})
+    if slices == 1:
+        grid = mesh_utils.create_device_mesh(tuple(sizes.values()), devices, allow_split_physical_axes=True)
+    else:
+        crossing = _crossing_axis(mesh, sizes, slices)
+        outer = [slices if name == crossing else 1 for name in sizes]
+        inner = [size // slices if name == crossing else size for name, size in sizes.items()]
+        grid = mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def _crossing_axis(text: str, sizes: dict[str, int], slices: int) -> str:
+    """The axis that crosses the slow network between slices of a TPU: one that splits the batch, for it exchanges least."""
+    for name in (*(n for n in CROSSING if n in sizes), *sizes):
+        if sizes[name] % slices == 0:
+            return name
+    raise ConfigError(f"mesh '{text}' lies on {slices} slices, and none of its axes is a multiple of {slices}, to be split over them.")
 
 
 def use_cpu_devices(count: int) -> None:

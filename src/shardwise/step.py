@@ -76,6 +76,9 @@ class TrainStep:
     layout: BatchLayout
     spec: StateSpec
     batch: Batch  # abstract
+    # The two halves of the step, each jitted alone and donating nothing: `update(state, *gradients(state, batch))` is the step.
+    gradients: Callable[[TrainState, Batch], tuple[Any, dict[str, Mean], Any]]  # gradients, means of the loss, other variables
+    update: Callable[[TrainState, Any, dict[str, Mean], Any], tuple[TrainState, dict[str, jax.Array]]]
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         return self.function(state, batch)
@@ -83,9 +86,12 @@ class TrainStep:
     def place(self, batch: Batch) -> Batch:
         return self.layout.place(batch)
 
+    def trace(self) -> Any:
+        """The step traced for its abstract state, ready for `.lower().compile()`; allocates nothing."""
+        return self.function.trace(self.spec.abstract, self.batch)  # type: ignore[attr-defined]
+
     def lower(self) -> Any:
-        """The step traced for its abstract state, ready for `.compile()`; allocates nothing."""
-        return self.function.lower(self.spec.abstract, self.batch)  # type: ignore[attr-defined]
+        return self.trace().lower()
 
 
 def make_train_step(
@@ -146,12 +152,14 @@ def make_train_step(
         ((grads, means), other), _ = jax.lax.scan(one, (zeros, other), (jnp.arange(accumulate), split))
         return grads, (means, other)
 
-    def step(state: TrainState, rows: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+    def gradients(state: TrainState, rows: Batch) -> tuple[Any, dict[str, Mean], Any]:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         compute = gradient if accumulate == 1 else accumulated
         grads, (means, other) = compute(state.params, state.other, rows, layout.mask(), key)
         grads = jax.tree.map(lambda g: g / means["loss"].weight.astype(g.dtype), grads)
-        grads = with_sharding_constraint(grads, spec.shardings.params)
+        return with_sharding_constraint(grads, spec.shardings.params), means, other
+
+    def update(state: TrainState, grads: Any, means: dict[str, Mean], other: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         grad_norm = norm(grads)
         value = means["loss"].value
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params, value=value, grad=grads)
@@ -167,13 +175,20 @@ def make_train_step(
             metrics |= _norms({"grad_norm": grads, "update_norm": updates, "param_norm": params}, groups)
         return new_state, metrics
 
-    function = jax.jit(
-        step,
-        donate_argnums=0,
-        in_shardings=(spec.shardings, layout.sharding),
-        out_shardings=(spec.shardings, spec.sharding(PartitionSpec())),
+    def step(state: TrainState, rows: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        return update(state, *gradients(state, rows))
+
+    whole, stored, batch_sharding = spec.sharding(PartitionSpec()), spec.shardings, layout.sharding
+    halves = (stored.params, whole, stored.other)
+    function = jax.jit(step, donate_argnums=0, in_shardings=(stored, batch_sharding), out_shardings=(stored, whole))
+    return TrainStep(
+        function,
+        layout,
+        spec,
+        layout.abstract(batch),
+        gradients=jax.jit(gradients, in_shardings=(stored, batch_sharding), out_shardings=halves),
+        update=jax.jit(update, in_shardings=(stored, *halves), out_shardings=(stored, whole)),
     )
-    return TrainStep(function, layout, spec, layout.abstract(batch))
 
 
 @dataclass(frozen=True)

@@ -9,19 +9,19 @@ import shardwise
 
 ROOT = Path(shardwise.__file__).parent
 LEVELS = [
-    {"errors", "metrics", "hardware", "flops", "models", "models.norm", "data.shuffle"},
-    {"tree", "report", "files", "signals", "resume", "models.gpt", "data.files"},
-    {"mesh", "saved", "data.sources", "data.records", "data.tokenizers", "models.hf", "optim.schedules"},
-    {"sharding", "export", "data.batches", "data.packing", "data.prepare", "optim.groups"},
-    {"module", "data.prefetch", "data.combine", "optim.parts", "optim.read", "optim.probe"},
-    {"data", "state", "optim.recipes"},
+    {"errors", "metrics", "hardware", "flops", "hlo", "models", "models.attention", "data.shuffle"},
+    {"tree", "report", "files", "signals", "resume", "roofline", "target", "models.norm", "data.files"},
+    {"mesh", "saved", "data.sources", "data.records", "data.tokenizers", "models.gpt", "optim.schedules"},
+    {"sharding", "data.batches", "data.packing", "data.prepare", "models.hf", "optim.groups"},
+    {"module", "export", "data.prefetch", "data.combine", "optim.parts", "optim.read", "optim.probe", "plan_picture"},
+    {"data", "state", "optim.recipes", "plan_page"},
     {"step", "checkpoint", "initial", "findings", "optim"},
     {"loop", "explanation"},
     {"run"},
-    {"bookkeeping"},
-    {"fitting", "recipe", "checkpoint_commands"},
-    {"data.show"},
-    {"data.commands"},
+    {"planning", "comparison"},
+    {"bookkeeping", "search", "recipe", "checkpoint_commands", "diagnosis"},
+    {"fitting", "data.show", "verification", "plan_command"},
+    {"data.commands", "verify_command"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
@@ -42,7 +42,7 @@ def test_a_module_imports_only_from_lower_levels():
 
 
 def test_models_import_nothing_of_ours_but_models():
-    for name in ("models.gpt", "models.hf", "models.norm"):
+    for name in ("models.attention", "models.gpt", "models.hf", "models.norm"):
         path = ROOT / (name.replace(".", "/") + ".py")
         assert all(other.startswith("models") for other in imports_of(path)), name
 

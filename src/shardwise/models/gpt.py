@@ -12,12 +12,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from shardwise.models.attention import causal_attention
 from shardwise.models.norm import ResidualNorm
 
 Array = jax.Array
@@ -32,7 +33,7 @@ class GPTConfig:
     width: int = 768
     dropout: float = 0.0  # after the embedding, the attention and the MLP
     scan_layers: bool = False  # one compiled block for all layers: compile time does not grow with depth
-    remat: str = "none"  # what the backward pass recomputes: "none", "block" (all of it) or "dots" (all but matrix products)
+    remat: str = "none"  # what the backward pass recomputes: "none", "block" (all of it) or "dots" (all but matrix products and attention)
 
 
 PRESETS = {
@@ -41,6 +42,8 @@ PRESETS = {
     "gpt2-medium": GPTConfig(num_layers=24, num_heads=16, width=1024),  # 355M
     "gpt2-large": GPTConfig(num_layers=36, num_heads=20, width=1280),  # 774M
     "gpt2-xl": GPTConfig(num_layers=48, num_heads=25, width=1600),  # 1.5B
+    "gpt-7b": GPTConfig(num_layers=32, num_heads=32, width=4096),  # the same family, wider and deeper: 6.7B
+    "gpt-70b": GPTConfig(num_layers=86, num_heads=64, width=8192),  # 69.7B
 }
 
 
@@ -69,11 +72,11 @@ class Attention(nnx.Module):
         out_stddev = 0.02 / math.sqrt(2 * c.num_layers)  # each residual branch adds this much less
         self.out = Linear((c.num_heads, head), (c.width,), ("heads", None, "embed"), out_stddev, rngs)
 
-    def __call__(self, x: Array, length: int, mask: Array | None = None) -> Array:
+    def __call__(self, x: Array, length: int, segment_ids: Array | None = None) -> Array:
         kernel, bias = self.qkv.kernel[...], self.qkv.bias[...]
         # Three products, not one: their outputs need not be taken apart, nor the gradients put together.
         q, k, v = (affine(x, kernel[:, i], bias[i]).reshape(-1, length, *bias.shape[1:]) for i in range(3))  # (B, T, H, K)
-        mixed = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=attention_for(q))
+        mixed = causal_attention(q, k, v, segment_ids)
         return self.out(mixed.reshape(-1, *mixed.shape[2:]))
 
 
@@ -101,9 +104,9 @@ class Block(nnx.Module):
         self.mlp = MLP(config, rngs)
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
-    def __call__(self, x: Array, length: int, mask: Array | None = None) -> Array:
+    def __call__(self, x: Array, length: int, segment_ids: Array | None = None) -> Array:
         x, normal = self.norm1(x)
-        x, normal = self.norm2(x + self.dropout(self.attn(normal, length, mask)))
+        x, normal = self.norm2(x + self.dropout(self.attn(normal, length, segment_ids)))
         return x + self.dropout(self.mlp(normal))
 
 
@@ -134,6 +137,11 @@ class GPT(nnx.Module):
         self.norm = ResidualNorm(c.width, epsilon=1e-5, rngs=rngs)
 
     def __call__(self, tokens: Array, segment_ids: Array | None = None, positions: Array | None = None) -> Array:
+        features, table = self.features(tokens, segment_ids, positions)
+        return jax.lax.dot_general(features, table, (((1,), (1,)), ((), ()))).reshape(*tokens.shape, -1)
+
+    def features(self, tokens: Array, segment_ids: Array | None = None, positions: Array | None = None) -> tuple[Array, Array]:
+        """What goes into the output layer, (N, D), and its weights, (V, D): for `chunked_cross_entropy`."""
         length = tokens.shape[1]
         if length > self.config.max_length:
             raise ValueError(f"a sequence of {length} tokens; the model has {self.config.max_length} positions")
@@ -144,28 +152,25 @@ class GPT(nnx.Module):
         else:
             x = x + jnp.take(self.positions[...], positions.reshape(-1), axis=0)
         x = self.dropout(x)
-        mask = None if segment_ids is None else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])  # (B, 1, T, T)
-        block = REMAT[self.config.remat](lambda block, x: block(x, length, mask))
+        block = REMAT[self.config.remat](lambda block, x: block(x, length, segment_ids))
         if self.config.scan_layers:
             x = nnx.scan(block, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.blocks, x)
         else:
             for layer in self.blocks:
                 x = block(layer, x)
-        _, normal = self.norm(x)
-        return jax.lax.dot_general(normal, table, (((1,), (1,)), ((), ()))).reshape(*tokens.shape, -1)
+        return self.norm(x)[1], table
 
 
 REMAT: dict[str, Callable[[Any], Any]] = {
     "none": lambda f: f,
     "block": nnx.remat,
-    "dots": partial(nnx.remat, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+    "dots": partial(
+        nnx.remat,
+        policy=jax.checkpoint_policies.save_from_both_policies(
+            jax.checkpoint_policies.dots_with_no_batch_dims_saveable, jax.checkpoint_policies.save_only_these_names("attention")
+        ),
+    ),
 }
-
-
-def attention_for(q: Array) -> Literal["cudnn"] | None:
-    """cuDNN's flash attention where it can run (half precision on a GPU), else what JAX chooses."""
-    half = q.dtype in (jnp.bfloat16, jnp.float16)
-    return "cudnn" if half and jax.default_backend() == "gpu" else None
 
 
 @jax.custom_vjp
@@ -191,6 +196,55 @@ def _cross_entropy_backward(saved: tuple[Array, Array, Array], g: Array) -> tupl
 
 
 cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def chunked_cross_entropy(features: Array, table: Array, labels: Array, chunks: int) -> Array:
+    """`cross_entropy(features @ table.T, labels)` for features (N, D), table (V, D) and labels (N,), with a part of the logits at a time.
+
+    The backward pass computes the logits of each part again: a third more work for the output layer, and 1 / chunks of its
+    memory. The gradient of the table is summed in float32.
+    """
+    return _chunked_forward(features, table, labels, chunks)[0]
+
+
+def _parts(x: Array, chunks: int) -> Array:
+    """Row i goes to part i % chunks, which moves no row off its device."""
+    return x.reshape(x.shape[0] // chunks, chunks, *x.shape[1:]).swapaxes(0, 1)
+
+
+def _whole(parts: Array) -> Array:
+    return parts.swapaxes(0, 1).reshape(-1, *parts.shape[2:])
+
+
+def _chunked_forward(features: Array, table: Array, labels: Array, chunks: int) -> tuple[Array, Any]:
+    if features.shape[0] % chunks:
+        raise ValueError(f"{features.shape[0]} tokens are not divisible by {chunks} chunks")
+
+    def one(_: None, part: tuple[Array, Array]) -> tuple[None, tuple[Array, Array]]:
+        rows, labels = part
+        nats, saved = _cross_entropy_forward(rows @ table.T, labels)
+        return None, (nats, saved[2])
+
+    _, (nats, log_total) = jax.lax.scan(one, None, (_parts(features, chunks), _parts(labels, chunks)))
+    return _whole(nats), (features, table, labels, _whole(log_total))
+
+
+def _chunked_backward(chunks: int, saved: Any, g: Array) -> tuple[Array, Array, None]:
+    features, table, labels, log_total = saved
+
+    def one(total: Array, part: Any) -> tuple[Array, Array]:
+        rows, labels, log_total, g = part
+        to_logits, _ = _cross_entropy_backward((rows @ table.T, labels, log_total), g)
+        to_table = jax.lax.dot_general(to_logits, rows, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        return total + to_table, to_logits @ table
+
+    parts = tuple(_parts(x, chunks) for x in (features, labels, log_total, g))
+    to_table, to_features = jax.lax.scan(one, jnp.zeros(table.shape, jnp.float32), parts)
+    return _whole(to_features), to_table.astype(table.dtype), None
+
+
+chunked_cross_entropy.defvjp(_chunked_forward, _chunked_backward)
 
 
 def generate(model: GPT, prompt: Array, num_tokens: int, key: Array, temperature: float = 0.8) -> Array:

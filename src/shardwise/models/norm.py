@@ -16,6 +16,8 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.pallas import triton
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardwise.models.attention import platform
+
 Array = jax.Array
 
 
@@ -23,7 +25,7 @@ class ResidualNorm(nnx.LayerNorm):
     """A stream of tokens (N, D) -> the stream itself, and its normalized form."""
 
     def __call__(self, x: Array) -> tuple[Array, Array]:  # type: ignore[override]
-        fused = jax.default_backend() == "gpu" and x.shape[1] <= MAX_WIDTH
+        fused = platform() == "gpu" and x.shape[1] <= MAX_WIDTH
         norm = fused_layer_norm if fused else plain_layer_norm
         assert self.scale is not None
         assert self.bias is not None

@@ -1,0 +1,95 @@
+"""Causal attention by the kernel that suits the devices it is traced for, which need not be those of this machine.
+
+Shapes: B rows, T tokens, H heads of queries, G heads of keys and values (H a multiple of G), K width of a head.
+
+On TPUs JAX's own attention keeps scores of shape (B, H, T, T); `tpu_attention` runs the Pallas kernel that comes with JAX
+("splash"), which keeps a block of them at a time. A kernel is opaque to XLA's partitioner, so it runs inside `jax.shard_map`.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.sharding import PartitionSpec
+
+Array = jax.Array
+LANES = 128  # of a TPU's registers: widths and lengths of the kernel come in multiples of it
+BLOCK = 512  # queries, and keys, that the kernel works on at once
+BATCH = ("replica", "data", "dp", "batch", "fsdp")  # mesh axes that split rows, as in `shardwise.sharding.Rules`
+TENSOR = ("model", "tp", "tensor")  # mesh axes that split heads
+
+
+def platform() -> str:
+    """ "cpu", "gpu" or "tpu": what the current trace is for. A step of shardwise sets the mesh that it is compiled for, and
+    that mesh knows its devices even if they are elsewhere. Anywhere else: the default backend."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
+def causal_attention(q: Array, k: Array, v: Array, segment_ids: Array | None = None) -> Array:
+    """q (B, T, H, K), k and v (B, T, G, K) -> (B, T, H, K). Of several documents in a row, `segment_ids` (B, T) tell them apart.
+
+    The result is named "attention" for policies of `jax.checkpoint`.
+    """
+    where, half = platform(), q.dtype in (jnp.bfloat16, jnp.float16)
+    in_step = not jax.sharding.get_abstract_mesh().empty  # elsewhere nothing says how the kernel for TPUs is to be cut
+    if where == "tpu" and in_step and q.shape[1] % LANES == 0:
+        return tpu_attention(q, k, v, segment_ids)
+    mask = None if segment_ids is None else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])  # (B, 1, T, T)
+    implementation: Any = "cudnn" if where == "gpu" and half else None
+    out = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=implementation)
+    return checkpoint_name(out, "attention")
+
+
+def tpu_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    segment_ids: Array | None = None,
+    *,
+    batch: tuple[str, ...] = BATCH,
+    heads: tuple[str, ...] = TENSOR,
+    block: int = BLOCK,
+    interpret: bool = False,
+) -> Array:
+    """As `causal_attention`, on TPUs; T must be a multiple of 128.
+
+    Each device works on the rows and heads it holds: `batch` and `heads` name the mesh axes that split them. "attention" names all
+    that the backward pass needs besides q, k and v: where a policy keeps that, the forward kernel does not run again.
+
+    interpret: carry out the kernel on any device, slowly, to check its results.
+    """
+    if q.shape[1] % LANES:
+        raise ValueError(f"tpu_attention takes lengths that are multiples of {LANES}, not {q.shape[1]}; pad the rows.")
+    mesh = jax.sharding.get_abstract_mesh()
+    rows, cut = (tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1) for axes in (batch, heads))
+    if q.shape[0] % math.prod(mesh.shape[axis] for axis in rows):
+        rows = ()  # the last rows of an evaluation: every device takes all of them
+    pieces = math.prod(mesh.shape[axis] for axis in cut)
+    if k.shape[2] % pieces:  # fewer heads of keys than devices: each device gets a copy of the one it needs
+        k, v = (jnp.repeat(x, pieces // math.gcd(pieces, k.shape[2]), axis=2) for x in (k, v))
+    kernel = partial(_local, block=block, interpret=interpret)
+    if not rows and not cut:
+        return kernel(q, k, v, segment_ids)
+    spec, ids = PartitionSpec(rows or None, None, cut or None, None), PartitionSpec(rows or None, None)
+    # Kernels do not say which axes their results vary over, so JAX cannot check it.
+    return jax.shard_map(kernel, mesh=mesh, in_specs=(spec, spec, spec, ids), out_specs=spec, check_vma=False)(q, k, v, segment_ids)
+
+
+def _local(q: Array, k: Array, v: Array, segment_ids: Array | None, *, block: int, interpret: bool) -> Array:
+    """The kernel for what one device holds."""
+    length, num_heads, width = q.shape[1:]
+    size = math.gcd(length, block)
+    sizes = splash.BlockSizes(block_q=size, block_kv=size, block_q_dkv=size, block_kv_dkv=size, block_q_dq=size, block_kv_dq=size)
+    mask = masks.MultiHeadMask([masks.CausalMask((length, length))] * num_heads)
+    kernel = splash.make_splash_mha_single_device(mask=mask, block_sizes=sizes, residual_checkpoint_name="attention", interpret=interpret)
+    missing = -width % LANES  # zeros at the end of each head change no product
+    q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, missing))).swapaxes(1, 2) for x in (q * width**-0.5, k, v))  # (B, H, T, K)
+    ids = () if segment_ids is None else (splash.SegmentIds(segment_ids, segment_ids),)
+    with jax.named_scope("causal"):  # tells a plan that the kernel skips what lies above the diagonal
+        return jax.vmap(kernel)(q, k, v, *ids).swapaxes(1, 2)[..., :width]

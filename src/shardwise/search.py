@@ -1,0 +1,276 @@
+"""Which mesh: every way to lay the run on a number of devices, the promising ones compiled, the best first.
+
+A candidate is a mesh with options of the recipe (accumulation, rematerialization). Before anything is compiled, exact arithmetic on
+the abstract state drops what cannot fit. Of the rest the one that should be fastest is compiled next; each answer corrects what is
+expected of the others. An option that only saves memory is tried where memory lacks.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jax.sharding import Mesh
+
+from shardwise.errors import ConfigError
+from shardwise.mesh import make_mesh
+from shardwise.planning import Plan
+from shardwise.roofline import axis_rate
+from shardwise.run import Run
+from shardwise.sharding import num_batch_shards, show_bytes
+from shardwise.state import StateSpec, abstract_state
+from shardwise.target import Target
+
+AXES = ("data", "fsdp", "model")
+RECOMPUTED = {"none": 1.0, "dots": 1.05}  # arithmetic beside that without rematerialization; 4/3 for all else
+
+
+@dataclass(frozen=True)
+class Candidate:
+    mesh: str
+    options: tuple[tuple[str, Any], ...] = ()  # such as (("accumulate", 2), ("remat", "block"))
+
+    def __getitem__(self, name: str) -> Any:
+        return dict(self.options).get(name)
+
+    def but(self, name: str, value: Any) -> "Candidate":
+        return replace(self, options=tuple(sorted({**dict(self.options), name: value}.items())))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A candidate and what came of it."""
+
+    candidate: Candidate
+    status: str  # "compiled", "too large", "pruned", "not compiled", "refused"
+    why: str = ""
+    plan: Plan | None = None
+    expected: float = math.inf  # seconds of a step, before it is compiled
+
+    def as_json(self) -> dict[str, Any]:
+        plan = self.plan
+        return {
+            "mesh": self.candidate.mesh,
+            "options": dict(self.candidate.options),
+            "status": self.status,
+            "why": self.why,
+            "seconds": plan.times.total if plan and plan.times else None,
+            "bound": plan.times.bound if plan and plan.times else None,
+            "peak": plan.memory.peak if plan else None,
+            "items_per_second": plan.items_per_second if plan else None,
+            "mfu": plan.mfu if plan else None,
+            "expected": self.expected if math.isfinite(self.expected) else None,
+        }
+
+
+@dataclass
+class Search:
+    """The state of a search: `entries` is what is known so far, at any moment."""
+
+    entries: dict[Candidate, Entry] = field(default_factory=dict)
+    num_candidates: int = 0  # that exact arithmetic leaves
+    num_compiled: int = 0
+
+    @property
+    def ranking(self) -> list[Entry]:
+        """Best first: what fits by its time, then what does not, then what was not compiled."""
+        order = {"compiled": 0, "too large": 1, "not compiled": 2, "pruned": 3, "refused": 4}
+        return sorted(self.entries.values(), key=lambda e: (order[e.status], _seconds(e), e.expected, _peak(e)))
+
+    @property
+    def best(self) -> Entry | None:
+        first = next(iter(self.ranking), None)
+        return first if first is not None and first.status == "compiled" else None
+
+
+def find_meshes(num_devices: int, axes: Sequence[str] = AXES) -> list[str]:
+    """All meshes over `axes` that use every device; axes of size 1 are left out."""
+
+    def factor(left: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
+        if len(axes) == 1:
+            yield {axes[0]: left}
+            return
+        for size in (d for d in range(1, left + 1) if left % d == 0):
+            for rest in factor(left // size, axes[1:]):
+                yield {axes[0]: size, **rest}
+
+    found = []
+    for sizes in factor(num_devices, axes):
+        kept = {name: size for name, size in sizes.items() if size > 1} or {axes[0]: 1}
+        found.append(",".join(f"{name}={size}" for name, size in kept.items()))
+    return list(dict.fromkeys(found))
+
+
+def search(
+    make: Callable[[Candidate], Run],
+    compile_one: Callable[[Candidate, Run], Plan],
+    target: Target,
+    meshes: Sequence[str],
+    options: Mapping[str, Sequence[Any]],
+    *,
+    budget: int | None = None,
+    found: Search | None = None,
+    tell: Callable[[Search, Candidate], None] = lambda search, candidate: None,
+) -> Search:
+    """Compiles candidates until none that is left should beat the best, or `budget` are compiled (a third of all by default).
+
+    make: the run of a candidate. compile_one: its plan. options: values of each, the fastest first, each next one saving memory.
+    tell: called before each compilation. `found` is filled while this goes on, so that an interruption loses nothing.
+    """
+    found = found if found is not None else Search()
+    first = tuple(sorted((name, values[0]) for name, values in options.items()))
+    guess = _Guess(target)
+    for mesh in meshes:
+        _consider(Candidate(mesh, first), make, target, guess, found)
+    possible = sum(entry.status == "not compiled" for entry in found.entries.values())
+    found.num_candidates = possible * math.prod(len(values) for values in options.values())
+    budget = max(1, math.ceil(found.num_candidates / 3)) if budget is None else budget
+    while found.num_compiled < budget:
+        waiting = [entry for entry in found.entries.values() if entry.status == "not compiled"]
+        if not waiting:
+            break
+        entry = min(waiting, key=lambda e: e.expected)
+        if found.best is not None and entry.expected > _seconds(found.best) * 1.02:
+            break
+        candidate = entry.candidate
+        tell(found, candidate)
+        run = make(candidate)
+        try:
+            plan = compile_one(candidate, run)
+        except ConfigError as error:
+            found.entries[candidate] = Entry(candidate, "refused", str(error))
+            continue
+        found.num_compiled += 1
+        if plan.fits:
+            found.entries[candidate] = Entry(candidate, "compiled", "", plan, entry.expected)
+        else:
+            lacking = f"needs {show_bytes(plan.memory.peak)} of {show_bytes(plan.limit)}"
+            found.entries[candidate] = Entry(candidate, "too large", lacking, plan, entry.expected)
+            for name, values in options.items():
+                later = values[list(values).index(candidate[name]) + 1 :]
+                if later and candidate.but(name, later[0]) not in found.entries:
+                    _consider(candidate.but(name, later[0]), make, target, guess, found)
+        guess.learn(candidate, plan)
+        for other in [e for e in found.entries.values() if e.status == "not compiled"]:
+            found.entries[other.candidate] = replace(other, expected=guess.seconds(other.candidate))
+    for other in [e for e in found.entries.values() if e.status == "not compiled"]:
+        found.entries[other.candidate] = replace(other, why="should be slower" if found.best else "not reached")
+    return found
+
+
+def _consider(candidate: Candidate, make: Callable[[Candidate], Run], target: Target, guess: "_Guess", found: Search) -> None:
+    """Enters a candidate as one to compile, unless it cannot work."""
+    try:
+        run = make(candidate)
+        mesh = make_mesh(candidate.mesh, target.devices)
+        spec = abstract_state(run.model, run.optimizer, mesh, run.rules)
+        rows = _rows(run)
+        shards = num_batch_shards(mesh, run.rules)
+        if rows < shards * run.accumulate:
+            parts = f"{shards} devices{f' in {run.accumulate} parts' if run.accumulate > 1 else ''}"
+            raise ConfigError(f"a batch of {rows} rows cannot be split over {parts}")
+        if rows % (shards * run.accumulate):
+            raise ConfigError(f"{rows} rows are not divisible by {shards} devices x {run.accumulate} parts")
+    except ConfigError as error:
+        found.entries[candidate] = Entry(candidate, "refused", str(error).splitlines()[0])
+        return
+    state = float(sum(p.bytes_per_device for part in (spec.params, spec.other, spec.opt_state) for p in part.values()))
+    if state > target.limit:
+        why = f"parameters and optimizer alone take {show_bytes(state)} of {show_bytes(target.limit)}"
+        found.entries[candidate] = Entry(candidate, "pruned", why)
+        return
+    guess.know(candidate, run, spec, rows / shards)
+    found.entries[candidate] = Entry(candidate, "not compiled", expected=guess.seconds(candidate))
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What is known of a candidate before it is compiled: sizes on one device."""
+
+    mesh: Mesh
+    used: float  # bytes of the parameters where the loss uses them
+    cut: float  # bytes of the gradients as they are kept
+    rows: float
+    accumulate: int
+    remat: float
+
+
+class _Guess:
+    """How long a candidate should take: arithmetic, and bytes along each axis over the rate of its links."""
+
+    def __init__(self, target: Target):
+        self.target = target
+        self.known: dict[Candidate, _Known] = {}
+        self.computing: dict[tuple[float, int], float] = {}  # (recomputed, size of the other axes) -> seconds without waiting
+        self.per_row: float | None = None  # bytes along the axes that do not split the batch, for each row and device
+        self.waited: dict[str, float] = {}  # share of an axis' exchanges that nothing covers
+
+    def know(self, candidate: Candidate, run: Run, spec: StateSpec, rows: float) -> None:
+        width = 2 if run.compute_dtype in ("bfloat16", "float16") else 4
+        used = sum(math.prod(spec.at_use(path).shard_shape(p.shape)) * width for path, p in spec.params.items())
+        cut = sum(math.prod(spec.sharding(p.spec).shard_shape(p.shape)) * width for p in spec.params.values())
+        recomputed = RECOMPUTED.get(str(candidate["remat"]), 4 / 3) if candidate["remat"] is not None else 1.0
+        self.known[candidate] = _Known(spec.mesh, used, cut, rows, run.accumulate, recomputed)
+
+    def seconds(self, candidate: Candidate) -> float:
+        known, chip = self.known[candidate], self.target.chip
+        sizes = dict(known.mesh.shape)
+        others = math.prod(size for name, size in sizes.items() if name not in ("data", "fsdp", "replica"))
+        total = self._computing(known.remat, others)
+        if chip is None:
+            return total
+        for axis, size in sizes.items():
+            if size == 1:
+                continue
+            if axis == "fsdp":
+                moved = 3 * known.used * known.accumulate
+            elif axis in ("data", "replica"):
+                moved = 2 * known.cut
+            else:
+                moved = (self.per_row or 0.0) * known.rows
+            total += self.waited.get(axis, 0.5) * moved * (size - 1) / size / axis_rate(known.mesh, chip, axis)
+        return total
+
+    def _computing(self, remat: float, others: int) -> float:
+        if not self.computing:
+            return remat * 1e-9  # nothing is known yet but the order
+        alike = {key: s for key, s in self.computing.items() if key[0] == remat} or self.computing
+        key = min(alike, key=lambda key: abs(math.log(key[1] / others)))
+        return alike[key] * remat / key[0]
+
+    def learn(self, candidate: Candidate, plan: Plan) -> None:
+        known = self.known[candidate]
+        if plan.times is None:
+            return
+        batch_axes = {"data", "fsdp", "replica"}
+        others = math.prod(size for name, size in plan.mesh.items() if name not in batch_axes)
+        computing = plan.times.arithmetic + plan.times.memory
+        key = (known.remat, others)
+        self.computing[key] = min(computing, self.computing.get(key, math.inf))
+        moved = 0.0
+        for traffic in plan.traffic:
+            axes = set(traffic.axes.split("*"))
+            factor = 2.0 if traffic.kind == "all-reduce" else 1.0
+            if not axes & batch_axes:
+                moved += factor * traffic.bytes
+            if len(axes) == 1 and traffic.seconds > 0:
+                axis = next(iter(axes))
+                spent = [t for t in plan.traffic if t.axes == axis]
+                self.waited[axis] = sum(t.waited for t in spent) / sum(t.seconds for t in spent)
+        if moved:
+            self.per_row = moved / known.rows
+
+
+def _rows(run: Run) -> int:
+    from shardwise.data import as_batches
+    from shardwise.step import num_rows
+
+    return num_rows(as_batches(run.data)(0))
+
+
+def _seconds(entry: Entry) -> float:
+    return entry.plan.times.total if entry.plan is not None and entry.plan.times is not None else math.inf
+
+
+def _peak(entry: Entry) -> float:
+    return entry.plan.memory.peak if entry.plan is not None else math.inf

@@ -1,0 +1,95 @@
+"""`shardwise plan` as a command: answers, mistakes, the page, the search, an interruption."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+RECIPE = "recipes/stdlib_gpt.py"
+
+
+def command(*words, cache):
+    return [sys.executable, "-m", "shardwise.cli", *words], {**os.environ, "JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(cache)}
+
+
+def run(*words, cache):
+    args, env = command(*words, cache=cache)
+    return subprocess.run(args, env=env, capture_output=True, text=True, check=False)
+
+
+def test_a_plan_for_virtual_devices_with_its_page_and_its_command(tmp_path):
+    words = ("plan", RECIPE, "--on", "cpu:8", "--mesh", "data=4,model=2", "--html", tmp_path / "p.html", "--json", tmp_path / "p.json")
+    done = run(*map(str, words), cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "fits" in done.stdout
+    assert "all-reduce" in done.stdout
+    assert f"shardwise train {RECIPE} --mesh data=4,model=2" in done.stdout
+    answer = json.loads((tmp_path / "p.json").read_text())
+    assert answer["plan"]["mesh"] == {"data": 4, "model": 2}
+    assert answer["plan"]["num_devices"] == 8
+    assert {t["axes"] for t in answer["plan"]["traffic"]} >= {"data", "model"}
+    assert "<html" in (tmp_path / "p.html").read_text()[:400]
+    begun = time.monotonic()
+    again = run(*map(str, words), cache=tmp_path)
+    assert again.returncode == 0
+    assert again.stdout == done.stdout
+    assert time.monotonic() - begun < 30  # from the cache
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("--on", "v5e:3x3"), 2, "no such arrangement"),
+        (("--on", "v5x:2x2"), 2, "there is no chip 'v5x'"),
+        (("--on", "cpu:8", "--mesh", "data=3"), 2, "needs 3 devices, and there are 8"),
+        (("--on", "cpu:8", "--search"), 2, "Name a chip"),
+        (("--on", "cpu:2", "--tokens", "many"), 2, "--tokens"),
+    ],
+)
+def test_a_mistake_is_told_in_a_line(words, code, said, tmp_path):
+    done = run("plan", RECIPE, *words, cache=tmp_path)
+    assert done.returncode == code
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_search_on_chips_that_are_not_here_can_be_interrupted_and_goes_on(tmp_path):
+    words = ("plan", RECIPE, "--on", "v5e:2x2", "--search", "--steps", "10", "--json", str(tmp_path / "s.json"))
+    args, env = command(*words, cache=tmp_path / "cache")
+    process = subprocess.Popen(args, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 300
+    while not list((tmp_path / "cache").rglob("*.json")):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=30)
+    assert process.returncode == 75
+    assert "candidates compiled" in out
+    assert "what was compiled is kept" in error
+    assert "Traceback" not in error
+    done = run(*words, cache=tmp_path / "cache")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads((tmp_path / "s.json").read_text())
+    chosen = [c for c in answer["candidates"] if c["chosen"]]
+    assert len(chosen) == 1
+    assert chosen[0] == answer["candidates"][0]
+    assert f"--mesh {chosen[0]['mesh']}" in answer["command"]
+
+
+@pytest.mark.slow
+def test_too_large_is_an_answer_with_remedies(tmp_path):
+    words = ("--preset", "gpt2", "--batch-size", "256", "--length", "512", "--on", "v5e:1x1")
+    done = run("plan", "recipes/gpt2.py", *words, "--json", str(tmp_path / "t.json"), cache=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "too large" in done.stdout
+    assert "largest buffers" in done.stdout
+    for change in ("--loss-chunks 8", "--remat dots", "--remat block", "--accumulate 2", "--accumulate 8"):
+        assert change in done.stdout
+    assert "Traceback" not in done.stderr
+    assert not json.loads((tmp_path / "t.json").read_text())["plan"]["fits"]

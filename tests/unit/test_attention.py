@@ -1,0 +1,72 @@
+"""The kernel for TPUs, carried out here step by step, against JAX's own attention; and the choice of a kernel."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from shardwise import make_mesh
+from shardwise.models.attention import causal_attention, platform, tpu_attention
+
+TPU = AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
+
+
+def inputs(rows, length, heads, kv_heads, width, dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    return tuple(jnp.array(rng.normal(size=(rows, length, n, width)), dtype) for n in (heads, kv_heads, kv_heads))
+
+
+def value_and_grads(attention, args, segment_ids=None):
+    def total(q, k, v):
+        out = attention(q, k, v, segment_ids)
+        return jnp.sin(out).sum(), out
+
+    (_, out), grads = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True))(*args)
+    return out, *grads
+
+
+def kernel(q, k, v, segment_ids):
+    return tpu_attention(q, k, v, segment_ids, block=128, interpret=True)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "packed"), [(4, 2, 64, False), (2, 2, 128, True)], ids=["grouped, narrow heads", "packed rows"]
+)
+def test_the_kernel_gives_the_values_and_gradients_of_plain_attention(heads, kv_heads, width, packed):
+    args = inputs(2, 256, heads, kv_heads, width)
+    segment_ids = jnp.array(np.sort(np.random.default_rng(1).integers(0, 3, (2, 256)), axis=1)) if packed else None
+    for ours, plain in zip(value_and_grads(kernel, args, segment_ids), value_and_grads(causal_attention, args, segment_ids), strict=True):
+        np.testing.assert_allclose(ours, plain, atol=3e-5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "kv_heads", "over"), [(2, 2, "fsdp"), (1, 1, None)], ids=["rows and heads for each device", "one for both"]
+)
+def test_each_device_of_a_mesh_works_on_its_rows_and_heads(rows, kv_heads, over):
+    args = inputs(rows, 128, 4, kv_heads, 64)
+    mesh = make_mesh("fsdp=2,model=2", jax.devices()[:4])
+    where = NamedSharding(mesh, PartitionSpec(over, None, "model"))
+
+    def sharded(q, k, v, segment_ids):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return jax.lax.with_sharding_constraint(kernel(q, k, v, segment_ids), where)
+
+    ours = value_and_grads(sharded, jax.device_put(args, NamedSharding(mesh, PartitionSpec(over))))
+    assert ours[0].sharding.is_equivalent_to(where, 4)
+    for one, plain in zip(ours, value_and_grads(causal_attention, args), strict=True):
+        np.testing.assert_allclose(one, plain, atol=3e-5)
+
+
+def test_the_choice_follows_the_mesh_that_is_traced_for():
+    mesh = AbstractMesh((2,), ("data",), (AxisType.Auto,), abstract_device=TPU)
+    args = inputs(2, 256, 2, 2, 64, jnp.bfloat16)
+    assert platform() == "cpu"
+    assert "pallas_call" not in str(jax.make_jaxpr(causal_attention)(*args))
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert platform() == "tpu"
+        assert "pallas_call" in str(jax.make_jaxpr(causal_attention)(*args))
+        odd = inputs(2, 100, 2, 2, 64)  # a length that the kernel does not take
+        assert "pallas_call" not in str(jax.make_jaxpr(causal_attention)(*odd))
+        with pytest.raises(ValueError, match=r"multiples of 128, not 100; pad the rows"):
+            tpu_attention(*odd)

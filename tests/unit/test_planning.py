@@ -1,0 +1,152 @@
+"""Plans: what the compiler says, by kind; too large is an answer; what was planned is what runs."""
+
+import json
+from dataclasses import replace
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from shardwise import Batches, Mean, Run, Tokens, fit, init_state, make_mesh
+from shardwise.errors import ConfigError
+from shardwise.hardware import Chip
+from shardwise.models.gpt import GPT, PRESETS, chunked_cross_entropy, cross_entropy
+from shardwise.planning import check_fits, compile_run, plan_run
+from shardwise.run import prepare
+from shardwise.target import find_target
+
+CHIP = Chip("round", 1e12, 1e9, 1e11, link=1e10, network=1e9, group=8)
+
+
+def loss(model, batch):
+    return Mean(cross_entropy(model(batch["inputs"]), batch["labels"]))
+
+
+def make_run(mesh="data=8", rows=16, **changes):
+    config = replace(PRESETS["byte"], **{"max_length": 32, "width": 64, "vocab_size": 64, **changes})
+    tokens = np.random.default_rng(0).integers(0, 64, 5000).astype(np.uint16)
+    data = Batches(Tokens(tokens, 32), rows)
+    return Run(model=lambda rngs: GPT(config, rngs), loss=loss, optimizer=optax.adamw(1e-3), data=data, steps=2, mesh=mesh, unit="tokens")
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return plan_run(make_run("data=2,fsdp=2,model=2"), find_target("cpu:8"))
+
+
+def test_memory_by_kind_is_that_of_the_abstract_state_and_of_the_compiler(plan):
+    prepared = prepare(replace(make_run(), mesh=make_mesh("data=2,fsdp=2,model=2")))
+    spec = prepared.spec
+    assert plan.memory.parameters == sum(p.bytes_per_device for p in spec.params.values())
+    assert plan.memory.optimizer == sum(p.bytes_per_device for p in spec.opt_state.values())
+    assert plan.memory.batch == 2 * 4 * 32 * 4  # inputs and labels, 16 rows over data x fsdp = 4, 32 tokens of int32
+    m = prepared.step.lower().compile().memory_analysis()
+    said = m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
+    assert plan.memory.peak == pytest.approx(said, rel=0.05)
+
+
+def test_arithmetic_is_that_of_the_model_shared_among_the_devices(plan):
+    assert plan.flops * 8 == pytest.approx(plan.model_flops, rel=0.01)
+    assert plan.items == 16 * 32
+
+
+@pytest.mark.parametrize("changes", [{"scan_layers": True}, {"remat": "block"}, {"scan_layers": True, "remat": "block"}])
+def test_scanned_layers_count_as_often_as_they_run_and_recomputed_ones_twice(plan, changes):
+    changed = plan_run(make_run("data=2,fsdp=2,model=2", **changes), find_target("cpu:8"))
+    assert changed.model_flops == plan.model_flops
+    more = changed.flops / plan.flops
+    assert more == pytest.approx(1.0, rel=0.02) if "remat" not in changes else 1.1 < more < 4 / 3
+
+
+def test_accumulation_moves_gradients_once_and_parameters_in_every_part():
+    one = plan_run(make_run("data=4,fsdp=2"), find_target("cpu:8"))
+    four = plan_run(replace(make_run("data=4,fsdp=2", rows=64), accumulate=4), find_target("cpu:8"))
+    assert four.flops == pytest.approx(4 * one.flops, rel=0.02)
+    assert four.memory.temporaries < 2.5 * one.memory.temporaries  # and not four times
+
+
+def test_what_cannot_fit_is_said_with_the_largest_buffers(plan):
+    small = replace(find_target("cpu:8"), limit=1e6)
+    found = plan_run(make_run("data=8"), small)
+    assert not found.fits
+    assert found.buffers
+    assert found.buffers == sorted(found.buffers, key=lambda b: -b.bytes)
+    assert sum(b.bytes for b in found.buffers) <= found.memory.temporaries
+    assert any("jit(step)" in b.name for b in found.buffers)
+    with pytest.raises(ConfigError, match=r"needs .* on each device .*parameters.*optimizer"):
+        check_fits(found)
+
+
+def test_a_plan_is_kept_and_found_again(tmp_path, monkeypatch):
+    target = replace(find_target("cpu:8"), chip=CHIP)
+    first = plan_run(make_run(), target, {"remat": "none"}, tmp_path)
+    (file,) = tmp_path.iterdir()
+    monkeypatch.setattr("shardwise.planning.compile_and_read", None)  # must not be needed
+    again = plan_run(make_run(), target, {"remat": "none"}, tmp_path)
+    assert again == first
+    assert json.loads(json.dumps(again.as_json()))["seconds"] == first.times.total
+    monkeypatch.undo()
+    file.write_text('{"target": 1}')
+    assert plan_run(make_run(), target, {"remat": "none"}, tmp_path).memory == first.memory
+    plan_run(make_run(rows=32), target, {}, tmp_path)
+    plan_run(make_run(), replace(target, chip=replace(CHIP, flops=2e12), name="other"), {}, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_the_step_that_was_planned_is_the_step_that_runs():
+    run = replace(make_run(), mesh=make_mesh("data=4,model=2"))
+    plain = prepare(run)
+    plan, planned = compile_run(run, prepare(run))
+    assert plan.fits
+    states = []
+    for prepared in (plain, planned):
+        state = init_state(prepared.spec, 0)
+        for n in range(2):
+            state, metrics = prepared.step(state, prepared.step.place(prepared.batches(n)))
+        states.append((state.params, metrics["loss"]))
+    jax.tree.map(np.testing.assert_array_equal, *states)
+
+
+def test_fit_refuses_what_cannot_fit_before_anything_is_allocated(monkeypatch, tmp_path):
+    from shardwise import planning
+
+    monkeypatch.setattr(planning, "local_target", lambda: replace(find_target("cpu:8"), limit=1e5))
+    run = replace(make_run(), out=tmp_path / "run")
+    with pytest.raises(ConfigError, match="--no-plan tries it all the same"):
+        fit(run)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert fit(run, plan=False).metrics["step"] == 2
+
+
+def test_the_report_of_a_run_sets_plan_and_measurement_side_by_side(tmp_path):
+    fit(replace(make_run(), out=tmp_path / "run"))
+    found = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert found["plan"]["peak"] > 0
+    assert found["measured"]["seconds"] > 0
+
+
+def test_the_loss_in_chunks_is_the_loss():
+    rng = np.random.default_rng(0)
+    features, table = rng.normal(size=(24, 16)).astype("f4"), rng.normal(size=(40, 16)).astype("f4")
+    labels, weights = rng.integers(0, 40, 24), rng.uniform(size=24).astype("f4")
+
+    def total(compute):
+        return lambda f, t: (compute(f, t) * weights).sum()
+
+    whole = jax.value_and_grad(total(lambda f, t: cross_entropy(f @ t.T, labels)), argnums=(0, 1))(features, table)
+    for chunks in (1, 4, 24):
+        parts = jax.value_and_grad(total(lambda f, t, n=chunks: chunked_cross_entropy(f, t, labels, n)), argnums=(0, 1))(features, table)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), parts, whole)
+    with pytest.raises(ValueError, match="24 tokens are not divisible by 5 chunks"):
+        chunked_cross_entropy(features, table, labels, 5)
+
+
+def test_the_loss_in_chunks_needs_less_memory():
+    def chunked(model, batch):
+        return Mean(chunked_cross_entropy(*model.features(batch["inputs"]), batch["labels"].reshape(-1), 8))
+
+    config = replace(PRESETS["byte"], max_length=32, width=32, vocab_size=8192, num_layers=1)
+    whole = replace(make_run("data=8", rows=64), model=lambda rngs: GPT(config, rngs))
+    peaks = [plan_run(replace(whole, loss=f), find_target("cpu:8")).memory.temporaries for f in (loss, chunked)]
+    assert peaks[1] < 0.5 * peaks[0]

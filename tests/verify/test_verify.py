@@ -1,0 +1,275 @@
+"""`verify` passes what is right, finds what is wrong, and says what and where it is."""
+
+import importlib.util
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from shardwise import Rules, abstract_state, init_state, make_train_step, verify
+from shardwise.errors import ConfigError, NumericsError
+from shardwise.models.gpt import GPT, PRESETS
+from shardwise.recipe import load_recipe
+from shardwise.tree import named_leaves
+from shardwise.verification import find_meshes
+
+ROOT = Path(__file__).parents[2]
+PLANTED = Path(__file__).with_name("planted.py")
+spec = importlib.util.spec_from_file_location("planted", PLANTED)
+planted = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(planted)
+
+
+def checked(function, meshes, steps=1):
+    knows_mesh = "mesh" in inspect.signature(function).parameters
+    return verify((lambda mesh: function(mesh=mesh)) if knows_mesh else function(), meshes, steps)
+
+
+def largest_ratio(found):
+    return max(c.ratio for result in found.results for c in result.worst.values())
+
+
+@pytest.mark.parametrize("name", ["good", pytest.param("good_by_hand", marks=pytest.mark.slow)])
+def test_what_is_right_is_far_from_its_tolerance(name):
+    found = checked(getattr(planted, name), ["data=8"] if name == "good_by_hand" else ["data=2,fsdp=4"], steps=2)
+    assert found.ok
+    assert largest_ratio(found) < 0.3
+    assert found.lines()[-1] == "1 of 1 meshes agree with one device."
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "kind", "leaf", "words"),
+    [
+        pytest.param(
+            "summed_loss",
+            "data=8",
+            "gradient",
+            "hidden/bias",
+            "8 times that of one device, and the batch is in 8 shards",
+            marks=pytest.mark.slow,
+        ),
+        ("summed_gradients", "data=8", "gradient", "hidden/bias", "8 times that of one device, and the batch is in 8 shards"),
+        pytest.param(
+            "summed_updates", "data=8", "parameter", "hidden/bias", "every update is 8 times that of one device", marks=pytest.mark.slow
+        ),
+        ("per_device_batch_norm", "data=8", "gradient", "hidden/bias", "a statistic is taken over the rows of one device"),
+        ("mesh_dropout", "data=8", "gradient", "hidden/bias", "a random stream depends on the mesh"),
+        ("mean_of_means", "data=8", "gradient", "hidden/bias", "Rows do not count alike"),
+        pytest.param(
+            "lost_row", "data=8", "gradient", "hidden/bias", "8 of 40 rows (4, 9, 14, 19, 24, 29, 34, 39)", marks=pytest.mark.slow
+        ),
+        pytest.param("slightly_scaled", "data=8", "gradient", "hidden/bias", "1.0005 times that of one device", marks=pytest.mark.slow),
+        pytest.param(
+            "one_shard", "data=8", "parameter", "hidden/bias", "copies of one array are no longer the same", marks=pytest.mark.slow
+        ),
+        pytest.param("local_clipping", "fsdp=8", "parameter", "hidden/bias", "over the piece that a device holds", marks=pytest.mark.slow),
+        pytest.param("counts_devices", "data=8", "statistic", "norm/seen", "a counter that counts devices", marks=pytest.mark.slow),
+        pytest.param("mesh_data", "data=8", "batch", "w", "The data depend on the mesh", marks=pytest.mark.slow),
+        pytest.param(
+            "mesh_weights",
+            "fsdp=8",
+            "initial state",
+            "params/hidden/kernel",
+            "The first weights depend on the mesh",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_planted_bug_is_found_and_named(name, mesh, kind, leaf, words):
+    found = checked(getattr(planted, name), [mesh])
+    first = found.results[0].first
+    assert not found.ok
+    assert (first.kind, first.leaf) == (kind, leaf)
+    assert first.step == (0 if kind == "initial state" else 1)
+    assert words in first.meaning
+    assert largest_ratio(found) > (3 if name == "slightly_scaled" else 100)
+    assert found.lines()[-1] == "0 of 1 meshes agree with one device."
+    if name == "one_shard":
+        assert first.devices.startswith("7 of 8 devices: data=1; data=2")
+    if name == "mesh_weights":
+        assert (first.shape, first.layout, first.why) == ((8, 32), "(-, fsdp)", "automatic FSDP on dim 1")
+
+
+def test_the_halves_of_the_step_are_the_step():
+    run = planted.good()
+    spec = abstract_state(run.model, run.optimizer, "data=4,fsdp=2", run.rules)
+    step = make_train_step(spec, run.loss, run.data(0))
+    batch, state = step.place(run.data(0)), init_state(spec, 0)
+    halves, metrics = step.update(state, *step.gradients(state, batch))  # donates nothing
+    whole, whole_metrics = step(state, batch)
+    for name, leaf in named_leaves(whole).items():
+        np.testing.assert_allclose(np.asarray(leaf), np.asarray(named_leaves(halves)[name]), rtol=1e-5, atol=1e-7, err_msg=name)
+    assert float(metrics["loss"]) == pytest.approx(float(whole_metrics["loss"]), rel=1e-6)
+
+
+def test_found_meshes_use_the_axes_that_the_model_knows():
+    gpt = abstract_state(lambda rngs: GPT(PRESETS["byte"], rngs), optax.sgd(1.0), "data=8")
+    assert find_meshes(gpt, Rules(), 8) == ["data=8", "fsdp=8", "model=8", "data=4,model=2", "data=2,fsdp=2,model=2"]
+    assert find_meshes(gpt, Rules(), 2) == ["data=2", "fsdp=2", "model=2"]
+    net = abstract_state(planted.Net, optax.sgd(1.0), "data=8")
+    assert find_meshes(net, Rules(), 8) == ["data=8", "fsdp=8", "data=2,fsdp=4"]
+    assert find_meshes(net, Rules(batch=("dp",), fsdp=()), 8) == ["dp=8"]
+    assert find_meshes(net, Rules(paths=(("hidden/kernel", (None, "columns")),)), 6) == [
+        "data=6",
+        "fsdp=6",
+        "columns=6",
+        "data=3,columns=2",
+    ]
+
+
+def test_a_mesh_that_cannot_be_is_refused_when_given_and_left_out_when_found():
+    run = planted.make(lambda model, batch: planted.squares(model, batch).mean())  # 40 rows
+    with pytest.raises(ConfigError, match="needs 3 devices, and there are 8"):
+        verify(run, ["data=3"])
+    with pytest.raises(ConfigError, match="mesh axis 'model' \\(size 8\\) cuts neither"):
+        verify(run, ["model=8"])
+    found = verify(replace(run, rules=Rules(paths=(("out/bias", ("model",)),))), steps=1)  # it has one entry
+    assert found.ok
+    assert [result.mesh for result in found.results] == ["data=8", "fsdp=8"]
+    assert list(found.left_out) == ["model=8", "data=4,model=2", "data=2,fsdp=2,model=2"]
+    assert "1 is not divisible by 8" in found.lines()[0]
+
+
+def test_data_that_can_be_read_once_are_refused_unless_the_run_is_made_anew():
+    batches = planted.good().data
+    with pytest.raises(ConfigError, match="can be read once"):
+        verify(replace(planted.good(), data=map(batches, range(9))), ["data=8"])
+    assert verify(lambda mesh: replace(planted.good_by_hand(), data=map(batches, range(9))), ["data=8"], steps=2).ok
+
+
+def test_what_is_not_finite_on_one_device_proves_nothing():
+    with pytest.raises(NumericsError, match="step 1 is not finite"):
+        verify(planted.make(lambda model, batch: jnp.log(-planted.squares(model, batch).mean())), ["data=8"])
+
+
+def test_parameters_in_bfloat16_are_verified_in_float32():
+    coarse = lambda rngs: nnx.Linear(8, 1, param_dtype=jnp.bfloat16, rngs=rngs)  # noqa: E731
+    run = planted.make(lambda model, batch: ((model(batch["x"])[:, 0] - batch["y"]) ** 2).mean(), coarse)
+    found = verify(run, ["data=8"], steps=1)
+    assert found.ok
+    assert found.results[0].worst["gradient"].tolerance < 1e-3
+
+
+def test_code_that_fails_on_a_mesh_only_is_a_mistake_with_a_place():
+    def loss(model, batch):
+        if jax.sharding.get_abstract_mesh().shape.get("data", 1) > 1:
+            raise ValueError("no such axis")
+        return planted.squares(model, batch).mean()
+
+    with pytest.raises(ConfigError, match=r"the step cannot be carried out on data=8: ValueError: no such axis \(.*test_verify.py"):
+        verify(planted.make(loss), ["data=8"], steps=1)
+
+
+# The command
+
+
+def shardwise(*args):
+    command = [sys.executable, "-m", "shardwise.cli", *map(str, args)]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=300)
+
+
+def test_the_command_passes_a_good_recipe(tmp_path):
+    answer = tmp_path / "answer.json"
+    done = shardwise("verify", "examples/data_parallel_by_hand.py", "--meshes", "data=4", "fsdp=4", "--cpu-devices", 4, "--json", answer)
+    assert done.returncode == 0, done.stderr
+    assert "2 of 2 meshes agree with one device." in done.stdout
+    assert "fsdp=4: compiling" in done.stderr
+    found = json.loads(answer.read_text())
+    assert found["ok"]
+    assert [mesh["mesh"] for mesh in found["meshes"]] == ["data=4", "fsdp=4"]
+    assert found["meshes"][0]["worst"]["gradient"]["tolerance"] > 0
+
+
+def test_the_command_names_the_leaf_of_a_bug(tmp_path):
+    done = shardwise("verify", f"{PLANTED}:one_shard", "--mesh", "data=8", "--verify-steps", 1)
+    assert done.returncode == 5, done.stderr
+    assert "data=8 differs from one device at step 1, first in the parameter 'hidden/bias'" in done.stdout
+    assert "on 7 of 8 devices: data=1" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_signal_ends_the_command_at_once():
+    command = [sys.executable, "-m", "shardwise.cli", "verify", "examples/digits.py"]
+    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"}, stderr=subprocess.PIPE, text=True)
+    assert "one device: compiling" in process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 75
+    assert err.strip() == "shardwise: stopped by a signal; nothing was written."
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--meshes", "data=3"], "mesh 'data=3' needs 3 devices, and there are 8"),
+        (["--meshes", "data=8", "--mehs", "data=8"], "--mesh"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_exit_with_2(args, words):
+    done = shardwise("verify", f"{PLANTED}:one_shard", *args)
+    assert done.returncode == 2
+    assert words in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# Every recipe and every example. The quick tests take one mesh of some, the slow ones all meshes of all.
+
+SMALL = {"batch_size": 8, "length": 32}
+RECIPES = {
+    "stdlib_gpt": {**SMALL, "dropout": 0.1, "scan_layers": True},
+    "tokens_gpt": {**SMALL, "pack": True},
+    "gpt2": {**SMALL, "preset": "byte", "loss_chunks": 4},
+    "llama": SMALL,
+}
+EXAMPLES = ("data_parallel_by_hand", "digits", "own_loop", "sharded_model")
+QUICK = {"sharded_model": ["data=2,fsdp=2,model=2"]}
+
+
+def test_every_recipe_and_example_is_verified_here():
+    assert {path.stem for path in (ROOT / "recipes").glob("*.py")} == set(RECIPES)
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == set(EXAMPLES)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "text.txt").write_text("\n\n".join(f"{n} times {n} is {n * n}." for n in range(2000)))
+    assert shardwise("data", "prepare", folder / "text.txt", "--out", folder / "data").returncode == 0
+    return folder / "data"
+
+
+EVERYWHERE = [pytest.param(name, marks=pytest.mark.slow, id=f"{name}-everywhere") for name in (*RECIPES, *EXAMPLES)]
+
+
+@pytest.mark.parametrize("name", [*QUICK, *EVERYWHERE])
+def test_recipes_and_examples_agree_with_one_device(name, request):
+    meshes = None if "everywhere" in request.node.name else QUICK[name]
+    arguments = dict(RECIPES.get(name, {}))
+    if name == "tokens_gpt":
+        arguments["data"] = request.getfixturevalue("prepared")
+    recipe = load_recipe(ROOT / ("recipes" if name in RECIPES else "examples") / f"{name}.py", "recipe")
+    found = verify(lambda mesh: recipe(mesh=mesh, **arguments), meshes, steps=2 if meshes else 3)
+    assert found.ok, "\n".join(found.lines())
+    assert largest_ratio(found) < 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lion", "adafactor", "muon", "schedule_free", "prodigy"])
+def test_no_optimizer_raises_a_false_alarm(optimizer):
+    recipe = load_recipe(ROOT / "recipes" / "stdlib_gpt.py", "recipe")
+    arguments = {**SMALL, "optimizer": optimizer, "steps": 20, "accumulate": 2, "dropout": 0.1, "scan_layers": True}
+    found = verify(lambda mesh: recipe(mesh=mesh, **arguments), ["data=2,fsdp=2,model=2", "fsdp=8"], steps=4)
+    assert found.ok, "\n".join(found.lines())
+    assert largest_ratio(found) < 0.5
