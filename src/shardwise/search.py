@@ -1,10 +1,11 @@
 """Which mesh: every way to lay the run on a number of devices, the promising ones compiled, the best first.
 
-A candidate is a mesh with options of the recipe (accumulation, rematerialization). Before anything is compiled, exact arithmetic on
+A candidate is a mesh with options of the recipe (rematerialization, accumulation). Before anything is compiled, exact arithmetic on
 the abstract state drops what cannot fit. Of the rest the one that should be fastest is compiled next; each answer corrects what is
-expected of the others. An option that only saves memory is tried where memory lacks.
+expected of the others, in time and in memory. Accumulation, which only saves memory, is tried where memory lacks.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,8 @@ from shardwise.state import StateSpec, abstract_state
 from shardwise.target import Target
 
 AXES = ("data", "fsdp", "model")
-RECOMPUTED = {"none": 1.0, "dots": 1.05}  # arithmetic beside that without rematerialization; 4/3 for all else
+SAVING = "accumulate"  # the option that never makes a step faster
+HOPE = 0.85  # of the time known for one kind of rematerialization, that another not yet compiled may take
 
 
 @dataclass(frozen=True)
@@ -114,16 +116,19 @@ def search(
 ) -> Search:
     """Compiles candidates until none that is left should beat the best, or `budget` are compiled (a third of all by default).
 
-    make: the run of a candidate. compile_one: its plan. options: values of each, the fastest first, each next one saving memory.
-    tell: called before each compilation. `found` is filled while this goes on, so that an interruption loses nothing.
+    make: the run of a candidate. compile_one: its plan. options: the values of each. tell: called before each compilation.
+    `found` is filled while this goes on, so that an interruption loses nothing.
     """
     found = found if found is not None else Search()
-    first = tuple(sorted((name, values[0]) for name, values in options.items()))
     guess = _Guess(target)
+    free = {name: values for name, values in options.items() if name != SAVING}
+    first = {name: values[:1] for name, values in options.items() if name == SAVING}
     for mesh in meshes:
-        _consider(Candidate(mesh, first), make, target, guess, found)
+        for values in itertools.product(*{**first, **free}.values()):
+            chosen = dict(zip({**first, **free}, values, strict=True))
+            _consider(Candidate(mesh, tuple(sorted(chosen.items()))), make, target, guess, found)
     possible = sum(entry.status == "not compiled" for entry in found.entries.values())
-    found.num_candidates = possible * math.prod(len(values) for values in options.values())
+    found.num_candidates = possible * len(options.get(SAVING, [1]))
     budget = max(1, math.ceil(found.num_candidates / 3)) if budget is None else budget
     while found.num_compiled < budget:
         waiting = [entry for entry in found.entries.values() if entry.status == "not compiled"]
@@ -146,16 +151,33 @@ def search(
         else:
             lacking = f"needs {show_bytes(plan.memory.peak)} of {show_bytes(plan.limit)}"
             found.entries[candidate] = Entry(candidate, "too large", lacking, plan, entry.expected)
-            for name, values in options.items():
-                later = values[list(values).index(candidate[name]) + 1 :]
-                if later and candidate.but(name, later[0]) not in found.entries:
-                    _consider(candidate.but(name, later[0]), make, target, guess, found)
+            _save_more(candidate, make, target, guess, found, options)
         guess.learn(candidate, plan)
         for other in [e for e in found.entries.values() if e.status == "not compiled"]:
-            found.entries[other.candidate] = replace(other, expected=guess.seconds(other.candidate))
+            if guess.is_too_large(other.candidate):
+                found.entries[other.candidate] = replace(other, status="pruned", why="should be too large, like those that were compiled")
+                _save_more(other.candidate, make, target, guess, found, options)
+            else:
+                found.entries[other.candidate] = replace(other, expected=guess.seconds(other.candidate))
     for other in [e for e in found.entries.values() if e.status == "not compiled"]:
-        found.entries[other.candidate] = replace(other, why="should be slower" if found.best else "not reached")
+        slower = found.best is not None and other.expected > _seconds(found.best)
+        found.entries[other.candidate] = replace(other, why="should be slower" if slower else "not reached")
     return found
+
+
+def _save_more(
+    candidate: Candidate,
+    make: Callable[[Candidate], Run],
+    target: Target,
+    guess: "_Guess",
+    found: Search,
+    options: Mapping[str, Sequence[Any]],
+) -> None:
+    """The same candidate with the next value of the option that saves memory."""
+    values = list(options.get(SAVING, ()))
+    for value in values[values.index(candidate[SAVING]) + 1 :][:1] if values else []:
+        if (other := candidate.but(SAVING, value)) not in found.entries:
+            _consider(other, make, target, guess, found)
 
 
 def _consider(candidate: Candidate, make: Callable[[Candidate], Run], target: Target, guess: "_Guess", found: Search) -> None:
@@ -179,7 +201,7 @@ def _consider(candidate: Candidate, make: Callable[[Candidate], Run], target: Ta
         why = f"parameters and optimizer alone take {show_bytes(state)} of {show_bytes(target.limit)}"
         found.entries[candidate] = Entry(candidate, "pruned", why)
         return
-    guess.know(candidate, run, spec, rows / shards)
+    guess.know(candidate, run, spec, rows / shards, state)
     found.entries[candidate] = Entry(candidate, "not compiled", expected=guess.seconds(candidate))
 
 
@@ -188,77 +210,85 @@ class _Known:
     """What is known of a candidate before it is compiled: sizes on one device."""
 
     mesh: Mesh
+    kind: tuple[Any, ...]  # the options that change what is computed
+    others: int  # devices along axes that do not split the batch
     used: float  # bytes of the parameters where the loss uses them
     cut: float  # bytes of the gradients as they are kept
-    rows: float
+    state: float
+    rows: float  # of one part, if the batch is worked off in parts
     accumulate: int
-    remat: float
 
 
 class _Guess:
-    """How long a candidate should take: arithmetic, and bytes along each axis over the rate of its links."""
+    """How long a candidate should take: what computing takes elsewhere, and bytes along each axis over the rate of its links."""
 
     def __init__(self, target: Target):
         self.target = target
         self.known: dict[Candidate, _Known] = {}
-        self.computing: dict[tuple[float, int], float] = {}  # (recomputed, size of the other axes) -> seconds without waiting
-        self.per_row: float | None = None  # bytes along the axes that do not split the batch, for each row and device
+        self.computing: dict[tuple[tuple[Any, ...], int], float] = {}  # (kind, others) -> seconds without waiting
+        self.temporaries: list[tuple[_Known, float]] = []
+        self.per_row: float | None = None  # bytes along the axes that do not split the batch, for each row of a device
         self.waited: dict[str, float] = {}  # share of an axis' exchanges that nothing covers
 
-    def know(self, candidate: Candidate, run: Run, spec: StateSpec, rows: float) -> None:
+    def know(self, candidate: Candidate, run: Run, spec: StateSpec, rows: float, state: float) -> None:
         width = 2 if run.compute_dtype in ("bfloat16", "float16") else 4
         used = sum(math.prod(spec.at_use(path).shard_shape(p.shape)) * width for path, p in spec.params.items())
         cut = sum(math.prod(spec.sharding(p.spec).shard_shape(p.shape)) * width for p in spec.params.values())
-        recomputed = RECOMPUTED.get(str(candidate["remat"]), 4 / 3) if candidate["remat"] is not None else 1.0
-        self.known[candidate] = _Known(spec.mesh, used, cut, rows, run.accumulate, recomputed)
+        others = math.prod(size for name, size in spec.mesh.shape.items() if name not in run.rules.batch)
+        kind = tuple(value for name, value in candidate.options if name != SAVING)
+        self.known[candidate] = _Known(spec.mesh, kind, others, used, cut, state, rows / run.accumulate, run.accumulate)
 
     def seconds(self, candidate: Candidate) -> float:
         known, chip = self.known[candidate], self.target.chip
-        sizes = dict(known.mesh.shape)
-        others = math.prod(size for name, size in sizes.items() if name not in ("data", "fsdp", "replica"))
-        total = self._computing(known.remat, others)
-        if chip is None:
-            return total
-        for axis, size in sizes.items():
-            if size == 1:
+        total = self._computing(known)
+        for axis, size in known.mesh.shape.items():
+            if size == 1 or chip is None:
                 continue
             if axis == "fsdp":
                 moved = 3 * known.used * known.accumulate
             elif axis in ("data", "replica"):
                 moved = 2 * known.cut
             else:
-                moved = (self.per_row or 0.0) * known.rows
+                moved = (self.per_row or 0.0) * known.rows * known.accumulate
             total += self.waited.get(axis, 0.5) * moved * (size - 1) / size / axis_rate(known.mesh, chip, axis)
         return total
 
-    def _computing(self, remat: float, others: int) -> float:
-        if not self.computing:
-            return remat * 1e-9  # nothing is known yet but the order
-        alike = {key: s for key, s in self.computing.items() if key[0] == remat} or self.computing
-        key = min(alike, key=lambda key: abs(math.log(key[1] / others)))
-        return alike[key] * remat / key[0]
+    def _computing(self, known: _Known) -> float:
+        alike = {key: seconds for key, seconds in self.computing.items() if key[0] == known.kind}
+        hope = 1.0 if alike else HOPE
+        if not (alike or self.computing):
+            return 0.0
+        near = min(alike or self.computing, key=lambda key: abs(math.log(key[1] / known.others)))
+        return hope * self.computing[near]
+
+    def is_too_large(self, candidate: Candidate) -> bool:
+        """Whether even the least that can be hoped for, temporaries that shrink with rows and cuts, exceeds the memory."""
+        known = self.known[candidate]
+        least = max(
+            (
+                size * min(1.0, known.rows / k.rows) * min(1.0, k.others / known.others)
+                for k, size in self.temporaries
+                if k.kind == known.kind
+            ),
+            default=0.0,
+        )
+        return known.state + 0.9 * least > self.target.limit
 
     def learn(self, candidate: Candidate, plan: Plan) -> None:
         known = self.known[candidate]
-        if plan.times is None:
+        self.temporaries.append((known, plan.memory.temporaries))
+        if plan.times is None or not plan.fits:  # the times of what does not fit are coarser: the compiler gave up on it
             return
-        batch_axes = {"data", "fsdp", "replica"}
-        others = math.prod(size for name, size in plan.mesh.items() if name not in batch_axes)
-        computing = plan.times.arithmetic + plan.times.memory
-        key = (known.remat, others)
-        self.computing[key] = min(computing, self.computing.get(key, math.inf))
-        moved = 0.0
-        for traffic in plan.traffic:
-            axes = set(traffic.axes.split("*"))
-            factor = 2.0 if traffic.kind == "all-reduce" else 1.0
-            if not axes & batch_axes:
-                moved += factor * traffic.bytes
-            if len(axes) == 1 and traffic.seconds > 0:
-                axis = next(iter(axes))
-                spent = [t for t in plan.traffic if t.axes == axis]
-                self.waited[axis] = sum(t.waited for t in spent) / sum(t.seconds for t in spent)
+        key = (known.kind, known.others)
+        self.computing[key] = min(plan.times.arithmetic + plan.times.memory, self.computing.get(key, math.inf))
+        inner = {name for name, size in known.mesh.shape.items() if size > 1 and name not in ("data", "fsdp", "replica")}
+        moved = sum(t.bytes * (2.0 if t.kind == "all-reduce" else 1.0) for t in plan.traffic if set(t.axes.split("*")) <= inner)
         if moved:
-            self.per_row = moved / known.rows
+            self.per_row = moved / known.rows / known.accumulate
+        for axis in known.mesh.axis_names:
+            spent = [t for t in plan.traffic if t.axes == axis]
+            if (seconds := sum(t.seconds for t in spent)) > 0:
+                self.waited[axis] = sum(t.waited for t in spent) / seconds
 
 
 def _rows(run: Run) -> int:
