@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from shardwise.mesh import mesh_text as mesh_text
     from shardwise.mesh import use_cpu_devices as use_cpu_devices
     from shardwise.metrics import Mean as Mean
+    from shardwise.planning import Plan as Plan
+    from shardwise.planning import plan_run as plan_run
     from shardwise.run import Run as Run
     from shardwise.sharding import Rules as Rules
     from shardwise.sharding import constrain as constrain
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from shardwise.state import init_state as init_state
     from shardwise.step import make_eval_step as make_eval_step
     from shardwise.step import make_train_step as make_train_step
+    from shardwise.target import find_target as find_target
     from shardwise.verification import Verification as Verification
     from shardwise.verification import verify as verify
 
@@ -75,10 +78,12 @@ _HOMES = {
     "loop": ("evaluate", "steps"),
     "mesh": ("make_mesh", "mesh_text", "use_cpu_devices"),
     "metrics": ("Mean",),
+    "planning": ("Plan", "plan_run"),
     "run": ("Run",),
     "sharding": ("Rules", "constrain", "placement_table"),
     "state": ("TrainState", "abstract_state", "init_state"),
     "step": ("make_eval_step", "make_train_step"),
+    "target": ("find_target",),
     "verification": ("Verification", "verify"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -96,6 +96,7 @@ class Collective:
     groups: tuple[tuple[int, ...], ...]
     op_name: str
     channel: str
+    across_slices: bool = False  # between TPU slices, by way of their hosts; such programs name no groups
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ class Work:
     flops: float = 0.0
     bytes: float = 0.0  # to and from the device's main memory
     kernel: str = ""  # of a call whose inside XLA cannot see
+    is_known: bool = True  # whether the arithmetic of the kernel is
     attends: int = 0  # tokens that each token of a fused attention may see
 
 
@@ -121,7 +123,9 @@ class Program:
             return Work()
         is_attention = op.opcode == "custom-call" and "__cudnn$fmha" in op.attributes
         attends = computation.arrays(op.operands[1])[0].dims[1] if is_attention else 0
-        return Work(self._flops(computation, op), self._bytes(computation, op), _kernel(op), attends)
+        kernel = _kernel(op)
+        is_known = not kernel or kernel in self.kernels
+        return Work(self._flops(computation, op), self._bytes(computation, op), kernel, is_known, attends)
 
     def trips(self, op: Op) -> int:
         """How often the body of a loop runs."""
@@ -153,6 +157,9 @@ class Program:
             out = sum(array.bytes for array in op.arrays) - (operands if op.opcode.endswith("-start") else 0)
             channel = re.search(r"channel_id=(\d+)", op.attributes)
             return Collective(kind, max(operands, out), _groups(op.attributes), op.op_name, channel[1] if channel else op.name)
+        if op.opcode in ("send", "recv") and (kind := _attribute(op, "_xla_megascale_transfer_type")):
+            name = kind.lower().replace("_", "-")
+            return Collective(name, op.arrays[0].bytes, (), op.op_name, _attribute(op, "_xla_host_transfer_rendezvous"), True)
         for inner in self.inner(op):
             for other in inner.ops:
                 if (found := self.collective(other, inner)) is not None:
@@ -313,6 +320,11 @@ def _main(arrays: tuple[Array, ...] | list[Array]) -> int:
     return sum(array.bytes for array in arrays if not array.on_chip)
 
 
+def _attribute(op: Op, name: str) -> str:
+    found = re.search(rf'{name}="([^"]*)"', op.attributes)
+    return found[1] if found else ""
+
+
 def _numbers(pattern: str, text: str) -> list[int]:
     found = re.search(pattern, text)
     return [int(number) for number in re.findall(r"\d+", found[1])] if found else []
@@ -325,7 +337,7 @@ def _kernel(op: Op) -> str:
     target = re.search(r'custom_call_target="([^"]*)"', op.attributes)
     if target is None or not ("tpu_custom_call" in target[1] or "triton" in target[1] or "mosaic" in target[1]):
         return ""
-    found = re.search(r'kernel_name\s*=?\s*"?:?\s*"([^"]+)"', op.attributes)
+    found = re.search(r'\bname = "([^"]+)"', op.attributes)
     parts = [part for part in op.op_name.split("/") if part != "pallas_call"]
     return found[1] if found else parts[-1] if parts else op.name
 

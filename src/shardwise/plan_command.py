@@ -110,7 +110,7 @@ def plan_recipe(target: str, args: list[str], options: argparse.Namespace) -> tu
     with stop_on_signals(may_exit=True) as stop:
         known = Search()
         stop.last_words = "stopped by a signal; what was compiled is kept, and the same command goes on from there."
-        stop.before_exit.append(lambda: _show_ranking(console, known, recipe) if known.entries else None)
+        stop.before_exit.append(lambda: _show_ranking(console, known) if known.entries else None)
         plan, candidate, found = planner(recipe, on, compile_one, console, shown, known, mine.compile_at_most)
     if plan is None:
         return {"target": on.name, "fits": False, "candidates": [entry.as_json() for entry in found.ranking]}, 2
@@ -169,7 +169,7 @@ def _searched(
             status.update(f"compiling {_name(candidate)} ({found.num_compiled + 1}, at most {limit} of {found.num_candidates}{best})")
 
         found = search(recipe.run, compile_one, on, meshes, options, budget=budget, found=known, tell=tell)
-    _show_ranking(console, found, recipe)
+    _show_ranking(console, found)
     if found.best is None or found.best.plan is None:
         console.print(f"nothing fits {on.name}. Take more devices, or a smaller batch.", highlight=False)
         return None, Candidate(""), found
@@ -258,13 +258,14 @@ def _show_cost(console: Console, plan: Plan, tokens: float) -> None:
     )
 
 
-def _show_ranking(console: Console, found: Search, recipe: Recipe) -> None:
+def _show_ranking(console: Console, found: Search) -> None:
     table = Table(title=f"{found.num_compiled} of {found.num_candidates} candidates compiled", title_justify="left")
     for column, justify in (("mesh", "left"), ("options", "left"), ("step", "right"), ("per second", "right"), ("MFU", "right")):
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
     table.add_column("peak", justify="right")
-    table.add_column("bound by, or why not", overflow="fold")
-    for entry in found.ranking:
+    table.add_column("bound by, or why not")
+    refused = [entry for entry in found.ranking if entry.status == "refused"]
+    for entry in (entry for entry in found.ranking if entry.status != "refused"):
         plan = entry.plan
         options = " ".join(f"{name}={value}" for name, value in entry.candidate.options if value not in (1, "none"))
         if plan is not None and plan.times is not None:
@@ -276,6 +277,9 @@ def _show_ranking(console: Console, found: Search, recipe: Recipe) -> None:
         style = None if entry.status == "compiled" else "dim"
         table.add_row(entry.candidate.mesh, options, *numbers, f"{entry.status}: {why}" if style else why, style=style)
     console.print(table)
+    if refused:
+        meshes = ", ".join(f"'{entry.candidate.mesh}'" for entry in refused)
+        console.print(f"not possible: {meshes}. The first: {refused[0].why}", highlight=False, soft_wrap=True)
 
 
 def _show_remedies(recipe: Recipe, candidate: Candidate, plan: Plan, compile_one: CompileOne, console: Console, shown: Console) -> None:

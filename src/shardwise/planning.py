@@ -29,7 +29,7 @@ from shardwise.mesh import make_mesh, mesh_text
 from shardwise.roofline import Estimate, Traffic, estimate
 from shardwise.run import Prepared, Run, prepare
 from shardwise.sharding import show_bytes, show_spec
-from shardwise.target import Target, local_target
+from shardwise.target import Target, find_target, local_target
 from shardwise.tree import named_leaves, num_bytes
 
 NO_CHIP = Chip("unknown", math.inf, math.inf, math.inf)  # counts without telling times
@@ -147,12 +147,12 @@ class Plan:
         return {**dataclasses.asdict(self), **derived}
 
 
-def plan_run(run: Run, target: Target | None = None, options: dict[str, Any] | None = None, cache: Path | None = None) -> Plan:
-    """Compiles the step of `run` for `target` (the devices at hand by default). Too large is an answer: `fits` is False.
+def plan_run(run: Run, target: Target | str | None = None, options: dict[str, Any] | None = None, cache: Path | None = None) -> Plan:
+    """Compiles the step of `run` for `target`, such as "v5e:4x4" (the devices at hand by default). Too large is an answer: `fits` is False.
 
     options: what the plan shall say of the run besides. cache: a folder in which answers are kept and found again.
     """
-    target = local_target() if target is None else target
+    target = local_target() if target is None else find_target(target) if isinstance(target, str) else target
     if isinstance(run.mesh, Mesh) and list(run.mesh.devices.flat) != list(target.devices):
         run = replace(run, mesh=mesh_text(run.mesh))
     run = replace(run, mesh=make_mesh(run.mesh, target.devices))

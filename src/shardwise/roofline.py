@@ -8,6 +8,7 @@ cycles of an instruction themselves, which then stand for arithmetic and bytes.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -120,7 +121,7 @@ def _run(program: Program, computation: Computation, chip: Chip, wires: "_Wires"
                 _take(total, program.work(computation, op), op, chip) if op.opcode == "fusion" and program._flops(computation, op) else None
             if ends[key] == op.name:
                 finish(key)
-        elif op.opcode.endswith("-done") and op.operands:
+        elif op.opcode.endswith("-done") and op.opcode != "send-done" and op.operands:
             begun = computation.by_name.get(op.operands[0].partition("#")[0])
             found = program.collective(begun, computation) if begun is not None else None
             if found is not None and _key(found) in pending:
@@ -146,7 +147,7 @@ def _take(total: Estimate, work: Work, op: Op, chip: Chip) -> None:
     seconds = counted or max(arithmetic, memory)
     if work.flops or work.bytes:
         seconds += chip.launch
-    if work.kernel and not work.flops:
+    if work.kernel and not work.is_known:
         total.unknown[work.kernel] = total.unknown.get(work.kernel, 0) + 1
     total.seconds += seconds
     total.flops += work.flops
@@ -167,7 +168,7 @@ def _last_mentions(program: Program, computation: Computation) -> dict[str, str]
     for op in computation.ops:
         collective = None if op.opcode in ("while", "conditional", "call") else program.collective(op, computation)
         if collective is not None:
-            found[_key(collective)] = "" if op.opcode.endswith("-start") else op.name
+            found[_key(collective)] = "" if op.opcode.endswith("-start") or op.opcode in ("send", "recv") else op.name
     return found
 
 
@@ -190,10 +191,10 @@ class _Wires:
         self.sizes = tuple(mesh.shape.values())
         self.devices = list(mesh.devices.flat)
         self.extent = _extent(self.devices)
-        self.seen: dict[tuple[str, tuple[tuple[int, ...], ...]], tuple[str, int, str, float]] = {}
+        self.seen: dict[tuple[str, Any, bool], tuple[str, int, str, float]] = {}
 
     def traffic(self, collective: Collective) -> Traffic:
-        key = (collective.kind, collective.groups)
+        key = (collective.kind, collective.groups, collective.across_slices)
         if key not in self.seen:
             self.seen[key] = self._wire(collective)
         axes, size, link, rate = self.seen[key]
@@ -206,6 +207,8 @@ class _Wires:
         """Axes, devices in a group, kind of link, bytes a second."""
         groups = collective.groups or (tuple(range(len(self.devices))),)
         members = groups[0]
+        if collective.across_slices:  # one device of each slice
+            members = tuple({getattr(d, "slice_index", 0): i for i, d in reversed(list(enumerate(self.devices)))}.values())[::-1]
         if collective.kind == "collective-permute":
             members = max(groups, key=lambda pair: abs(pair[0] - pair[-1]))
         places = np.array(np.unravel_index(members, self.sizes)).T

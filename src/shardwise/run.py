@@ -4,7 +4,7 @@ import math
 import platform
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -140,5 +140,12 @@ def _environment() -> dict[str, Any]:
     devices = jax.devices()
     return {
         "devices": {"count": len(devices), "kind": devices[0].device_kind, "processes": jax.process_count()},
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed as a package"

@@ -24,7 +24,7 @@ from shardwise.target import Target
 
 AXES = ("data", "fsdp", "model")
 SAVING = "accumulate"  # the option that never makes a step faster
-HOPE = 0.85  # of the time known for one kind of rematerialization, that another not yet compiled may take
+HOPE = 0.85  # of the shortest computing time known, that what was not compiled yet may take
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,8 @@ def search(
     for mesh in meshes:
         for values in itertools.product(*{**first, **free}.values()):
             chosen = dict(zip({**first, **free}, values, strict=True))
-            _consider(Candidate(mesh, tuple(sorted(chosen.items()))), make, target, guess, found)
+            if not _consider(Candidate(mesh, tuple(sorted(chosen.items()))), make, target, guess, found):
+                break  # it is the mesh that cannot work
     possible = sum(entry.status == "not compiled" for entry in found.entries.values())
     found.num_candidates = possible * len(options.get(SAVING, [1]))
     budget = max(1, math.ceil(found.num_candidates / 3)) if budget is None else budget
@@ -180,8 +181,8 @@ def _save_more(
             _consider(other, make, target, guess, found)
 
 
-def _consider(candidate: Candidate, make: Callable[[Candidate], Run], target: Target, guess: "_Guess", found: Search) -> None:
-    """Enters a candidate as one to compile, unless it cannot work."""
+def _consider(candidate: Candidate, make: Callable[[Candidate], Run], target: Target, guess: "_Guess", found: Search) -> bool:
+    """Enters a candidate as one to compile, unless it cannot work; says whether it can."""
     try:
         run = make(candidate)
         mesh = make_mesh(candidate.mesh, target.devices)
@@ -195,14 +196,15 @@ def _consider(candidate: Candidate, make: Callable[[Candidate], Run], target: Ta
             raise ConfigError(f"{rows} rows are not divisible by {shards} devices x {run.accumulate} parts")
     except ConfigError as error:
         found.entries[candidate] = Entry(candidate, "refused", str(error).splitlines()[0])
-        return
+        return False
     state = float(sum(p.bytes_per_device for part in (spec.params, spec.other, spec.opt_state) for p in part.values()))
     if state > target.limit:
         why = f"parameters and optimizer alone take {show_bytes(state)} of {show_bytes(target.limit)}"
         found.entries[candidate] = Entry(candidate, "pruned", why)
-        return
+        return False
     guess.know(candidate, run, spec, rows / shards, state)
     found.entries[candidate] = Entry(candidate, "not compiled", expected=guess.seconds(candidate))
+    return True
 
 
 @dataclass(frozen=True)
@@ -254,12 +256,18 @@ class _Guess:
         return total
 
     def _computing(self, known: _Known) -> float:
-        alike = {key: seconds for key, seconds in self.computing.items() if key[0] == known.kind}
-        hope = 1.0 if alike else HOPE
-        if not (alike or self.computing):
-            return 0.0
-        near = min(alike or self.computing, key=lambda key: abs(math.log(key[1] / known.others)))
-        return hope * self.computing[near]
+        """As known for the same kind and cut; else in proportion, where another kind is known for both cuts; else a hope."""
+        if not self.computing:
+            return known.others * 1e-3  # nothing is known yet: those that cut only the batch come first
+        if (seconds := self.computing.get((known.kind, known.others))) is not None:
+            return seconds
+        for (kind, others), seconds in self.computing.items():
+            if kind == known.kind:
+                for other in {kind for kind, _ in self.computing}:
+                    here, there = self.computing.get((other, known.others)), self.computing.get((other, others))
+                    if here is not None and there is not None:
+                        return seconds * here / there
+        return HOPE * min(self.computing.values())
 
     def is_too_large(self, candidate: Candidate) -> bool:
         """Whether even the least that can be hoped for, temporaries that shrink with rows and cuts, exceeds the memory."""

@@ -162,6 +162,8 @@ def _add_fsdp(
     fitting = [dim for dim, names in enumerate(dims) if shape[dim] % (size * math.prod(mesh.shape[name] for name in names)) == 0]
     if not fitting and used:
         return dims, f"no dim left that {' x '.join(axes)} ({size}) divides"
+    if not fitting and math.prod(shape) // size < rules.fsdp_min_size:
+        return dims, f"small: {size} pieces of under {rules.fsdp_min_size} elements, and no dim that {' x '.join(axes)} divides"
     if not fitting:
         raise ConfigError(
             f"parameter '{path}' has shape {shape}, and no dim of it is divisible by mesh axis {' x '.join(axes)} (size {size}). "

@@ -92,6 +92,31 @@ ENTRY %main (p: f32[1000,1000], q: f32[1000,1000]) -> (f32[8000,1000], f32[1000,
         assert found.network.get("data", 0.0) == pytest.approx(alone - covered, abs=1e-9)
 
 
+def test_what_goes_between_slices_by_way_of_their_hosts_counts_along_the_axis_that_crosses_them():
+    """TPU programs for several slices send and receive instead of an exchange between all; four products lie in between."""
+    transfer = '_xla_host_transfer_rendezvous="all-reduce.1",_xla_megascale_transfer_type="ALL_REDUCE"'
+    text = f"""HloModule m, is_scheduled=true
+
+ENTRY %main (p: f32[1000,1000]) -> f32[1000,1000] {{
+  %p = f32[1000,1000]{{1,0}} parameter(0)
+  %a = token[] after-all()
+  %s = (f32[1000,1000]{{1,0}}, u32[], token[]) send(%p, %a), channel_id=1, is_host_transfer=true, frontend_attributes={{{transfer}}}
+  %r = (f32[1000,1000]{{1,0}}, u32[], token[]) recv(%a), channel_id=2, is_host_transfer=true, frontend_attributes={{{transfer}}}
+  %d = token[] send-done(%s), channel_id=1
+  %w = f32[1000,1000]{{1,0}} dot(%p, %p), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+  %e = (f32[1000,1000]{{1,0}}, token[]) recv-done(%r), channel_id=2
+  ROOT %o = f32[1000,1000]{{1,0}} get-tuple-element(%e), index=0
+}}
+"""
+    target = find_target("2*v5e:2x2")
+    mesh = make_mesh("model=2,data=4", target.devices)
+    found = estimate(parse(text), target.chip, mesh)
+    (traffic,) = found.traffic.values()
+    assert (traffic.kind, traffic.axes, traffic.link, traffic.count, traffic.bytes) == ("all-reduce", "data", "network", 1, 4e6)
+    assert traffic.seconds == pytest.approx(4e6 / target.chip.network + HOP)
+    assert 0 < found.network["data"] < traffic.seconds  # the product covers some of it
+
+
 def test_every_chip_of_the_table_has_what_a_plan_needs():
     for chip in CHIPS.values():
         assert min(chip.flops, chip.memory, chip.bandwidth, chip.link, chip.network) > 0

@@ -93,7 +93,7 @@ def test_named_shardings_and_specs_count_as_annotations():
         ((64, 64), ("embed", "embed"), "fsdp=4,model=2", "puts mesh axis 'fsdp' on dim 0 and on dim 1"),
         ((64,), ("model", None), "data=4,model=2", "names 2 dims"),
         ((64, 64), ("modle", None), "data=4,model=2", "names 'modle', which is neither an axis of the mesh (data, model)"),
-        ((99, 101), None, "fsdp=4,model=2", "no dim of it is divisible by mesh axis fsdp (size 4)"),
+        ((299, 301), None, "fsdp=4,model=2", "no dim of it is divisible by mesh axis fsdp (size 4)"),
     ],
 )
 def test_what_cannot_be_done_is_an_error_with_numbers(shape, annotation, mesh, words):
@@ -102,6 +102,12 @@ def test_what_cannot_be_done_is_an_error_with_numbers(shape, annotation, mesh, w
         place_model({"blocks/0/w": Leaf(shape, F32, annotation)}, make_mesh(mesh, devices), Rules())
     assert "parameter 'blocks/0/w'" in str(error.value)
     assert words in str(error.value)
+
+
+def test_a_leaf_of_small_pieces_that_nothing_divides_stays_whole_and_says_so():
+    placed = place((99, 101), mesh="fsdp=8")
+    assert placed.spec == P()
+    assert placed.reason == "small: 8 pieces of under 4096 elements, and no dim that fsdp divides"
 
 
 def test_the_closest_name_is_offered():
@@ -142,7 +148,7 @@ def test_automatic_fsdp_stores_exactly_its_share_or_says_why_not(shape, size):
     try:
         placement = place_model({"w": leaf}, mesh, rules)["w"]
     except ConfigError:
-        assert elements >= 16
+        assert elements // size >= 16
         assert all(dim % size for dim in shape)
         return
     cut = NamedSharding(mesh, placement.spec).shard_shape(tuple(shape))
@@ -150,7 +156,9 @@ def test_automatic_fsdp_stores_exactly_its_share_or_says_why_not(shape, size):
     for dim in cut:
         held *= dim
     assert placement.bytes_per_device == held
-    assert held == elements * 4 // (size if elements >= 16 else 1)
+    small = elements < 16 or (elements // size < 16 and all(dim % size for dim in shape))
+    assert held == elements * 4 // (1 if small else size)
+    assert placement.reason.startswith("small") == small
 
 
 def test_factored_and_masked_optimizer_states_follow_their_parameters():
