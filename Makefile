@@ -6,7 +6,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The main job is sized for a laptop; say JAX_PLATFORMS=cuda make run to use a GPU.
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: run test browser test-slow faults lint bench bench-loop bench-optimizers bench-data bench-checkpoints compare-optimizers clean
+.PHONY: run test browser test-slow faults lint bench bench-loop bench-optimizers bench-data bench-checkpoints bench-plan bench-plan-scale bench-plan-search bench-published compare-optimizers clean
 
 run: $(VENV)/.run
 	$(BIN)/shardwise train recipes/stdlib_gpt.py
@@ -46,6 +46,19 @@ bench-data: $(VENV)/.run
 
 bench-checkpoints: $(VENV)/.run
 	$(BIN)/python benchmarks/checkpoint.py
+
+# What plans say beside what runs take, on the accelerator at hand; then on paper, by libtpu: minutes to half an hour each.
+bench-plan: $(VENV)/.run
+	$(BIN)/python benchmarks/plan.py
+
+bench-plan-scale: $(VENV)/.test
+	$(BIN)/python benchmarks/plan_scale.py
+
+bench-plan-search: $(VENV)/.test
+	$(BIN)/python benchmarks/plan_search.py
+
+bench-published: $(VENV)/.test
+	$(BIN)/python benchmarks/published.py --chosen
 
 compare-optimizers: $(VENV)/.run
 	$(BIN)/python benchmarks/compare_optimizers.py

@@ -14,7 +14,7 @@ from typing import Literal
 import jax
 import numpy as np
 
-from shardwise import Batches, Mean, Run, Tokens, open_tokens, optim
+from shardwise import Batches, Mean, Rules, Run, Tokens, open_tokens, optim
 from shardwise.models.gpt import GPT, PRESETS, chunked_cross_entropy, cross_entropy
 
 
@@ -47,6 +47,8 @@ def recipe(
         nats = chunked_cross_entropy(*model.features(inputs), labels.reshape(-1), loss_chunks)
         return Mean(nats.reshape(labels.shape))
 
+    # Few numbers, and no dim of them is divisible by hundreds of chips.
+    whole = ((f"blocks/{'' if scan_layers else '*/'}attn/qkv/bias", ()),) if config.width >= 4096 else ()
     return Run(
         model=lambda rngs: GPT(config, rngs),
         loss=loss,
@@ -54,6 +56,7 @@ def recipe(
         data=Batches(Tokens(tokens, length), batch_size, seed=seed),
         steps=steps,
         mesh=mesh,
+        rules=Rules(paths=whole),
         seed=seed,
         accumulate=accumulate,
         compute_dtype=compute_dtype,
