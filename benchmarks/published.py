@@ -243,9 +243,10 @@ def main(args: Sequence[str]) -> None:
         rows.append({"name": config.name, "published_s": config.seconds, "published_mfu": measured, "times": asdict(plan.times)})
         rows[-1] |= {"planned_s": plan.times.total, "planned_mfu": plan.mfu, "peak": plan.memory.peak, "plan_s": plan.compile_seconds}
         rows[-1]["traffic"] = [asdict(t) for t in plan.traffic]
+        memory = f"{plan.memory.peak / 2**30:5.1f} GiB{' ' if plan.fits else '!'}"
         print(
             f"{config.name:26}{config.seconds:8.2f} s {plan.times.total:8.2f} s {plan.times.total / config.seconds:7.2f}   "
-            f"{measured:6.1%} {plan.mfu:8.1%}   {plan.memory.peak / 2**30:5.1f} GiB{' ' if plan.fits else '!'} {plan.compile_seconds:8.0f} s",
+            f"{measured:6.1%} {plan.mfu:8.1%}   {memory} {plan.compile_seconds:8.0f} s",
             flush=True,
         )
         if options.json:
