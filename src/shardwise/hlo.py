@@ -114,7 +114,6 @@ class Work:
 class Program:
     computations: Mapping[str, Computation]
     entry: Computation
-    header: str
     kernels: Mapping[str, float] = field(default_factory=dict)  # arithmetic of one call of each kernel that was written by hand
 
     def work(self, computation: Computation, op: Op) -> Work:
@@ -259,8 +258,7 @@ def parse(text: str, kernels: Mapping[str, float] | None = None) -> Program:
     computations: dict[str, Computation] = {}
     entry, name = "", ""
     ops: list[Op] = []
-    lines = text.splitlines()
-    for line in lines:
+    for line in text.splitlines():
         if line.startswith(("%", "ENTRY")) and line.endswith("{"):
             name = re.match(r"(?:ENTRY )?%?([\w.\-]+)", line)[1]  # type: ignore[index]
             entry = name if line.startswith("ENTRY") else entry
@@ -272,7 +270,7 @@ def parse(text: str, kernels: Mapping[str, float] | None = None) -> Program:
             ops.append(op)
         elif name and ops:  # attributes may go on over several lines
             ops[-1] = replace(ops[-1], attributes=f"{ops[-1].attributes}\n{line}")
-    return Program(computations, computations[entry], lines[0] if lines else "", kernels or {})
+    return Program(computations, computations[entry], kernels or {})
 
 
 def _parse_op(line: str) -> Op | None:
@@ -349,7 +347,6 @@ def _convolution_flops(op: Op, computation: Computation) -> float:
         return 0.0
     left, right = (computation.arrays(operand)[0].dims for operand in op.operands[:2])
     out = op.arrays[0].dims
-    groups = int(next(iter(_numbers(r"batch_group_count=(\d+)", op.attributes)), 1))
     window = dict(re.findall(r"(\w+)=([\dx_\-]+)", (re.search(r"window=\{([^}]*)\}", op.attributes) or [""])[0]))
     spatial = [label for label in labels[3] if label.isdigit()]
 
@@ -369,7 +366,7 @@ def _convolution_flops(op: Op, computation: Computation) -> float:
                 count += place % lhs_dilate == 0 and 0 <= place // lhs_dilate < length
         valid *= count
     ins = right[labels[2].index("i")]
-    return 2.0 * out[labels[3].index("b")] * out[labels[3].index("f")] * ins * valid / groups
+    return 2.0 * out[labels[3].index("b")] * out[labels[3].index("f")] * ins * valid
 
 
 def _groups(attributes: str) -> tuple[tuple[int, ...], ...]:

@@ -69,19 +69,21 @@ def make_mesh(mesh: str | Mesh, devices: Sequence[Any] | None = None) -> Mesh:
     if slices == 1:
         grid = mesh_utils.create_device_mesh(tuple(sizes.values()), devices, allow_split_physical_axes=True)
     else:
-        crossing = _crossing_axis(mesh, sizes, slices)
-        outer = [slices if name == crossing else 1 for name in sizes]
-        inner = [size // slices if name == crossing else size for name, size in sizes.items()]
-        grid = mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
+        outer = _across_slices(mesh, sizes, slices)
+        inner = [size // outer[name] for name, size in sizes.items()]
+        grid = mesh_utils.create_hybrid_device_mesh(inner, list(outer.values()), devices, allow_split_physical_axes=True)
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def _crossing_axis(text: str, sizes: dict[str, int], slices: int) -> str:
-    """The axis that crosses the slow network between slices of a TPU: one that splits the batch, for it exchanges least."""
-    for name in (*(n for n in CROSSING if n in sizes), *sizes):
-        if sizes[name] % slices == 0:
-            return name
-    raise ConfigError(f"mesh '{text}' lies on {slices} slices, and none of its axes is a multiple of {slices}, to be split over them.")
+def _across_slices(text: str, sizes: dict[str, int], slices: int) -> dict[str, int]:
+    """How much of each axis crosses the slow network between TPU slices: axes that split the batch first, for they exchange least."""
+    outer = dict.fromkeys(sizes, 1)
+    for name in (*(n for n in CROSSING if n in sizes), *(n for n in sizes if n not in CROSSING)):
+        outer[name] = math.gcd(sizes[name], slices)
+        slices //= outer[name]
+    if slices > 1:
+        raise ConfigError(f"mesh '{text}' lies on several slices, and its axes leave a factor of {slices} of their number over.")
+    return outer
 
 
 def use_cpu_devices(count: int) -> None:

@@ -21,7 +21,7 @@ from shardwise.report import show_count, show_seconds
 from shardwise.run import Run
 from shardwise.search import AXES, Candidate, Search, find_meshes, search
 from shardwise.sharding import show_bytes
-from shardwise.signals import stop_on_signals
+from shardwise.signals import Stop, stop_on_signals
 from shardwise.target import Target, cpu_devices_of, find_target, local_target
 
 USAGE = """\
@@ -62,20 +62,28 @@ class Recipe:
         values = list(get_args(annotation)) if get_origin(annotation) is Literal else []
         return values[values.index(self.value(name)) :] if self.value(name) in values else []
 
-    def command(self, verb: str, candidate: Candidate) -> str:
-        changes = {"mesh": candidate.mesh, **dict(candidate.options)}
+    def command(self, verb: str, candidate: Candidate, on: Target) -> str:
+        """The command line of a candidate; what the recipe has no argument for is told behind it."""
         takes = inspect.signature(self.function).parameters
+        changes = {"mesh": candidate.mesh, **dict(candidate.options)}
+        changes = {name: value for name, value in changes.items() if name not in self.arguments or self.arguments[name] != value}
         words, skip = [], False
         for word in self.words:
-            name = word.partition("=")[0].removeprefix("--").replace("-", "_")
-            if skip or (word.startswith("--") and name in changes):
-                skip = not skip and "=" not in word
+            if skip and not word.startswith("--"):
+                skip = False
                 continue
-            words.append(word)
+            name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+            skip = word.startswith("--") and name in changes and "=" not in word
+            if not (word.startswith("--") and name in changes):
+                words.append(word)
         for name, value in changes.items():
             if name in takes and value != takes[name].default:
                 words += [f"--{name.replace('_', '-')}", str(value)]
-        return shlex.join(["shardwise", verb, self.target, *words])
+        if on.platform == "cpu":
+            words += ["--cpu-devices", str(len(on.devices))]
+        own = {name: value for name, value in changes.items() if name not in takes and value != 1}
+        behind = f"   # with Run({', '.join(f'{name}={value!r}' for name, value in own.items())}) in the recipe" if own else ""
+        return shlex.join(["shardwise", verb, self.target, *words]) + behind
 
 
 def plan_recipe(target: str, args: list[str], options: argparse.Namespace) -> tuple[dict[str, Any], int]:
@@ -92,12 +100,24 @@ def plan_recipe(target: str, args: list[str], options: argparse.Namespace) -> tu
         raise ConfigError(str(error)) from error
     if {"-h", "--help"} & set(rest):
         print(USAGE)
+    if mine.compile_at_most is not None and mine.compile_at_most < 1:
+        raise ConfigError(f"--compile-at-most {mine.compile_at_most}: it must be at least 1.")
+    if mine.html is not None and not mine.html.absolute().parent.is_dir():
+        raise ConfigError(f"--html {mine.html}: there is no directory {mine.html.absolute().parent}.")
+    with stop_on_signals(may_exit=True) as stop:
+        stop.last_words = "stopped by a signal" + (
+            "." if mine.no_cache else "; what was compiled is kept, and the same command goes on there."
+        )
+        return _plan(target, rest, mine, options, stop)
+
+
+def _plan(target: str, words: list[str], mine: argparse.Namespace, options: argparse.Namespace, stop: Stop) -> tuple[dict[str, Any], int]:
     path, function = find_recipe(target)
     count = options.cpu_devices if options.cpu_devices is not None else cpu_devices_of(mine.on)
     if count is not None:
         use_cpu_devices(count)
     loaded = load_recipe(path, function)
-    recipe = Recipe(target, loaded, bind_recipe(loaded, rest, prog=f"shardwise plan {target}"), rest)
+    recipe = Recipe(target, loaded, bind_recipe(loaded, words, prog=f"shardwise plan {target}"), words)
     on = find_target(mine.on) if mine.on else local_target()
     console = Console(width=None if sys.stdout.isatty() else 160)
     shown = Console(stderr=True)
@@ -106,15 +126,15 @@ def plan_recipe(target: str, args: list[str], options: argparse.Namespace) -> tu
     def compile_one(candidate: Candidate, run: Run) -> Plan:
         return plan_run(run, on, dict(candidate.options), cache)
 
-    planner = _searched if mine.search else _planned
-    with stop_on_signals(may_exit=True) as stop:
-        known = Search()
-        stop.last_words = "stopped by a signal; what was compiled is kept, and the same command goes on from there."
-        stop.before_exit.append(lambda: _show_ranking(console, known) if known.entries else None)
-        plan, candidate, found = planner(recipe, on, compile_one, console, shown, known, mine.compile_at_most)
+    found = Search()
+    if mine.search:
+        stop.before_exit.append(lambda: _show_ranking(console, found))
+        plan, candidate = _searched(recipe, on, compile_one, console, shown, found, mine.compile_at_most)
+    else:
+        plan, candidate = _planned(recipe, on, compile_one, console, shown)
     if plan is None:
         return {"target": on.name, "fits": False, "candidates": [entry.as_json() for entry in found.ranking]}, 2
-    command = recipe.command("train", candidate)
+    command = recipe.command("train", candidate, on)
     if mine.tokens:
         _show_cost(console, plan, mine.tokens)
     rows = [{**entry.as_json(), "chosen": entry.candidate == candidate and entry.plan is not None} for entry in found.ranking]
@@ -123,35 +143,32 @@ def plan_recipe(target: str, args: list[str], options: argparse.Namespace) -> tu
 
         mine.html.write_text(plan_page(plan.as_json(), rows, f"{target} on {on.name}", command), encoding="utf-8")
         console.print(f"page: {mine.html}", highlight=False, soft_wrap=True)
-    console.print(f"\n{command}", highlight=False, soft_wrap=True) if plan.fits else None
+    if plan.fits:
+        console.print(f"\n{command}", highlight=False, soft_wrap=True)
     return {"plan": plan.as_json(), "candidates": rows, "command": command}, 0 if plan.fits else 2
 
 
-Planned = tuple[Plan | None, Candidate, Search]
 CompileOne = Callable[[Candidate, Run], Plan]
 
 
-def _planned(
-    recipe: Recipe, on: Target, compile_one: CompileOne, console: Console, shown: Console, known: Search, budget: int | None
-) -> Planned:
+def _planned(recipe: Recipe, on: Target, compile_one: CompileOne, console: Console, shown: Console) -> tuple[Plan | None, Candidate]:
     """The plan of the recipe as it stands; where that does not fit, what would make it fit."""
     run = make_run(recipe.function, recipe.arguments)
     text = run.mesh if isinstance(run.mesh, str) else mesh_text(run.mesh)
     candidate = Candidate(",".join(f"{name}={size}" for name, size in parse_mesh(text, len(on.devices)).items()))
-    for name in ("accumulate", "remat", "loss_chunks"):
-        if recipe.value(name) is not None:
-            candidate = candidate.but(name, recipe.value(name))
+    for name, value in (("accumulate", run.accumulate), ("remat", recipe.value("remat")), ("loss_chunks", recipe.value("loss_chunks"))):
+        candidate = candidate.but(name, value) if value is not None else candidate
     with shown.status(f"compiling for {on.name}, mesh {candidate.mesh}"):
         plan = compile_one(candidate, recipe.run(candidate))
     show_plan(console, plan)
     if not plan.fits:
         _show_remedies(recipe, candidate, plan, compile_one, console, shown)
-    return plan, candidate, Search()
+    return plan, candidate
 
 
 def _searched(
-    recipe: Recipe, on: Target, compile_one: CompileOne, console: Console, shown: Console, known: Search, budget: int | None
-) -> Planned:
+    recipe: Recipe, on: Target, compile_one: CompileOne, console: Console, shown: Console, found: Search, budget: int | None
+) -> tuple[Plan | None, Candidate]:
     if on.chip is None:
         raise ConfigError(f"--search ranks by time, and the speed of '{on.kind}' is not known. Name a chip that is: --on v5e:2x4.")
     run = make_run(recipe.function, recipe.arguments)
@@ -168,13 +185,20 @@ def _searched(
             limit = budget or math.ceil(found.num_candidates / 3)
             status.update(f"compiling {_name(candidate)} ({found.num_compiled + 1}, at most {limit} of {found.num_candidates}{best})")
 
-        found = search(recipe.run, compile_one, on, meshes, options, budget=budget, found=known, tell=tell)
+        search(recipe.run, compile_one, on, meshes, options, budget=budget, found=found, tell=tell)
     _show_ranking(console, found)
     if found.best is None or found.best.plan is None:
-        console.print(f"nothing fits {on.name}. Take more devices, or a smaller batch.", highlight=False)
-        return None, Candidate(""), found
+        states = {entry.status for entry in found.entries.values()}
+        if "not compiled" in states:
+            why = f"nothing that was compiled fits {on.name}; allow more than {found.num_compiled} compilations (--compile-at-most)."
+        elif states == {"refused"}:
+            why = f"no mesh of {len(on.devices)} devices suits this run."
+        else:
+            why = f"nothing fits {on.name}. Take more devices, or a smaller batch."
+        console.print(why, highlight=False)
+        return None, Candidate("")
     show_plan(console, found.best.plan)
-    return found.best.plan, found.best.candidate, found
+    return found.best.plan, found.best.candidate
 
 
 def _name(candidate: Candidate) -> str:
@@ -246,6 +270,7 @@ def show_plan(console: Console, plan: Plan) -> None:
 
 def _show_cost(console: Console, plan: Plan, tokens: float) -> None:
     if plan.items_per_second is None:
+        console.print(f"how long {show_count(tokens)} {plan.unit} take cannot be told for '{plan.chip}'.", highlight=False)
         return
     seconds = tokens / plan.items_per_second
     hours = seconds / 3600 * plan.num_devices
@@ -278,7 +303,7 @@ def _show_ranking(console: Console, found: Search) -> None:
         table.add_row(entry.candidate.mesh, options, *numbers, f"{entry.status}: {why}" if style else why, style=style)
     console.print(table)
     if refused:
-        meshes = ", ".join(f"'{entry.candidate.mesh}'" for entry in refused)
+        meshes = ", ".join(f"'{_name(entry.candidate)}'" for entry in refused)
         console.print(f"not possible: {meshes}. The first: {refused[0].why}", highlight=False, soft_wrap=True)
 
 
@@ -300,19 +325,25 @@ def _show_remedies(recipe: Recipe, candidate: Candidate, plan: Plan, compile_one
 
 
 def _remedies(recipe: Recipe, candidate: Candidate) -> list[tuple[str, Candidate]]:
+    takes = inspect.signature(recipe.function).parameters
+
+    def label(name: str, value: Any) -> str:
+        return f"--{name.replace('_', '-')} {value}" if name in takes else f"Run({name}={value!r})"
+
     found: list[tuple[str, Candidate]] = []
     if recipe.value("loss_chunks") == 1:
-        found.append(("--loss-chunks 8", candidate.but("loss_chunks", 8)))
+        found.append((label("loss_chunks", 8), candidate.but("loss_chunks", 8)))
     remats = recipe.choices("remat")[1:]
-    found += [(f"--remat {value}", candidate.but("remat", value)) for value in remats]
-    accumulate = candidate["accumulate"] or 1
-    found += [(f"--accumulate {accumulate * k}", candidate.but("accumulate", accumulate * k)) for k in (2, 8)]
+    found += [(label("remat", value), candidate.but("remat", value)) for value in remats]
+    parts = [candidate["accumulate"] * k for k in (2, 8)]
+    found += [(label("accumulate", value), candidate.but("accumulate", value)) for value in parts]
     sizes = dict(part.split("=") for part in candidate.mesh.split(","))
     if "data" in sizes:
         moved = {"fsdp" if name == "data" else name: size for name, size in sizes.items() if name != "fsdp"}
         moved["fsdp"] = str(int(sizes["data"]) * int(sizes.get("fsdp", 1)))
         mesh = ",".join(f"{name}={size}" for name, size in moved.items())
-        found.append((f"--mesh {mesh}", replace(candidate, mesh=mesh)))
+        found.append((label("mesh", mesh), replace(candidate, mesh=mesh)))
         if remats:
-            found.append((f"--mesh {mesh} --remat {remats[-1]}", replace(candidate.but("remat", remats[-1]), mesh=mesh)))
+            both = f"{label('mesh', mesh)} {label('remat', remats[-1])}"
+            found.append((both, replace(candidate.but("remat", remats[-1]), mesh=mesh)))
     return found

@@ -12,12 +12,14 @@ import re
 import resource
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from shardwise.errors import ConfigError
@@ -160,23 +162,25 @@ def plan_run(run: Run, target: Target | str | None = None, options: dict[str, An
     begun = time.perf_counter()
     traced = prepared.step.trace()
     lowered = traced.lower()
-    file = cache / f"{_digest(lowered, target)}.json" if cache is not None else None
+    file = cache / f"{_digest(lowered, target, run.unit, _batch_shapes(prepared), _leaves(prepared))}.json" if cache is not None else None
     if file is not None and (known := _load(file)) is not None:
         return replace(known, options={"accumulate": run.accumulate, **(options or {})})
     compiled = compile_and_read(lowered, count_kernels(traced.jaxpr.jaxpr))
     plan = make_plan(run, prepared, target, compiled, options or {}, time.perf_counter() - begun)
     if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps(dataclasses.asdict(plan)))
+        with suppress(OSError):  # an answer that cannot be kept is still an answer
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(file, json.dumps(dataclasses.asdict(plan)))
     return plan
 
 
-def _digest(lowered: Any, target: Target) -> str:
+def _digest(lowered: Any, target: Target, *about: Any) -> str:
     """Of all that the answer depends on: the program, the target, the compiler, and what shardwise makes of its words."""
-    ours = "".join((Path(__file__).parent / name).read_text() for name in ("hlo.py", "hardware.py", "roofline.py", "planning.py"))
+    ours = ((Path(__file__).parent / f"{name}.py").read_text() for name in ("hlo", "hardware", "roofline", "planning", "flops", "run"))
     compilers = [version(name) for name in ("jax", "jaxlib", "libtpu") if _is_installed(name)]
-    devices = [str(device) for device in target.devices]
-    return text_digest("\n".join([lowered.as_text(), target.name, str(target.limit), *devices, *compilers, ours]))[:32]
+    flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
+    devices = [target.name, target.kind, str(target.limit), *(str(device) for device in target.devices)]
+    return text_digest("\n".join([lowered.as_text(), *devices, *compilers, *flags, *map(str, about), *ours]))[:32]
 
 
 def _is_installed(name: str) -> bool:
@@ -204,25 +208,41 @@ def _load(file: Path) -> Plan | None:
         return None
 
 
-def plan_cache() -> Path:
-    """Where plans are kept by default."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwise" / "plans"
+def plan_cache() -> Path | None:
+    """Where plans are kept by default; None for a user without a home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwise" / "plans"
+    except RuntimeError:
+        return None
 
 
 def compile_run(run: Run, prepared: Prepared) -> tuple[Plan, Prepared]:
     """The plan of a run on the devices at hand, and the run with its step compiled: what was planned is what runs."""
     target, begun = local_target(), time.perf_counter()
     traced = prepared.step.trace()
-    program = traced.lower().compile()
+    kernels, lowered, jitted = count_kernels(traced.jaxpr.jaxpr), traced.lower(), prepared.step.function
+    try:
+        program = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:  # TPU compilers refuse what does not fit
+        if not _is_too_large(error):
+            raise
+        return make_plan(run, prepared, target, compile_and_read(lowered, kernels), {}, time.perf_counter() - begun), prepared
     m, spec = program.memory_analysis(), prepared.spec
     params, optimizer, other = (float(sum(p.bytes_per_device for p in part.values())) for part in (spec.params, spec.opt_state, spec.other))
     batch = float(sum(num_bytes(layout.shard_shape(x.shape), x.dtype) for x, layout in _placed(prepared)))
     peak = m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.generated_code_size_in_bytes
     memory = Memory(params, optimizer, other, batch, max(0.0, peak - params - optimizer - other - batch))
     text = program.as_text() if target.chip is not None and target.platform == "gpu" else EMPTY
-    compiled = Compiled(parse(text, count_kernels(traced.jaxpr.jaxpr)), memory, [])
+    compiled = Compiled(parse(text, kernels), memory, [])
     plan = make_plan(run, prepared, target if text != EMPTY else replace(target, chip=None), compiled, {}, time.perf_counter() - begun)
-    return plan, replace(prepared, step=replace(prepared.step, function=program))
+
+    def function(state: Any, batch: Any) -> Any:
+        try:
+            return program(state, batch)
+        except TypeError:  # a batch of another shape than the first: compiled when it comes
+            return jitted(state, batch)
+
+    return plan, replace(prepared, step=replace(prepared.step, function=function))
 
 
 def _placed(prepared: Prepared) -> list[tuple[Any, Any]]:
@@ -254,16 +274,27 @@ def compile_and_read(lowered: Any, kernels: dict[str, float]) -> Compiled:
     with tempfile.TemporaryDirectory(prefix="shardwise-plan-") as name:
         folder = Path(name)
         code = 0.0
+        cached = bool(jax.config.jax_enable_compilation_cache)  # type: ignore[attr-defined]
+        jax.config.update("jax_enable_compilation_cache", False)  # a program from JAX's own cache comes without a word about it
         try:
             compiled = lowered.compile(compiler_options={"xla_dump_to": name, "xla_dump_hlo_as_text": True})
             code = float(compiled.memory_analysis().generated_code_size_in_bytes)
         except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error) or not _dumped(folder, "after_optimizations-buffer-assignment.txt"):
+            if not _is_too_large(error):
                 raise ConfigError(f"the step cannot be compiled for this target: {str(error).strip().splitlines()[0]}") from error
+        finally:
+            jax.config.update("jax_enable_compilation_cache", cached)
         text = _dumped(folder, ".after_codegen.txt") or _dumped(folder, "after_optimizations.txt")
+        allocations = _dumped(folder, "after_optimizations-buffer-assignment.txt")
+        if not allocations:
+            raise ConfigError(f"the compiler of this target wrote no list of buffers (jax {jax.__version__}): its memory cannot be told.")
         program = parse(text, kernels)
-        memory, buffers = read_allocations(_dumped(folder, "after_optimizations-buffer-assignment.txt"), program)
+        memory, buffers = read_allocations(allocations, program)
     return Compiled(program, replace(memory, other=memory.other + code), buffers)
+
+
+def _is_too_large(error: Exception) -> bool:
+    return "RESOURCE_EXHAUSTED" in str(error)
 
 
 def _dumped(folder: Path, ending: str) -> str:
@@ -289,9 +320,7 @@ def read_allocations(text: str, program: Program, top: int = 12) -> tuple[Memory
             origin = parameters.get(int(parameter[1]), "") if parameter else ""
             kind = next((kind for prefix, kind in KINDS.items() if origin.startswith(prefix)), "other" if parameter else "temporaries")
             sums[kind] += size
-        elif in_temporaries and (
-            found := re.match(r" value: <\d+ ([\w.\-]+)(?:\{[\d,]*\})? @\d+> \(size=(\d+),offset=(\d+)\): (\S+)", line)
-        ):
+        elif in_temporaries and (found := VALUE.match(line)):
             values.append((int(found[2]), int(found[3]), found[1], found[4].partition("{")[0]))
         elif line.startswith(("Used values", "Total bytes")):
             break
@@ -322,7 +351,7 @@ def make_plan(run: Run, prepared: Prepared, target: Target, compiled: Compiled, 
         mesh=dict(spec.mesh.shape),
         options={"accumulate": run.accumulate, **options},
         batch=batch,
-        items=_items(run, batch, prepared.step.layout.rows),
+        items=_items(run, prepared),
         unit=run.unit,
         num_params=spec.num_params,
         memory=compiled.memory,
@@ -351,10 +380,11 @@ def _batch_shapes(prepared: Prepared) -> dict[str, Any]:
     return {name: (rows, *leaf.shape[1:]) for name, leaf in named_leaves(prepared.step.batch).items()}
 
 
-def _items(run: Run, batch: dict[str, tuple[int, ...]], rows: int) -> int:
-    """What the loss counts in a step: of tokens a row has as many as its first array is long."""
-    first = next(iter(batch.values()))
-    return rows * first[1] if run.unit == "tokens" and len(first) > 1 else rows
+def _items(run: Run, prepared: Prepared) -> int:
+    """What the loss counts in a step: rows, or of tokens as many as the longest of the batch's matrices of whole numbers has."""
+    leaves = jax.tree.leaves(prepared.step.batch)
+    lengths = [leaf.shape[1] for leaf in leaves if leaf.ndim == 2 and jnp.issubdtype(leaf.dtype, jnp.integer)]
+    return prepared.step.layout.rows * (max(lengths, default=1) if run.unit == "tokens" else 1)
 
 
 def _leaves(prepared: Prepared) -> list[Leaf]:

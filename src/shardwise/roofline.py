@@ -117,8 +117,8 @@ def _run(program: Program, computation: Computation, chip: Chip, wires: "_Wires"
                 free[traffic.axes] = begin + traffic.seconds
                 pending[key] = (begin + traffic.seconds, traffic)
                 total.count(traffic)
-            if op.opcode not in ("all-gather-start", "async-start") and not op.opcode.endswith("-start"):
-                _take(total, program.work(computation, op), op, chip) if op.opcode == "fusion" and program._flops(computation, op) else None
+            if op.opcode == "fusion" and (work := program.work(computation, op)).flops:  # it computes while it exchanges
+                _take(total, work, op, chip)
             if ends[key] == op.name:
                 finish(key)
         elif op.opcode.endswith("-done") and op.opcode != "send-done" and op.operands:
@@ -199,7 +199,7 @@ class _Wires:
             self.seen[key] = self._wire(collective)
         axes, size, link, rate = self.seen[key]
         share = (size - 1) / size
-        factor = {"all-reduce": 2 * share, "all-to-all": share, "collective-permute": 1.0}.get(collective.kind, share)
+        factor = {"all-reduce": 2 * share, "collective-permute": 1.0}.get(collective.kind, share)
         seconds = factor * collective.bytes / rate + HOP * max(1, math.ceil(math.log2(size))) if size > 1 else 0.0
         return Traffic(collective.kind, axes, link, 1, collective.bytes, seconds, 0.0)
 

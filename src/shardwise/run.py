@@ -78,12 +78,7 @@ def prepare(run: Run) -> Prepared:
     wrong = [f"{name}={getattr(run, name)}; it must be at least {value}." for name, value in least.items() if getattr(run, name) < value]
     if wrong:
         raise ConfigError("\n".join(wrong))
-    try:
-        spec = abstract_state(run.model, run.optimizer, run.mesh, run.rules)
-    except ShardwiseError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"the optimizer cannot be applied to the parameters of the model: {where(error)}") from error
+    spec = describe_state(run)
     rates = sample_rates(run.optimizer, spec.abstract.params, np.linspace(0, run.steps - 1, 65).astype(int))
     for group, values in rates.items():
         if wrong := [f"{rate} at update {at}" for at, rate in values.items() if not math.isfinite(rate)]:
@@ -95,6 +90,16 @@ def prepare(run: Run) -> Prepared:
     chip = find_chip(spec.mesh.devices.flat[0].device_kind)
     peak = chip.flops * spec.mesh.size if chip else None
     return Prepared(spec, batches, step, eval_step, rates, 3 * _forward_flops(run, step), peak)
+
+
+def describe_state(run: Run) -> StateSpec:
+    """The state of the run on its mesh, without arrays."""
+    try:
+        return abstract_state(run.model, run.optimizer, run.mesh, run.rules)
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"the optimizer cannot be applied to the parameters of the model: {where(error)}") from error
 
 
 def describe_run(run: Run, prepared: Prepared) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from shardwise.errors import ConfigError
 from shardwise.mesh import make_mesh
 from shardwise.planning import Plan
 from shardwise.roofline import axis_rate
-from shardwise.run import Run
+from shardwise.run import Run, describe_state
 from shardwise.sharding import num_batch_shards, show_bytes
-from shardwise.state import StateSpec, abstract_state
+from shardwise.state import StateSpec
 from shardwise.target import Target
 
 AXES = ("data", "fsdp", "model")
@@ -114,7 +114,8 @@ def search(
     found: Search | None = None,
     tell: Callable[[Search, Candidate], None] = lambda search, candidate: None,
 ) -> Search:
-    """Compiles candidates until none that is left should beat the best, or `budget` are compiled (a third of all by default).
+    """Compiles candidates until none that is left should beat the best, or `budget` are compiled (by default a third of all, or more
+    if nothing fits so far).
 
     make: the run of a candidate. compile_one: its plan. options: the values of each. tell: called before each compilation.
     `found` is filled while this goes on, so that an interruption loses nothing.
@@ -130,8 +131,8 @@ def search(
                 break  # it is the mesh that cannot work
     possible = sum(entry.status == "not compiled" for entry in found.entries.values())
     found.num_candidates = possible * len(options.get(SAVING, [1]))
-    budget = max(1, math.ceil(found.num_candidates / 3)) if budget is None else budget
-    while found.num_compiled < budget:
+    third = max(1, math.ceil(found.num_candidates / 3))
+    while found.num_compiled < (budget or third) or (budget is None and found.best is None):
         waiting = [entry for entry in found.entries.values() if entry.status == "not compiled"]
         if not waiting:
             break
@@ -182,21 +183,23 @@ def _save_more(
 
 
 def _consider(candidate: Candidate, make: Callable[[Candidate], Run], target: Target, guess: "_Guess", found: Search) -> bool:
-    """Enters a candidate as one to compile, unless it cannot work; says whether it can."""
+    """Enters a candidate as one to compile, unless it cannot work; False if that is the mesh's fault, whatever the options."""
     try:
         run = make(candidate)
         mesh = make_mesh(candidate.mesh, target.devices)
-        spec = abstract_state(run.model, run.optimizer, mesh, run.rules)
-        rows = _rows(run)
-        shards = num_batch_shards(mesh, run.rules)
-        if rows < shards * run.accumulate:
-            parts = f"{shards} devices{f' in {run.accumulate} parts' if run.accumulate > 1 else ''}"
-            raise ConfigError(f"a batch of {rows} rows cannot be split over {parts}")
-        if rows % (shards * run.accumulate):
-            raise ConfigError(f"{rows} rows are not divisible by {shards} devices x {run.accumulate} parts")
+    except ConfigError as error:
+        found.entries[candidate] = Entry(candidate, "refused", str(error).splitlines()[0])
+        return True
+    try:
+        spec = describe_state(replace(run, mesh=mesh))
     except ConfigError as error:
         found.entries[candidate] = Entry(candidate, "refused", str(error).splitlines()[0])
         return False
+    rows, shards = _rows(run), num_batch_shards(mesh, run.rules)
+    if rows < shards * run.accumulate:
+        parts = f"{shards} devices{f' in {run.accumulate} parts' if run.accumulate > 1 else ''}"
+        found.entries[candidate] = Entry(candidate, "refused", f"a batch of {rows} rows cannot be split over {parts}")
+        return True
     state = float(sum(p.bytes_per_device for part in (spec.params, spec.other, spec.opt_state) for p in part.values()))
     if state > target.limit:
         why = f"parameters and optimizer alone take {show_bytes(state)} of {show_bytes(target.limit)}"

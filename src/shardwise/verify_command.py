@@ -39,6 +39,12 @@ def verify_recipe(target: str, args: list[str], options: argparse.Namespace) -> 
     said, rest = parser.parse_known_args(args)
     if {"-h", "--help"} & set(rest):
         print(HELP)
+    with stop_on_signals(may_exit=True) as stop:
+        stop.last_words = "stopped by a signal; nothing was written."
+        return _verify(target, rest, said, options)
+
+
+def _verify(target: str, rest: list[str], said: argparse.Namespace, options: argparse.Namespace) -> tuple[dict[str, Any], int]:
     path, function = find_recipe(target)
     if not said.real_devices:
         use_cpu_devices(8 if options.cpu_devices is None else options.cpu_devices)
@@ -55,8 +61,7 @@ def verify_recipe(target: str, args: list[str], options: argparse.Namespace) -> 
         return make_run(recipe, {**arguments, "mesh": mesh} if knows_mesh else arguments)
 
     console = Console(stderr=True)
-    with stop_on_signals(may_exit=True) as stop, console.status("") as status:
-        stop.last_words = "stopped by a signal; nothing was written."
+    with console.status("") as status:
         tell = status.update if console.is_terminal else lambda text: console.print(text, highlight=False)
         found = verify(make, meshes, said.verify_steps, tell)
     out = Console(width=None if sys.stdout.isatty() else 160)

@@ -67,7 +67,7 @@ def records(folder, run="a"):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["trian", "tiny.py"], "there is no command 'trian'; there are train, explain"),
+        (["trian", "tiny.py"], "there is no command 'trian'; there are train, plan, verify, explain"),
         (["train"], "needs a recipe"),
         (["train", "tinny.py"], "there is no recipe file 'tinny.py'. Did you mean 'tiny.py'"),
         (["train", "tiny.py:recip"], "has no function 'recip'; it has recipe, broken, other. Did you mean 'recipe'"),

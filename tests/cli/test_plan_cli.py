@@ -27,7 +27,7 @@ def test_a_plan_for_virtual_devices_with_its_page_and_its_command(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "fits" in done.stdout
     assert "all-reduce" in done.stdout
-    assert f"shardwise train {RECIPE} --mesh data=4,model=2" in done.stdout
+    assert f"shardwise train {RECIPE} --mesh data=4,model=2 --cpu-devices 8" in done.stdout
     answer = json.loads((tmp_path / "p.json").read_text())
     assert answer["plan"]["mesh"] == {"data": 4, "model": 2}
     assert answer["plan"]["num_devices"] == 8
@@ -48,6 +48,8 @@ def test_a_plan_for_virtual_devices_with_its_page_and_its_command(tmp_path):
         (("--on", "cpu:8", "--mesh", "data=3"), 2, "needs 3 devices, and there are 8"),
         (("--on", "cpu:8", "--search"), 2, "Name a chip"),
         (("--on", "cpu:2", "--tokens", "many"), 2, "--tokens"),
+        (("--on", "cpu:2", "--html", "nowhere/plan.html"), 2, "there is no directory"),
+        (("--on", "v5e:2x2", "--search", "--compile-at-most", "0"), 2, "at least 1"),
     ],
 )
 def test_a_mistake_is_told_in_a_line(words, code, said, tmp_path):

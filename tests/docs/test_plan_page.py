@@ -18,7 +18,8 @@ COMMANDS = COMMAND.findall(PAGE.read_text())
 
 def words_of(text):
     """Without figures, which differ between compilers, and without what is drawn of tables."""
-    return [word for word in re.sub(r"\d[\d.,:]*%?", "#", text).split() if not set(word) <= set("━┏┓┳┡┩╇└┘┴─│┃")]
+    plain = re.sub(r"\d[\d.,:]*%? ?(?:[KMGT]?i?B|m?s|[kMGT]FLOP)?\b", "#", text)
+    return [word for word in plain.split() if not set(word) <= set("━┏┓┳┡┩╇└┘┴─│┃")]
 
 
 def run(command, cache):

@@ -137,3 +137,16 @@ def test_a_slice_of_a_large_array_counts_as_the_slice():
     program = compiled(function, np.ones((layers, width, width), "f4"), np.ones((width, width), "f4"))
     one = width * width * 4
     assert layers * 2 * one <= counted(program).bytes <= layers * 6 * one  # far from layers x layers
+
+
+def test_a_convolution_in_groups_of_rows_counts_every_product():
+    """The gradient of a depthwise convolution, as TPUs write it: the rows of the result are those of one group."""
+    text = """HloModule m
+
+ENTRY %main (x: f32[8,5,5,4], g: f32[3,3,4,8]) -> f32[1,3,3,8] {
+  %x = f32[8,5,5,4]{3,2,1,0} parameter(0)
+  %g = f32[3,3,4,8]{3,2,1,0} parameter(1)
+  ROOT %c = f32[1,3,3,8]{3,2,1,0} convolution(%x, %g), window={size=3x3}, dim_labels=b01f_01io->b01f, batch_group_count=8
+}
+"""
+    assert counted(parse(text)).flops == 2 * 8 * 4 * (3 * 3) * (3 * 3)

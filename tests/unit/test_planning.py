@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from shardwise import Batches, Mean, Run, Tokens, fit, init_state, make_mesh
 from shardwise.errors import ConfigError
@@ -30,6 +31,17 @@ def make_run(mesh="data=8", rows=16, **changes):
     return Run(model=lambda rngs: GPT(config, rngs), loss=loss, optimizer=optax.adamw(1e-3), data=data, steps=2, mesh=mesh, unit="tokens")
 
 
+def tiny_run(data=None):
+    """Compiles in a moment."""
+
+    def squares(model, batch):
+        return Mean(((model(batch["x"]) - 1) ** 2).reshape(len(batch["x"]), -1).mean(-1))
+
+    data = Batches({"x": np.random.default_rng(0).normal(size=(64, 8)).astype("f4")}, 16) if data is None else data
+    model = lambda rngs: nnx.Linear(8, 8, rngs=rngs)  # noqa: E731
+    return Run(model=model, loss=squares, optimizer=optax.adam(1e-3), data=data, steps=3, mesh="data=8")
+
+
 @pytest.fixture(scope="module")
 def plan():
     return plan_run(make_run("data=2,fsdp=2,model=2"), find_target("cpu:8"))
@@ -51,7 +63,7 @@ def test_arithmetic_is_that_of_the_model_shared_among_the_devices(plan):
     assert plan.items == 16 * 32
 
 
-@pytest.mark.parametrize("changes", [{"scan_layers": True}, {"remat": "block"}, {"scan_layers": True, "remat": "block"}])
+@pytest.mark.parametrize("changes", [{"scan_layers": True}, {"scan_layers": True, "remat": "block"}])
 def test_scanned_layers_count_as_often_as_they_run_and_recomputed_ones_twice(plan, changes):
     changed = plan_run(make_run("data=2,fsdp=2,model=2", **changes), find_target("cpu:8"))
     assert changed.model_flops == plan.model_flops
@@ -80,22 +92,22 @@ def test_what_cannot_fit_is_said_with_the_largest_buffers(plan):
 
 def test_a_plan_is_kept_and_found_again(tmp_path, monkeypatch):
     target = replace(find_target("cpu:8"), chip=CHIP)
-    first = plan_run(make_run(), target, {"remat": "none"}, tmp_path)
+    first = plan_run(tiny_run(), target, {"remat": "none"}, tmp_path)
     (file,) = tmp_path.iterdir()
     monkeypatch.setattr("shardwise.planning.compile_and_read", None)  # must not be needed
-    again = plan_run(make_run(), target, {"remat": "none"}, tmp_path)
+    again = plan_run(tiny_run(), target, {"remat": "none"}, tmp_path)
     assert again == first
     assert json.loads(json.dumps(again.as_json()))["seconds"] == first.times.total
     monkeypatch.undo()
     file.write_text('{"target": 1}')
-    assert plan_run(make_run(), target, {"remat": "none"}, tmp_path).memory == first.memory
-    plan_run(make_run(rows=32), target, {}, tmp_path)
-    plan_run(make_run(), replace(target, chip=replace(CHIP, flops=2e12), name="other"), {}, tmp_path)
+    assert plan_run(tiny_run(), target, {"remat": "none"}, tmp_path).memory == first.memory
+    plan_run(replace(tiny_run(), unit="rows"), target, {}, tmp_path)
+    plan_run(tiny_run(), replace(target, chip=replace(CHIP, flops=2e12), name="other"), {}, tmp_path)
     assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_the_step_that_was_planned_is_the_step_that_runs():
-    run = replace(make_run(), mesh=make_mesh("data=4,model=2"))
+    run = replace(make_run(num_layers=1), mesh=make_mesh("data=4,model=2"))
     plain = prepare(run)
     plan, planned = compile_run(run, prepare(run))
     assert plan.fits
@@ -111,16 +123,16 @@ def test_the_step_that_was_planned_is_the_step_that_runs():
 def test_fit_refuses_what_cannot_fit_before_anything_is_allocated(monkeypatch, tmp_path):
     from shardwise import planning
 
-    monkeypatch.setattr(planning, "local_target", lambda: replace(find_target("cpu:8"), limit=1e5))
-    run = replace(make_run(), out=tmp_path / "run")
+    monkeypatch.setattr(planning, "local_target", lambda: replace(find_target("cpu:8"), limit=100))
+    run = replace(tiny_run(), out=tmp_path / "run")
     with pytest.raises(ConfigError, match="--no-plan tries it all the same"):
         fit(run)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-    assert fit(run, plan=False).metrics["step"] == 2
+    assert fit(run, plan=False).metrics["step"] == 3
 
 
 def test_the_report_of_a_run_sets_plan_and_measurement_side_by_side(tmp_path):
-    fit(replace(make_run(), out=tmp_path / "run"))
+    fit(replace(tiny_run(), out=tmp_path / "run"))
     found = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert found["plan"]["peak"] > 0
     assert found["measured"]["seconds"] > 0
@@ -150,3 +162,52 @@ def test_the_loss_in_chunks_needs_less_memory():
     whole = replace(make_run("data=8", rows=64), model=lambda rngs: GPT(config, rngs))
     peaks = [plan_run(replace(whole, loss=f), find_target("cpu:8")).memory.temporaries for f in (loss, chunked)]
     assert peaks[1] < 0.5 * peaks[0]
+
+
+def test_a_program_from_jaxs_own_cache_is_compiled_again_to_be_read(tmp_path):
+    """A program that comes from JAX's persistent cache comes without its list of buffers."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_min_entry_size_bytes")
+    before = {name: getattr(jax.config, name) for name in names}
+    try:
+        for name, value in zip(names, (str(tmp_path), 0, -1), strict=True):
+            jax.config.update(name, value)
+        plans = [plan_run(tiny_run(), "cpu:8") for _ in range(2)]
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+    assert plans[0].memory == plans[1].memory
+    assert plans[1].memory.parameters > 0
+
+
+def test_an_answer_that_cannot_be_kept_is_still_an_answer(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    assert plan_run(tiny_run(), "cpu:8", cache=tmp_path / "file").fits
+
+
+def test_batches_whose_length_changes_are_trained_on_as_without_a_plan():
+    x = np.random.default_rng(0).normal(size=(16, 7, 8)).astype("f4")
+    run = tiny_run(lambda n: {"x": x[:, : (5, 7, 5)[n]]})
+    assert fit(run).metrics["loss"] == fit(run, plan=False).metrics["loss"]
+
+
+def test_what_a_tpu_compiler_refuses_as_too_large_is_refused_with_numbers(monkeypatch):
+    from shardwise import planning
+
+    target = find_target("v5e:1x1")
+    monkeypatch.setattr(planning, "local_target", lambda: target)
+    config = replace(PRESETS["byte"], max_length=32, vocab_size=8192, width=32768, num_layers=1)
+    run = replace(make_run(), model=lambda rngs: GPT(config, rngs), mesh=make_mesh("data=1", target.devices))
+    plan, _ = compile_run(run, prepare(run))
+    assert plan.memory.peak > target.limit
+    with pytest.raises(ConfigError, match="TPU v5e"):
+        check_fits(plan)
+
+
+def test_tokens_are_counted_where_there_are_tokens():
+    tokens = np.zeros((16, 33), "i4")
+
+    def data(n):
+        return {"a": np.ones(16, "f4"), "inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+    assert plan_run(replace(make_run(num_layers=1), data=data), "cpu:8").items == 16 * 32
+    assert plan_run(replace(make_run(num_layers=1), data=data, unit="rows"), "cpu:8").items == 16
