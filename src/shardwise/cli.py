@@ -4,6 +4,7 @@ import argparse
 import importlib
 import json
 import logging
+import math
 import os
 import shutil
 import sys
@@ -92,8 +93,17 @@ def _answered(found: tuple[dict[str, Any], int], options: argparse.Namespace) ->
     """Every command gives what it found and its exit code; --json is for all of them."""
     answer, code = found
     if options.json is not None:
-        options.json.write_text(json.dumps(answer, indent=2, default=str) + os.linesep)
+        options.json.write_text(json.dumps(_finite(answer), indent=2, default=str) + os.linesep)
     return code
+
+
+def _finite(value: Any) -> Any:
+    """The same without numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class _Parser(argparse.ArgumentParser):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.cli import _finite
+
 ROOT = Path(__file__).parents[2]
 RECIPE = '''
 """A tiny recipe."""
@@ -171,3 +173,7 @@ def test_the_main_recipe_runs_on_a_mesh(folder):
     assert code == 0, err
     assert "a sample" in err
     assert "loss.png" in err
+
+
+def test_an_answer_for_programs_holds_nothing_that_json_does_not_have():
+    assert _finite({"a": [1.5, float("inf")], "b": (float("nan"), "x", None)}) == {"a": [1.5, None], "b": [None, "x", None]}
