@@ -71,6 +71,7 @@ def test_scanned_layers_count_as_often_as_they_run_and_recomputed_ones_twice(pla
     assert more == pytest.approx(1.0, rel=0.02) if "remat" not in changes else 1.1 < more < 4 / 3
 
 
+@pytest.mark.slow
 def test_accumulation_moves_gradients_once_and_parameters_in_every_part():
     one = plan_run(make_run("data=4,fsdp=2"), find_target("cpu:8"))
     four = plan_run(replace(make_run("data=4,fsdp=2", rows=64), accumulate=4), find_target("cpu:8"))
@@ -154,6 +155,7 @@ def test_the_loss_in_chunks_is_the_loss():
         chunked_cross_entropy(features, table, labels, 5)
 
 
+@pytest.mark.slow
 def test_the_loss_in_chunks_needs_less_memory():
     def chunked(model, batch):
         return Mean(chunked_cross_entropy(*model.features(batch["inputs"]), batch["labels"].reshape(-1), 8))
