@@ -268,10 +268,9 @@ def _status(run: Run, record: dict[str, Any], eval_metrics: dict[str, float]) ->
 
 def headline(console: Console, prepared: Prepared) -> None:
     spec = prepared.spec
-    held = sum(p.bytes_per_device for group in (spec.params, spec.other, spec.opt_state) for p in group.values())
     console.print(
         f"[bold]{show_count(spec.num_params)} parameters[/] on mesh [bold]{mesh_text(spec.mesh)}[/] "
-        f"({spec.mesh.devices.flat[0].device_kind}), {show_bytes(held)} of state on each device, "
+        f"({spec.mesh.devices.flat[0].device_kind}), {show_bytes(spec.bytes_per_device)} of state on each device, "
         f"{show_count(prepared.flops, ' ')}FLOP a step",
         soft_wrap=True,
     )

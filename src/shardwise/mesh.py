@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -52,7 +52,7 @@ def _nearest_mesh(sizes: dict[str, int], num_devices: int) -> str:
     for name in others:
         fitted[name] = math.gcd(left, max(sizes[name], 1))
         left //= fitted[name]
-    return ",".join(f"{name}={size}" for name, size in {first: left, **fitted}.items())
+    return show_sizes({first: left, **fitted})
 
 
 def make_mesh(mesh: str | Mesh, devices: Sequence[Any] | None = None) -> Mesh:
@@ -103,4 +103,8 @@ def use_cpu_devices(count: int) -> None:
 
 def mesh_text(mesh: Mesh) -> str:
     """The text that `make_mesh` would take."""
-    return ",".join(f"{name}={size}" for name, size in mesh.shape.items())
+    return show_sizes(mesh.shape)
+
+
+def show_sizes(sizes: Mapping[str, int]) -> str:
+    return ",".join(f"{name}={size}" for name, size in sizes.items())

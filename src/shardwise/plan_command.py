@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwise.errors import ConfigError
-from shardwise.mesh import mesh_text, parse_mesh, use_cpu_devices
+from shardwise.mesh import mesh_text, parse_mesh, show_sizes, use_cpu_devices
+from shardwise.plan_page import plan_page
 from shardwise.planning import Plan, plan_cache, plan_run
 from shardwise.recipe import bind_recipe, find_recipe, load_recipe, make_run
 from shardwise.report import show_count, show_seconds
@@ -139,8 +140,6 @@ def _plan(target: str, words: list[str], mine: argparse.Namespace, options: argp
         _show_cost(console, plan, mine.tokens)
     rows = [{**entry.as_json(), "chosen": entry.candidate == candidate and entry.plan is not None} for entry in found.ranking]
     if mine.html is not None:
-        from shardwise.plan_page import plan_page
-
         mine.html.write_text(plan_page(plan.as_json(), rows, f"{target} on {on.name}", command), encoding="utf-8")
         console.print(f"page: {mine.html}", highlight=False, soft_wrap=True)
     if plan.fits:
@@ -155,7 +154,7 @@ def _planned(recipe: Recipe, on: Target, compile_one: CompileOne, console: Conso
     """The plan of the recipe as it stands; where that does not fit, what would make it fit."""
     run = make_run(recipe.function, recipe.arguments)
     text = run.mesh if isinstance(run.mesh, str) else mesh_text(run.mesh)
-    candidate = Candidate(",".join(f"{name}={size}" for name, size in parse_mesh(text, len(on.devices)).items()))
+    candidate = Candidate(show_sizes(parse_mesh(text, len(on.devices))))
     for name, value in (("accumulate", run.accumulate), ("remat", recipe.value("remat")), ("loss_chunks", recipe.value("loss_chunks"))):
         candidate = candidate.but(name, value) if value is not None else candidate
     with shown.status(f"compiling for {on.name}, mesh {candidate.mesh}"):
@@ -207,9 +206,8 @@ def _name(candidate: Candidate) -> str:
 
 def show_plan(console: Console, plan: Plan) -> None:
     """One plan as tables."""
-    mesh = ",".join(f"{name}={size}" for name, size in plan.mesh.items())
     m = plan.memory
-    table = Table(title=f"{plan.num_devices} x {plan.chip}, mesh {mesh}: memory of each device", title_justify="left")
+    table = Table(title=f"{plan.num_devices} x {plan.chip}, mesh {show_sizes(plan.mesh)}: memory of each device", title_justify="left")
     for column in ("parameters", "optimizer", "other", "batch", "activations, temporaries", "peak", "of"):
         table.add_column(column, justify="right")
     row = (m.parameters, m.optimizer, m.other, m.batch, m.temporaries, m.peak, plan.limit)
@@ -337,11 +335,10 @@ def _remedies(recipe: Recipe, candidate: Candidate) -> list[tuple[str, Candidate
     found += [(label("remat", value), candidate.but("remat", value)) for value in remats]
     parts = [candidate["accumulate"] * k for k in (2, 8)]
     found += [(label("accumulate", value), candidate.but("accumulate", value)) for value in parts]
-    sizes = dict(part.split("=") for part in candidate.mesh.split(","))
+    sizes = {name: int(size) for name, size in (part.split("=") for part in candidate.mesh.split(","))}
     if "data" in sizes:
         moved = {"fsdp" if name == "data" else name: size for name, size in sizes.items() if name != "fsdp"}
-        moved["fsdp"] = str(int(sizes["data"]) * int(sizes.get("fsdp", 1)))
-        mesh = ",".join(f"{name}={size}" for name, size in moved.items())
+        mesh = show_sizes({**moved, "fsdp": sizes["data"] * sizes.get("fsdp", 1)})
         found.append((label("mesh", mesh), replace(candidate, mesh=mesh)))
         if remats:
             both = f"{label('mesh', mesh)} {label('remat', remats[-1])}"

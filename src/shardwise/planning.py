@@ -14,7 +14,6 @@ import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +28,12 @@ from shardwise.hardware import Chip
 from shardwise.hlo import Program, parse
 from shardwise.mesh import make_mesh, mesh_text
 from shardwise.roofline import Estimate, Traffic, estimate
-from shardwise.run import Prepared, Run, prepare
+from shardwise.run import Prepared, Run, package_version, prepare
 from shardwise.sharding import show_bytes, show_spec
 from shardwise.target import Target, find_target, local_target
 from shardwise.tree import named_leaves, num_bytes
 
 NO_CHIP = Chip("unknown", math.inf, math.inf, math.inf)  # counts without telling times
-EMPTY = "HloModule empty\nENTRY %empty () -> () {\n}"
 KINDS = {"state.params": "parameters", "state.opt_state": "optimizer", "state.other": "other", "state.step": "other", "rows": "batch"}
 VALUE = re.compile(r" value: <\d+ ([\w.\-]+)(?:\{[\d,]*\})? @\d+> \(size=(\d+),offset=(\d+)\): (\S+)")
 
@@ -177,18 +175,10 @@ def plan_run(run: Run, target: Target | str | None = None, options: dict[str, An
 def _digest(lowered: Any, target: Target, *about: Any) -> str:
     """Of all that the answer depends on: the program, the target, the compiler, and what shardwise makes of its words."""
     ours = ((Path(__file__).parent / f"{name}.py").read_text() for name in ("hlo", "hardware", "roofline", "planning", "flops", "run"))
-    compilers = [version(name) for name in ("jax", "jaxlib", "libtpu") if _is_installed(name)]
+    compilers = [package_version(name) for name in ("jax", "jaxlib", "libtpu")]
     flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
     devices = [target.name, target.kind, str(target.limit), *(str(device) for device in target.devices)]
     return text_digest("\n".join([lowered.as_text(), *devices, *compilers, *flags, *map(str, about), *ours]))[:32]
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        version(name)
-    except PackageNotFoundError:
-        return False
-    return True
 
 
 def _load(file: Path) -> Plan | None:
@@ -229,12 +219,13 @@ def compile_run(run: Run, prepared: Prepared) -> tuple[Plan, Prepared]:
         return make_plan(run, prepared, target, compile_and_read(lowered, kernels), {}, time.perf_counter() - begun), prepared
     m, spec = program.memory_analysis(), prepared.spec
     params, optimizer, other = (float(sum(p.bytes_per_device for p in part.values())) for part in (spec.params, spec.opt_state, spec.other))
-    batch = float(sum(num_bytes(layout.shard_shape(x.shape), x.dtype) for x, layout in _placed(prepared)))
+    rows = prepared.step.layout.sharding
+    batch = float(sum(num_bytes(rows.shard_shape(x.shape), x.dtype) for x in jax.tree.leaves(prepared.step.batch)))
     peak = m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.generated_code_size_in_bytes
     memory = Memory(params, optimizer, other, batch, max(0.0, peak - params - optimizer - other - batch))
-    text = program.as_text() if target.chip is not None and target.platform == "gpu" else EMPTY
-    compiled = Compiled(parse(text, kernels), memory, [])
-    plan = make_plan(run, prepared, target if text != EMPTY else replace(target, chip=None), compiled, {}, time.perf_counter() - begun)
+    is_readable = target.chip is not None and target.platform == "gpu"  # TPU programs only from what the compiler writes on the way
+    compiled = Compiled(parse(program.as_text(), kernels) if is_readable else None, memory, [])
+    plan = make_plan(run, prepared, target, compiled, {}, time.perf_counter() - begun)
 
     def function(state: Any, batch: Any) -> Any:
         try:
@@ -243,10 +234,6 @@ def compile_run(run: Run, prepared: Prepared) -> tuple[Plan, Prepared]:
             return jitted(state, batch)
 
     return plan, replace(prepared, step=replace(prepared.step, function=function))
-
-
-def _placed(prepared: Prepared) -> list[tuple[Any, Any]]:
-    return [(leaf, prepared.step.layout.sharding) for leaf in jax.tree.leaves(prepared.step.batch)]
 
 
 def check_fits(plan: Plan) -> None:
@@ -264,7 +251,7 @@ def check_fits(plan: Plan) -> None:
 class Compiled:
     """What a compiler said of a program."""
 
-    program: Program
+    program: Program | None  # None where it was not read: then there is nothing to count
     memory: Memory
     buffers: list[Buffer]
 
@@ -341,9 +328,8 @@ def _largest(values: list[tuple[int, int, str, str]], names: dict[str, str], top
 
 
 def make_plan(run: Run, prepared: Prepared, target: Target, compiled: Compiled, options: dict[str, Any], seconds: float) -> Plan:
-    spec = prepared.spec
-    found = estimate(compiled.program, target.chip, spec.mesh) if target.chip is not None else None
-    counted = found or estimate(compiled.program, NO_CHIP, spec.mesh)
+    spec, program = prepared.spec, compiled.program
+    counted = estimate(program, target.chip or NO_CHIP, spec.mesh) if program is not None else Estimate()
     batch = {name: tuple(shape) for name, shape in _batch_shapes(prepared).items()}
     return Plan(
         target=target.name,
@@ -362,7 +348,7 @@ def make_plan(run: Run, prepared: Prepared, target: Target, compiled: Compiled, 
         model_flops=prepared.flops,
         bytes=counted.bytes,
         traffic=sorted(counted.traffic.values(), key=lambda t: -t.bytes),
-        times=_times(found) if found else None,
+        times=_times(counted) if program is not None and target.chip is not None else None,
         peak_flops=prepared.peak_flops,
         leaves=_leaves(prepared),
         unknown_kernels=counted.unknown,

@@ -145,11 +145,11 @@ def _environment() -> dict[str, Any]:
     devices = jax.devices()
     return {
         "devices": {"count": len(devices), "kind": devices[0].device_kind, "processes": jax.process_count()},
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
+        "versions": {"python": platform.python_version(), **{name: package_version(name) for name in packages}},
     }
 
 
-def _version(package: str) -> str:
+def package_version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:

@@ -13,13 +13,15 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from shardwise.data import as_batches
 from shardwise.errors import ConfigError
-from shardwise.mesh import make_mesh
+from shardwise.mesh import make_mesh, show_sizes
 from shardwise.planning import Plan
 from shardwise.roofline import axis_rate
 from shardwise.run import Run, describe_state
 from shardwise.sharding import num_batch_shards, show_bytes
 from shardwise.state import StateSpec
+from shardwise.step import num_rows
 from shardwise.target import Target
 
 AXES = ("data", "fsdp", "model")
@@ -99,7 +101,7 @@ def find_meshes(num_devices: int, axes: Sequence[str] = AXES) -> list[str]:
     found = []
     for sizes in factor(num_devices, axes):
         kept = {name: size for name, size in sizes.items() if size > 1} or {axes[0]: 1}
-        found.append(",".join(f"{name}={size}" for name, size in kept.items()))
+        found.append(show_sizes(kept))
     return list(dict.fromkeys(found))
 
 
@@ -200,7 +202,7 @@ def _consider(candidate: Candidate, make: Callable[[Candidate], Run], target: Ta
         parts = f"{shards} devices{f' in {run.accumulate} parts' if run.accumulate > 1 else ''}"
         found.entries[candidate] = Entry(candidate, "refused", f"a batch of {rows} rows cannot be split over {parts}")
         return True
-    state = float(sum(p.bytes_per_device for part in (spec.params, spec.other, spec.opt_state) for p in part.values()))
+    state = float(spec.bytes_per_device)
     if state > target.limit:
         why = f"parameters and optimizer alone take {show_bytes(state)} of {show_bytes(target.limit)}"
         found.entries[candidate] = Entry(candidate, "pruned", why)
@@ -303,9 +305,6 @@ class _Guess:
 
 
 def _rows(run: Run) -> int:
-    from shardwise.data import as_batches
-    from shardwise.step import num_rows
-
     return num_rows(as_batches(run.data)(0))
 
 

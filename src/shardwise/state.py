@@ -61,6 +61,10 @@ class StateSpec:
         return self.definition.merge(state.params, state.other, jax.random.key(0) if key is None else key)
 
     @property
+    def bytes_per_device(self) -> int:
+        return sum(p.bytes_per_device for part in (self.params, self.other, self.opt_state) for p in part.values())
+
+    @property
     def num_params(self) -> int:
         return sum(leaf.size for leaf in jax.tree.leaves(self.abstract.params))
 
