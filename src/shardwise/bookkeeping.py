@@ -1,6 +1,7 @@
 """What is written down of a run while it goes on: metrics, checkpoints, and what people see."""
 
 import json
+import os
 import statistics
 import time
 from collections import deque
@@ -18,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from shardwise.checkpoint import Checkpoints
 from shardwise.errors import CheckpointError, NumericsError
 from shardwise.files import write_whole
+from shardwise.group import Group
 from shardwise.mesh import mesh_text
 from shardwise.metrics import MetricsLog, read_metrics
 from shardwise.planning import Plan
@@ -25,14 +27,16 @@ from shardwise.report import plot_losses, show_count, show_metrics, show_seconds
 from shardwise.run import Prepared, Run
 from shardwise.sharding import show_bytes
 from shardwise.state import TrainState
+from shardwise.watch import Watch
 
 
 class Bookkeeper:
     """Writes down each step once the next one is under way, so that reading its metrics never leaves the devices idle."""
 
-    def __init__(self, run: Run, prepared: Prepared, start: int, plan: Plan | None = None):
+    def __init__(self, run: Run, prepared: Prepared, start: int, plan: Plan | None = None, group: Group | None = None):
         self.run, self.prepared, self.first, self.plan = run, prepared, start + 1, plan
-        self.log = MetricsLog(run.out / "metrics.jsonl", start) if run.out is not None else None
+        self.group = group or Group()
+        self.log = MetricsLog(run.out / "metrics.jsonl", start) if run.out is not None and self.group.is_first else None
         self.waited = 0.0  # for data, in all
         self.clock = _Clock({"compile": plan.compile_seconds} if plan is not None else {})
         self.last: dict[str, Any] = {}
@@ -53,7 +57,9 @@ class Bookkeeper:
         """Whether the run was stopped after step `start`, before the evaluation that was due there."""
         if start == 0 or self.run.eval_data is None or not is_due(start, self.run.eval_every, start == self.run.steps):
             return False
-        return self.log is not None and not any(r["step"] == start and any(k.startswith("eval_") for k in r) for r in self.log.kept)
+        kept = self.log.kept if self.log is not None else []
+        was_made = any(record["step"] == start and any(name.startswith("eval_") for name in record) for record in kept)
+        return bool(self.group.share("owes evaluation", self.log is not None and not was_made))
 
     def record(self, n: int, metrics: dict[str, jax.Array], waited: float = 0.0) -> None:
         """Takes the metrics of step n, and the time spent on waiting for data so far; finishes the step before it."""
@@ -132,10 +138,13 @@ class _Clock:
 class Saver:
     """Saves when it is due. A save that fails is told at the next step and tried again; only the last one must succeed."""
 
-    def __init__(self, run: Run, checkpoints: Checkpoints | None, about: dict[str, Any], console: Console, start: int):
-        self.run, self.checkpoints, self.about, self.console = run, checkpoints, about, console
+    def __init__(self, run: Run, checkpoints: Checkpoints | None, about: dict[str, Any], console: Console, start: int, watch: Watch):
+        self.run, self.checkpoints, self.about, self.console, self.watch = run, checkpoints, about, console, watch
         self.failures = 0  # in a row
         self.retry_at: int | None = None
+        self.saved_at = time.monotonic()
+        if not watch.group.is_first:
+            return
         if run.out is not None and start < run.steps and _starts_in_a_row(run.out, start) >= 2:
             self.retry_at = start + 1
             warn(
@@ -153,13 +162,19 @@ class Saver:
                 self.failures = 0
         except CheckpointError as error:
             self._note(n, error)
-        return n != self.run.steps and (n == self.retry_at or is_due(n, self.run.save_every, False))
+        minutes = (time.monotonic() - self.saved_at) / 60
+        if self.watch.group.is_first and ((self.retry_at is not None and n >= self.retry_at) or 0 < self.run.save_minutes <= minutes):
+            self.retry_at, self.saved_at = None, time.monotonic()
+            self.watch.ask("save")
+        is_asked = self.watch.takes_save()
+        return n != self.run.steps and (is_asked or is_due(n, self.run.save_every, False))
 
     def save(self, state: TrainState, metrics: dict[str, Any]) -> None:
         assert self.checkpoints is not None
+        self._settle(int(state.step))
         try:
             self.checkpoints.save(state, {**self.about, "metrics": metrics})
-            self.retry_at = None
+            self.retry_at, self.saved_at = None, time.monotonic()
         except CheckpointError as error:
             self._note(int(state.step), error)
 
@@ -167,10 +182,10 @@ class Saver:
         """Sees to it that this state is on the disk, verified; waits for it."""
         if self.checkpoints is None or int(state.step) == 0:
             return
+        self._settle(int(state.step))
         for left in reversed(range(tries)):
             try:
-                self.checkpoints.wait()
-                if self.checkpoints.latest() != int(state.step):
+                if not self.checkpoints.is_newest(int(state.step)):
                     self.checkpoints.save(state, {**self.about, "metrics": metrics})
                     self.checkpoints.wait()
                 break
@@ -190,6 +205,14 @@ class Saver:
                 self.checkpoints.wait()
             steps = self.checkpoints.steps()
         return f" The newest checkpoint is step {steps[-1]}." if steps else " There is no checkpoint to go back to."
+
+    def _settle(self, n: int) -> None:
+        """Waits for the save that goes on; what became of it is told, and the next begins in all processes alike."""
+        assert self.checkpoints is not None
+        try:
+            self.checkpoints.wait()
+        except CheckpointError as error:
+            self._note(n, error)
 
     def _note(self, n: int, error: CheckpointError) -> None:
         self.failures += 1
@@ -227,7 +250,10 @@ def working(console: Console, text: str) -> Iterator[None]:
 
 @contextmanager
 def progress(console: Console, run: Run, start: int) -> Iterator[Callable[[dict[str, float], dict[str, float]], None]]:
-    """A live bar on a terminal; elsewhere a line now and then."""
+    """A live bar on a terminal; elsewhere a line now and then. A launcher is told all of it, and may draw the bar itself."""
+    launcher, _, draws = os.environ.get("SHARDWISE_PROGRESS", "").partition(":")
+    if launcher:
+        _tell(int(launcher), start=start, steps=run.steps)
     if console.is_terminal:
         columns = (
             TextColumn("{task.description}"),
@@ -249,11 +275,18 @@ def progress(console: Console, run: Run, start: int) -> Iterator[Callable[[dict[
     shown = [time.monotonic()]
 
     def show_line(record: dict[str, float], eval_metrics: dict[str, float]) -> None:
-        if time.monotonic() - shown[0] > 10 or record["step"] in (start + 1, run.steps):
+        if launcher:
+            _tell(int(launcher), step=record["step"], text=_status(run, record, eval_metrics))
+        if not draws and (time.monotonic() - shown[0] > 10 or record["step"] in (start + 1, run.steps)):
             shown[0] = time.monotonic()
             console.print(f"step {record['step']:.0f} of {run.steps}: {_status(run, record, eval_metrics)}")
 
     yield show_line
+
+
+def _tell(descriptor: int, **what: Any) -> None:
+    with suppress(OSError):  # the launcher is gone; that is its business
+        os.write(descriptor, json.dumps(what).encode() + b"\n")
 
 
 def _status(run: Run, record: dict[str, Any], eval_metrics: dict[str, float]) -> str:

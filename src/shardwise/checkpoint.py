@@ -22,7 +22,8 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from shardwise.errors import CheckpointError, ConfigError, columns
-from shardwise.files import fail_point, sync, verify_manifest, write_manifest
+from shardwise.files import fail_point, file_digest, read_manifest, sync, write_digests, write_manifest, wrong_files
+from shardwise.group import Group, current_group, wait_for
 from shardwise.saved import read_json, read_step, refused, saved_steps, show_leaf
 from shardwise.sharding import show_bytes
 from shardwise.state import StateSpec, TrainState
@@ -61,12 +62,17 @@ class Checkpoints:
     make untrue.
     """
 
-    def __init__(self, directory: Path, keep: Keep | None = None):
+    def __init__(self, directory: Path, keep: Keep | None = None, group: Group | None = None):
         self.directory = directory.resolve()
         self.keep = keep or Keep()
-        self._orbax = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
+        self.group = group or current_group()
+        self._orbax = ocp.AsyncCheckpointer(
+            ocp.StandardCheckpointHandler(), async_options=ocp.options.AsyncOptions(barrier_sync_fn=self._meet)
+        )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardwise-save")
         self._pending: Future[None] | None = None
+        self._rounds = 0  # of everything that all processes do together
+        self._saving = ""  # the name of the save that goes on
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -84,32 +90,59 @@ class Checkpoints:
     def latest(self) -> int | None:
         return max(self.steps(), default=None)
 
+    def is_newest(self, step: int) -> bool:
+        """Whether this is the newest step on the disk, as the first process sees it."""
+        return bool(self.group.share(self._round(), self.latest() == step))
+
     def clean(self) -> None:
-        """Removes what a crash has left half done. Only for the one who holds the lock of the directory."""
-        for path in self.directory.glob("*.tmp"):
-            shutil.rmtree(path)
+        """Removes what a crash has left half done. Only for the run that holds the lock of the directory."""
+        if self.group.is_first:
+            for path in self.directory.glob("*.tmp"):
+                shutil.rmtree(path)
+
+    def _round(self) -> str:
+        """A name for what all processes are about to do together."""
+        self._rounds += 1
+        return f"{self.directory.name}/{self._rounds}"
 
     # Saving
 
     def save(self, state: TrainState, metadata: Mapping[str, Any]) -> None:
         """Starts to save; the state may be donated as soon as this returns. Waits for the save before, if it still goes on."""
         self.wait()
-        step = int(state.step)
-        if self.path(step).exists():
-            raise CheckpointError(f"{self.path(step)} is there already; a checkpoint is never overwritten.")
-        tree = _tree(state)
+        step, tree = int(state.step), _tree(state)
+        self._saving = self._round()
         temporary = self.path(step).with_suffix(".tmp")
+        size = sum(num_bytes(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree))
+        problem = self._begin(step, temporary, size) if self.group.is_first else None
+        if problem := self.group.share(f"{self._saving}/begin", problem):
+            raise CheckpointError(problem)
         try:
+            self._orbax.save(temporary / "state", args=ocp.args.StandardSave(tree))
+        except Exception as error:
+            problem = self._told(error)
+        if problem is not None and self.group.count == 1:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise CheckpointError(f"{self.path(step)} could not be saved: {problem}")
+        self._pending = self._thread.submit(self._commit, self._saving, step, dict(metadata), problem)
+
+    def _begin(self, step: int, temporary: Path, size: int) -> str | None:
+        """Makes room for a save; why that is not possible, or None."""
+        try:
+            if self.path(step).exists():
+                return f"{self.path(step)} is there already; a checkpoint is never overwritten."
             self.directory.mkdir(mode=0o700, exist_ok=True)
-            self._check_space(sum(num_bytes(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)))
+            self._check_space(size)
             if temporary.exists():
                 shutil.rmtree(temporary)
             temporary.mkdir(mode=0o700)
             fail_point("checkpoint.temporary")
-            self._orbax.save(temporary / "state", args=ocp.args.StandardSave(tree))
+        except CheckpointError as error:
+            return str(error)
         except Exception as error:
-            self._failed(temporary, error)
-        self._pending = self._thread.submit(self._commit, step, dict(metadata))
+            shutil.rmtree(temporary, ignore_errors=True)
+            return f"{self.path(step)} could not be saved: {_cause(error)}"
+        return None
 
     def check(self) -> bool:
         """Whether a save has been finished since the last look; raises if it failed. Does not wait."""
@@ -131,31 +164,65 @@ class Checkpoints:
             self._thread.shutdown()
             self._orbax.close()
 
-    def _commit(self, step: int, metadata: dict[str, Any]) -> None:
-        """In the background: everything that makes a temporary directory a checkpoint."""
+    def _commit(self, name: str, step: int, metadata: dict[str, Any], problem: str | None) -> None:
+        """In the background: everything that makes a temporary directory a checkpoint. The first process does it, when all are ready."""
         temporary = self.path(step).with_suffix(".tmp")
+        digests: dict[str, str] = {}
         try:
             fail_point("checkpoint.arrays")
-            self._orbax.wait_until_finished()
-            fail_point("checkpoint.written")
-            (temporary / "meta.json").write_text(json.dumps({"step": step, **metadata}, indent=2, default=str) + "\n")
-            write_manifest(temporary)
-            fail_point("checkpoint.rename")
-            os.rename(temporary, self.path(step))
-            sync(self.directory)
+            if problem is None:
+                self._orbax.wait_until_finished()
+                fail_point("checkpoint.written")
         except Exception as error:
-            self._failed(temporary, error)
+            problem = self._told(error)
+            self.group.put(f"{name}/failed/{self.group.index}", problem)
+        problem = next(filter(None, self.group.union(f"{name}/arrays", problem)), None)
+        if problem is None:
+            try:
+                digests = write_digests(temporary / "state", self.group.index, self.group.count)
+            except OSError as error:
+                problem = self._told(error)
+            parts = self.group.union(f"{name}/digests", [digests, problem])
+            digests = {f"state/{file}": digest for part, _ in parts for file, digest in part.items()}
+            problem = next((told for _, told in parts if told), None)
+        if problem is None and self.group.is_first:
+            try:
+                meta = temporary / "meta.json"
+                meta.write_text(json.dumps({"step": step, **metadata}, indent=2, default=str) + "\n")
+                sync(meta)
+                write_manifest(temporary, {**digests, meta.name: file_digest(meta)})
+                fail_point("checkpoint.rename")
+                os.rename(temporary, self.path(step))
+                sync(self.directory)
+            except Exception as error:
+                problem = self._told(error)
+        if problem := self.group.share(f"{name}/outcome", problem):
+            if self.group.is_first:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise CheckpointError(f"{self.path(step)} could not be saved: {problem}")
         try:
             fail_point("checkpoint.renamed")
-            self._delete_old()
+            if self.group.is_first:
+                self._delete_old()
         except OSError as error:
             raise CheckpointError(f"step {step} is saved, but an older one could not be deleted: {_cause(error)}") from error
 
-    def _failed(self, temporary: Path, error: Exception) -> None:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, CheckpointError):
-            raise error
-        raise CheckpointError(f"{temporary.with_suffix('')} could not be saved: {_cause(error)}") from error
+    def _meet(self, *, key: str, timeout_ms: int) -> None:
+        """How the processes wait for each other within Orbax: not for one that has failed."""
+        place = f"{self._saving}/{key.split('.')[0]}"
+        self.group.put(f"{place}/{self.group.index}", 1)
+        failed: dict[str, str] = {}
+
+        def is_over() -> bool:
+            failed.update(self.group.read(f"{self._saving}/failed"))
+            return bool(failed) or len(self.group.read(place)) == self.group.count
+
+        if not wait_for(is_over, timeout_ms / 1000) or failed:
+            raise RuntimeError(next(iter(failed.values()), f"the others did not come within {timeout_ms / 1000:.0f} s"))
+
+    def _told(self, error: Exception) -> str:
+        where = "" if self.group.count == 1 else f"{self.group.name(self.group.index)}: "
+        return str(error) if isinstance(error, CheckpointError) else f"{where}{_cause(error)}"
 
     def _check_space(self, needed: int) -> None:
         free = shutil.disk_usage(self.directory).free
@@ -185,21 +252,26 @@ class Checkpoints:
 
     def verify(self, step: int) -> list[str]:
         """What is wrong with the files of a step; an empty list when they are as they were written."""
-        return verify_manifest(self.path(step))
+        name, group = self._round(), self.group
+        expected, problems = group.share(f"{name}/manifest", read_manifest(self.path(step)) if group.is_first else None)
+        found = group.union(f"{name}/files", wrong_files(self.path(step), expected, group.index, group.count))
+        return [*problems, *sorted(problem for part in found for problem in part)]
 
     def newest_good(self, warn: Callable[[str], None]) -> int | None:
         """The newest step that passes `verify`. Damaged ones are put aside as `<step>.bad`; None if there are none at all."""
         damaged: list[str] = []
-        for step in reversed(self.steps()):
+        steps, were_bad = self.group.share(self._round(), [self.steps(), any(self.directory.glob("*.bad*"))])
+        for step in reversed(steps):
             problems = self.verify(step)
             if not problems:
                 if damaged:
                     warn("\n".join([*damaged, f"going back to step {step}, the newest that is whole."]))
-                return step
+                return int(step)
             aside = _unused(self.directory, f"{step}.bad")
-            os.rename(self.path(step), aside)
+            if self.group.is_first:
+                os.rename(self.path(step), aside)
             damaged.append(f"checkpoint {step} is damaged and kept aside as {aside}: {_some(problems)}")
-        if damaged or any(self.directory.glob("*.bad*")):
+        if damaged or were_bad:
             found = damaged or [f"there is no checkpoint in {self.directory} but damaged ones, kept aside as *.bad"]
             raise CheckpointError("\n".join(found) + "\nNo whole checkpoint is left. To start anew, choose another --out.")
         return None

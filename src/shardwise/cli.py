@@ -13,12 +13,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import ConfigError, ShardwiseError, did_you_mean
 from shardwise.files import check_unlocked, check_writable
 from shardwise.resume import ACCEPTABLE
-from shardwise.signals import Stop, stop_on_signals
+from shardwise.signals import stop_on_signals
+
+if TYPE_CHECKING:
+    from shardwise.watch import Watch
 
 HELP = """\
 shardwise trains any Flax NNX model on any device mesh.
@@ -28,6 +31,7 @@ shardwise trains any Flax NNX model on any device mesh.
                                                         out and why, and what is probably not meant
   shardwise plan RECIPE [--on v5e:4x4] [--search] ...   whether it fits, on which mesh, how fast, on hardware you need not have
   shardwise verify RECIPE [arguments of the recipe]     whether it computes on meshes what it computes on one device
+  shardwise launch --processes 2 -- train RECIPE ...    the same on several processes of this machine; or a job file for a cluster
   shardwise data prepare | show                         text to token files; statistics and examples of any batch
   shardwise checkpoint ls | show | diff | verify | export
 
@@ -40,6 +44,10 @@ before or after the verb:
   --accept WHAT      train: resume although this has changed: lr, data, optimizer, seed or compute_dtype
   --force-unlock     train: take over a directory that a run on another machine has not left in order
   --no-plan          train: begin even if the step seems to need more memory than there is
+  --watchdog S       train: end with exit code 6 after S seconds without progress (300 with several processes, 0: never)
+  --coordinator HOST:PORT --num-processes N --process-id I
+                     train: this is process I of N; under Slurm, Open MPI, Kubernetes and on Cloud TPUs JAX finds that out
+  --bind ADDRESS     train: where process 0 listens for the others, if not on the address of the coordinator
 """
 
 
@@ -53,10 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def entry() -> None:
-    """The command. A thread that still waits for data, perhaps for ever, must not be met by Python's end: it would abort."""
+    """The command. A thread that still waits, for data or for other processes, must not be met by Python's end: it would abort."""
     code = main()
-    prefetch = sys.modules.get("shardwise.data.prefetch")
-    if prefetch is not None and any(thread.name == prefetch.THREAD for thread in threading.enumerate()):
+    waiting = ("shardwise-prefetch", "shardwise-lives", "shardwise-guard", "shardwise-watch")
+    if any(thread.name in waiting for thread in threading.enumerate()):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -64,6 +72,10 @@ def entry() -> None:
 
 
 def _main(argv: list[str]) -> int:
+    if argv[:1] == ["launch"]:
+        from shardwise.launch import main as launch
+
+        return launch(argv[1:])
     parser = _Parser(prog="shardwise", add_help=False, allow_abbrev=False)
     parser.add_argument("--cpu-devices", type=int)
     parser.add_argument("--json", type=Path)
@@ -71,6 +83,11 @@ def _main(argv: list[str]) -> int:
     parser.add_argument("--accept", action="append", default=[], choices=list(ACCEPTABLE))
     parser.add_argument("--force-unlock", action="store_true")
     parser.add_argument("--no-plan", action="store_true")
+    parser.add_argument("--watchdog", type=float)
+    parser.add_argument("--coordinator")
+    parser.add_argument("--num-processes", type=int)
+    parser.add_argument("--process-id", type=int)
+    parser.add_argument("--bind")
     options, rest = parser.parse_known_args(argv)
     if not rest or rest[0] in ("-h", "--help", "help"):
         print(HELP, end="")
@@ -79,7 +96,7 @@ def _main(argv: list[str]) -> int:
     if verb in TOOLS:
         return _answered(importlib.import_module(TOOLS[verb]).main(args, options), options)
     if verb not in VERBS:
-        commands = [*VERBS, *TOOLS]
+        commands = [*VERBS, "launch", *TOOLS]
         raise ConfigError(f"there is no command '{verb}'; there are {', '.join(commands)}.{did_you_mean(verb, commands)}")
     if not args or args[0].startswith("-"):
         if {"-h", "--help"} & set(args):
@@ -90,9 +107,9 @@ def _main(argv: list[str]) -> int:
 
 
 def _answered(found: tuple[dict[str, Any], int], options: argparse.Namespace) -> int:
-    """Every command gives what it found and its exit code; --json is for all of them."""
+    """Every command gives what it found and its exit code; --json is for all of them, and written by one process."""
     answer, code = found
-    if options.json is not None:
+    if options.json is not None and _seems_first(options):
         options.json.write_text(json.dumps(_finite(answer), indent=2, default=str) + os.linesep)
     return code
 
@@ -127,35 +144,54 @@ def _load(verb: str, target: str, args: list[str], options: argparse.Namespace) 
 
 
 def train(target: str, args: list[str], options: argparse.Namespace) -> tuple[dict[str, Any], int]:
+    from shardwise.recipe import find_recipe
+
     with stop_on_signals(may_exit=True) as stop:
-        return _train(target, args, options, stop)
+        find_recipe(target)
+        given = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        given.add_argument("--out", type=Path, nargs="?")
+        if (out := given.parse_known_args(args)[0].out) is not None and _seems_first(options):
+            check_writable(out)  # what is wrong with it can be said before JAX is imported
+            check_unlocked(out)
+        from shardwise.group import start_group
+        from shardwise.watch import Watch
+
+        group = start_group(options.coordinator, options.num_processes, options.process_id, bind=options.bind)
+        with Watch(group, stop, options.watchdog) as watch:
+            return _train(target, args, options, watch)
 
 
-def _train(target: str, args: list[str], options: argparse.Namespace, stop: Stop) -> tuple[dict[str, Any], int]:
-    given = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    given.add_argument("--out", type=Path, nargs="?")
-    if (out := given.parse_known_args(args)[0].out) is not None:  # what is wrong with it can be said before JAX is imported
-        check_writable(out)
-        check_unlocked(out)
+def _seems_first(options: argparse.Namespace) -> bool:
+    """Whether this is the first process of its run, or the only one, as far as that can be told without JAX."""
+    ranks = [os.environ[name] for name in ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX") if name in os.environ]
+    return options.process_id == 0 if options.process_id is not None else set(ranks) <= {"0"}
+
+
+def _train(target: str, args: list[str], options: argparse.Namespace, watch: "Watch") -> tuple[dict[str, Any], int]:
     run, described = _load("train", target, args, options)
     _quiet_orbax()
     from shardwise.fitting import fit
 
     if run.out is None:
         stem = Path(target.partition(":")[0]).stem
-        run = replace(run, out=Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+        started = os.environ.get("SHARDWISE_STARTED") or time.strftime("%Y%m%d-%H%M%S")
+        run = replace(run, out=Path("runs") / watch.group.share("out", f"{stem}-{started}"))
     run = replace(run, accept=(*run.accept, *options.accept))
-    result = fit(run, describe=described, stop=stop, force_unlock=options.force_unlock, plan=not options.no_plan)
+    result = fit(run, describe=described, watch=watch, force_unlock=options.force_unlock, plan=not options.no_plan)
+    answer = {"out": str(run.out), "metrics": result.metrics, "eval": result.eval_metrics, "seconds": result.seconds}
+    if not watch.group.is_first:
+        return answer, 0
     devices = f" --cpu-devices {options.cpu_devices}" if options.cpu_devices else ""
     kept = [word for i, word in enumerate(args) if "--steps" not in (word.partition("=")[0], args[i - 1] if i else "")]
     again = " ".join([target, *kept, *([] if "--out" in args else ["--out", str(run.out)])])
     command = "shardwise" if shutil.which("shardwise") or Path(sys.argv[0]).name != "shardwise" else sys.argv[0]
-    print(
-        f"next:\n  {command} train {again} --steps {2 * run.steps} --accept lr{devices}   # go on from here, with a longer schedule\n"
-        f"  {command} explain {target} --mesh data=4,model=2 --cpu-devices 8   # another layout, before paying for it",
-        file=sys.stderr,
-    )
-    return {"out": str(run.out), "metrics": result.metrics, "eval": result.eval_metrics, "seconds": result.seconds}, 0
+    if watch.group.count == 1:
+        print(
+            f"next:\n  {command} train {again} --steps {2 * run.steps} --accept lr{devices}   # go on from here, with a longer schedule\n"
+            f"  {command} explain {target} --mesh data=4,model=2 --cpu-devices 8   # another layout, before paying for it",
+            file=sys.stderr,
+        )
+    return answer, 0
 
 
 def _quiet_orbax() -> None:

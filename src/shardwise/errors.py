@@ -38,6 +38,12 @@ class NumericsError(ShardwiseError):
     exit_code = 5
 
 
+class LostError(ShardwiseError):
+    """Another process of the run cannot be reached, or is stuck. A new start may help."""
+
+    exit_code = 6
+
+
 class DirectoryInUseError(ShardwiseError):
     """Another run writes to the same directory."""
 

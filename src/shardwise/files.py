@@ -40,12 +40,21 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_manifest(directory: Path) -> None:
-    """Puts everything below `directory` on the disk, and a digest of every file into MANIFEST: `b3sum -c` can check it too."""
-    digests = {path: _digest(path) for path in _files(directory)}
-    for path in [*digests, *sorted({path.parent for path in digests})]:
+def write_digests(directory: Path, part: int = 0, parts: int = 1) -> dict[str, str]:
+    """Puts the files below `directory` on the disk; their digests by name. Several processes can each do a part."""
+    digests = {}
+    for path in _files(directory)[part::parts]:
+        digests[path.relative_to(directory).as_posix()] = file_digest(path)
         sync(path)
-    lines = [f"{digest}  {path.relative_to(directory).as_posix()}\n" for path, digest in digests.items()]
+    return digests
+
+
+def write_manifest(directory: Path, digests: dict[str, str] | None = None) -> None:
+    """Puts everything below `directory` on the disk, and a digest of every file into MANIFEST: `b3sum -c` can check it too."""
+    digests = write_digests(directory) if digests is None else digests
+    for path in sorted({(directory / name).parent for name in digests}):
+        sync(path)
+    lines = [f"{digest}  {name}\n" for name, digest in sorted(digests.items())]
     with (directory / MANIFEST).open("w") as file:
         file.writelines(lines[: len(lines) // 2])
         file.flush()
@@ -58,29 +67,37 @@ def write_manifest(directory: Path) -> None:
 
 def verify_manifest(directory: Path) -> list[str]:
     """What is wrong with the files below `directory`; nothing is opened but what is found there, and no link is followed."""
+    expected, problems = read_manifest(directory)
+    return problems + wrong_files(directory, expected)
+
+
+def wrong_files(directory: Path, expected: dict[str, str], part: int = 0, parts: int = 1) -> list[str]:
+    """Those that are not what was written. Several processes can each look at a part."""
+    names = sorted(expected)[part::parts]
+    return [f"{directory / n} is not what was written: it has another digest" for n in names if not _has_digest(directory / n, expected[n])]
+
+
+def read_manifest(directory: Path) -> tuple[dict[str, str], list[str]]:
+    """(digests of the files that are there, by name; what is wrong before any file is read)"""
     try:
         found = {path.relative_to(directory).as_posix(): path for path in _files(directory)}
         if (directory / MANIFEST).stat().st_size > MAX_MANIFEST:
             raise OSError(f"it has {(directory / MANIFEST).stat().st_size:,} bytes")
         text = (directory / MANIFEST).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        return [f"{directory / MANIFEST} cannot be read: {_reason(error)}"]
+        return {}, [f"{directory / MANIFEST} cannot be read: {_reason(error)}"]
     lines = [line.split("  ", 1) for line in text.split("\n")]
     if lines.pop() != [""] or any(len(line) != 2 for line in lines):
-        return [f"{directory / MANIFEST} is not a list of digests"]
+        return {}, [f"{directory / MANIFEST} is not a list of digests"]
     expected = {name: digest for digest, name in lines}
     problems = [f"{directory / name} is missing" for name in expected if name not in found]
-    for name, path in found.items():
-        if name not in expected:
-            problems.append(f"{path} does not belong to it")
-        elif not _has_digest(path, expected[name]):
-            problems.append(f"{path} is not what was written: it has another digest")
-    return problems
+    problems += [f"{path} does not belong to it" for name, path in found.items() if name not in expected]
+    return {name: digest for name, digest in expected.items() if name in found}, problems
 
 
 def _has_digest(path: Path, digest: str) -> bool:
     try:
-        return _digest(path) == digest
+        return file_digest(path) == digest
     except OSError:
         return False
 
@@ -97,7 +114,7 @@ def _files(directory: Path) -> list[Path]:
     return sorted(path for path in found if path != directory / MANIFEST)
 
 
-def _digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
     hasher = blake3(max_threads=blake3.AUTO)
     if path.stat().st_size:
         hasher.update_mmap(path)
@@ -150,9 +167,10 @@ def lock_directory(directory: Path, force: bool = False) -> Iterator[Callable[[]
         except BlockingIOError:
             raise _in_use(directory, _owner(descriptor), "is used by", "Wait for it, or choose another --out.") from None
         owner = _owner(descriptor)
-        if owner and owner.get("boot_id") != _boot_id() and not force:
+        job = os.environ.get("SHARDWISE_JOB")  # set by a scheduler that starts a run again, perhaps elsewhere, when it has ended
+        if owner and owner.get("boot_id") != boot_id() and not force and not (job and owner.get("job") == job):
             raise _in_use(directory, owner, "was last used, and not left in order, by", "If that has ended, say --force-unlock.")
-        mine = {"pid": os.getpid(), "host": socket.gethostname(), "boot_id": _boot_id(), "started": time.time()}
+        mine = {"pid": os.getpid(), "host": socket.gethostname(), "boot_id": boot_id(), "started": time.time(), "job": job}
         _write(descriptor, json.dumps(mine).encode())
         try:
             yield lambda: _write(descriptor, b"")
@@ -195,7 +213,7 @@ def _write(descriptor: int, content: bytes) -> None:
     os.pwrite(descriptor, content, 0)
 
 
-def _boot_id() -> str:
+def boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -1,20 +1,21 @@
 """`fit` carries out a run. This is the glue, and nothing but glue."""
 
 import json
-from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 from rich.console import Console
 
 from shardwise.bookkeeping import Bookkeeper, Saver, headline, is_due, progress, summary, warn, working
 from shardwise.checkpoint import Checkpoints
-from shardwise.data import Prefetch
+from shardwise.data import Prefetch, part_of
 from shardwise.errors import CheckpointError, DataError, NumericsError, Stopped
 from shardwise.files import check_links, check_writable, fail_point, lock_directory, text_digest, write_whole
+from shardwise.group import Group, current_group
 from shardwise.initial import load_initial
 from shardwise.loop import evaluate, steps
 from shardwise.optim.parts import evaluation_params
@@ -22,9 +23,9 @@ from shardwise.optim.read import sample_rates
 from shardwise.planning import check_fits, compile_run
 from shardwise.resume import check_accepted, compare, report
 from shardwise.run import Prepared, Run, describe_run, prepare
-from shardwise.signals import Stop, stop_on_signals
+from shardwise.signals import stop_on_signals
 from shardwise.state import StateSpec, TrainState, init_state
-from shardwise.step import Batch
+from shardwise.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def fit(
     *,
     describe: dict[str, Any] | None = None,
     console: Console | None = None,
-    stop: Stop | None = None,
+    watch: Watch | None = None,
     force_unlock: bool = False,
     plan: bool = True,
 ) -> Result:
@@ -52,24 +53,30 @@ def fit(
 
     The step is compiled before anything is allocated, and refused if it needs more memory than there is, unless `plan` is False.
 
-    A signal is noted in `stop`, if one is given; otherwise SIGINT and SIGTERM are taken while this runs. `force_unlock`
-    takes over a directory that a run on another machine has not left in order.
+    With several processes all of them call this; one prints, writes and decides. `watch` hears signals and looks after the
+    processes; without one, SIGINT and SIGTERM are taken while this runs. `force_unlock` takes over a directory that a run on another
+    machine has not left in order.
     """
-    console = console or Console(stderr=True)
-    prepared = prepare(run)
-    headline(console, prepared)
     with ExitStack() as stack:
-        if stop is None:
-            stop = stack.enter_context(stop_on_signals())
+        if watch is None:
+            watch = stack.enter_context(Watch(current_group(), stack.enter_context(stop_on_signals())))
+        is_first = watch.group.is_first
+        console = (console or Console(stderr=True)) if is_first else Console(quiet=True)
+        watch.phase("preparing")
+        prepared = prepare(run)
+        headline(console, prepared)
         if run.out is None:
-            return _fit(run, prepared, None, describe or {}, console, stop, plan)
-        check_writable(run.out)
-        run.out.mkdir(mode=0o700, parents=True, exist_ok=True)
-        check_links(run.out)
-        stop.before_exit.append(stack.enter_context(lock_directory(run.out, force_unlock)))
-        checkpoints = stack.enter_context(Checkpoints(run.out / "checkpoints", run.keep))
+            return _fit(run, prepared, None, describe or {}, console, watch, plan)
+        if is_first:
+            check_writable(run.out)
+            run.out.mkdir(mode=0o700, parents=True, exist_ok=True)
+            check_links(run.out)
+            watch.stop.before_exit.insert(0, stack.enter_context(lock_directory(run.out, force_unlock)))
+        watch.group.share("directory", None)
+        watch.folder = run.out
+        checkpoints = stack.enter_context(Checkpoints(run.out / "checkpoints", run.keep, watch.group))
         checkpoints.clean()
-        return _fit(run, prepared, checkpoints, describe or {}, console, stop, plan)
+        return _fit(run, prepared, checkpoints, describe or {}, console, watch, plan)
 
 
 def _fit(
@@ -78,28 +85,31 @@ def _fit(
     checkpoints: Checkpoints | None,
     describe: dict[str, Any],
     console: Console,
-    stop: Stop,
+    watch: Watch,
     plan_first: bool,
 ) -> Result:
-    spec = prepared.spec
+    spec, stop, group = prepared.spec, watch.stop, watch.group
     about = {**{key: value for key, value in describe.items() if key != "source"}, **describe_run(run, prepared)}
     if "source" in describe:
         about["source_digest"] = text_digest(describe["source"])
+    watch.phase("verifying the newest checkpoint")
     saved = _find_saved(run, spec, checkpoints, about, console) if checkpoints is not None else None
     start = saved or 0
     plan = None
+    watch.phase("compiling the step")
     if plan_first and start < run.steps:
         with working(console, "compiling the step"):
             plan, prepared = compile_run(run, prepared)
         check_fits(plan)
         console.print(f"plan: {plan.line()}", highlight=False, soft_wrap=True)
+    watch.phase("loading the state")
     if checkpoints is not None and saved is not None:
         with working(console, f"loading step {saved}"):
             state = checkpoints.restore(spec, saved)
     else:
         state = _begin(run, spec, console)
-    saver = Saver(run, checkpoints, about, console, start)
-    if run.out is not None:
+    saver = Saver(run, checkpoints, about, console, start, watch)
+    if run.out is not None and group.is_first:
         write_whole(run.out / "run.json", json.dumps({**describe, **about, "steps": run.steps}, indent=2, default=str) + "\n")
     if start >= run.steps:
         console.print(f"nothing to do: {run.out} has finished its {start} steps. Ask for more with --steps.")
@@ -107,40 +117,50 @@ def _fit(
     eval_metrics: dict[str, float] = {}
     is_stopped = False
     workers = {"threads": run.data_threads, "processes": run.data_processes}
-    feed = Prefetch(prepared.batches, start, run.steps, place=prepared.step.place, is_stopped=lambda: stop.requested, **workers)
-    with Bookkeeper(run, prepared, start, plan) as book, feed, progress(console, run, start) as show:
+    batches = part_of(prepared.batches, prepared.step.layout.ranges)
+    feed = Prefetch(batches, start, run.steps, place=prepared.step.place, is_stopped=watch.is_stopping, **workers)
+    with Bookkeeper(run, prepared, start, plan, group) as book, feed, progress(console, run, start) as show:
 
         def evaluated(n: int) -> dict[str, float]:
             assert prepared.eval_step is not None
             assert run.eval_data is not None
             book.finish()
-            batches = _until_stopped(run.eval_data.once(), stop)
-            found = evaluate(prepared.eval_step, state, batches, rows=run.eval_data.batch_size)
+            watch.phase(f"evaluating after step {n}")
+            found = evaluate(prepared.eval_step, state, run.eval_data, before=lambda: _at_batch(watch))
             book.evaluated(n, found)
             return found
 
         try:
+            watch.phase("waiting for all to be ready")
+            group.union("ready", None)
             if book.owes_evaluation(start):
                 eval_metrics = evaluated(start)
+            watch.phase(f"step {start + 1}")
             for n, state, metrics in steps(prepared.step, state, feed, until=run.steps):
                 stop.at_once = False  # from here on there is something to lose
+                watch.tick(f"step {n}")
                 book.record(n, metrics, feed.waited)
                 if run.eval_data is not None and is_due(n, run.eval_every, n == run.steps):
                     eval_metrics = evaluated(n)
+                    watch.tick(f"step {n}")
                 if saver.is_due(n):
                     book.finish()
+                    watch.phase(f"saving step {n}")
                     saver.save(state, book.of_step)
                     book.clock.lap("save")
+                    watch.tick(f"step {n}")
                 if book.last:
                     show(book.last, eval_metrics)
                 for name, why in book.newly_skipped():
                     warn(console, f"{name} is left out, and another row takes its place: {why}")
-                if stop.requested and n < run.steps:
+                if watch.is_stopping() and n < run.steps:
                     is_stopped = True
                     break
             if book.finish():
                 show(book.last, eval_metrics)
         except DataError:
+            if group.count > 1:  # the others are at a step that this process cannot join
+                raise
             book.finish()
             saver.finish(state, book.of_step)
             raise
@@ -149,6 +169,7 @@ def _fit(
             is_stopped = True
         except NumericsError as error:
             raise NumericsError(f"{error}{saver.newest()}") from error
+        watch.phase("saving the last step")
         saver.finish(state, book.of_step)
         book.clock.lap("save")
     if is_stopped:
@@ -156,8 +177,10 @@ def _fit(
         raise Stopped(f"stopped by a signal after step {int(state.step)}{where}")
 
     stop.at_once, stop.last_words = True, "stopped by a signal after the last step, which is saved."
-    text = _sample(run, spec, state) if run.sample is not None else None
-    summary(console, run, book, eval_metrics, text)
+    watch.phase("the end")
+    text = _sample(run, spec, state, group) if run.sample is not None else None
+    if group.is_first:
+        summary(console, run, book, eval_metrics, text)
     return Result(spec, state, book.last, eval_metrics, text, book.clock.seconds)
 
 
@@ -200,17 +223,25 @@ def _by_update(rates: dict[str, dict[str, float]]) -> dict[str, float]:
     return {f"of group '{group}' at update {at}": rate for group, values in rates.items() for at, rate in values.items()}
 
 
-def _until_stopped(batches: Iterable[Batch], stop: Stop) -> Iterator[Batch]:
-    for batch in batches:
-        fail_point("evaluate")
-        if stop.requested:
-            raise Stopped("stopped by a signal during an evaluation")
-        yield batch
+def _at_batch(watch: Watch) -> None:
+    """Before each batch of an evaluation."""
+    fail_point("evaluate")
+    watch.phase("evaluating")
+    if watch.is_stopping():
+        raise Stopped("stopped by a signal during an evaluation")
 
 
-def _sample(run: Run, spec: StateSpec, state: TrainState) -> str:
+def _sample(run: Run, spec: StateSpec, state: TrainState, group: Group) -> str:
+    """Made by one process, from weights that are whole there."""
     assert run.sample is not None
     weights = evaluation_params(state.opt_state, state.params)
-    model = spec.module(replace(state, params=weights), jax.random.key(run.seed))
+    state = replace(state, params=weights)
+    if group.count > 1:
+        whole = jax.jit(lambda tree: tree, out_shardings=spec.sharding(PartitionSpec()))((state.params, state.other))
+        if not group.is_first:
+            return ""
+        params, other = jax.tree.map(lambda leaf: leaf.addressable_data(0), whole)
+        state = replace(state, params=params, other=other)
+    model = spec.module(state, jax.random.key(run.seed))
     model.eval()
     return run.sample(model)

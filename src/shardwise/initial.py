@@ -18,6 +18,7 @@ from shardwise.export import DTYPES
 from shardwise.models.gpt import GPT
 from shardwise.models.hf import config_from_hf, is_hf, params_from_hf
 from shardwise.saved import SavedStep, average_of, averages, find_step, open_step, read_json, show_leaf
+from shardwise.sharding import put
 from shardwise.state import StateSpec, TrainState, init_state
 from shardwise.tree import leaf_name, named_leaves
 
@@ -156,7 +157,8 @@ def _fresh(spec: StateSpec, seed: int, paths: tuple[str, ...]) -> dict[str, jax.
 
 
 def _like(value: Any, leaf: jax.ShapeDtypeStruct) -> Any:
-    return jax.device_put(value.astype(leaf.dtype), leaf.sharding)
+    value = value.astype(leaf.dtype)
+    return jax.device_put(value, leaf.sharding) if isinstance(value, jax.Array) else put(value, leaf.sharding)
 
 
 # Sources

@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from shardwise.errors import ConfigError
+from shardwise.group import current_group
 
-CROSSING = ("replica", "data", "dp", "batch", "fsdp")  # axes that may cross slices, for preference in this order
+CROSSING = ("replica", "data", "dp", "batch", "fsdp")  # axes that may cross machines and slices, for preference in this order
 
 
 def parse_mesh(text: str, num_devices: int) -> dict[str, int]:
@@ -65,24 +67,40 @@ def make_mesh(mesh: str | Mesh, devices: Sequence[Any] | None = None) -> Mesh:
         return mesh
     devices = list(jax.devices() if devices is None else devices)
     sizes = parse_mesh(mesh, len(devices))
-    slices = len({getattr(device, "slice_index", None) for device in devices})
-    if slices == 1:
-        grid = mesh_utils.create_device_mesh(tuple(sizes.values()), devices, allow_split_physical_axes=True)
-    else:
-        outer = _across_slices(mesh, sizes, slices)
-        inner = [size // outer[name] for name, size in sizes.items()]
-        grid = mesh_utils.create_hybrid_device_mesh(inner, list(outer.values()), devices, allow_split_physical_axes=True)
-    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    islands = _islands(devices)
+    outer = _across(mesh, sizes, len(islands))
+    inner = [size // outer[name] for name, size in sizes.items()]
+    blocks = np.empty(tuple(outer.values()), object)
+    for at, island in zip(np.ndindex(blocks.shape), islands, strict=True):
+        blocks[at] = mesh_utils.create_device_mesh(inner, island, allow_split_physical_axes=True)
+    return Mesh(np.block(blocks.tolist()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def _across_slices(text: str, sizes: dict[str, int], slices: int) -> dict[str, int]:
-    """How much of each axis crosses the slow network between TPU slices: axes that split the batch first, for they exchange least."""
+def _islands(devices: list[Any]) -> list[list[Any]]:
+    """Devices with fast links to each other: those of one slice of TPUs, or of one machine."""
+    machines = current_group().machines if len({device.process_index for device in devices}) > 1 else ()
+    found: dict[Any, list[Any]] = {}
+    for device in devices:
+        slice_index = getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
+        machine = machines[device.process_index] if device.platform != "tpu" and device.process_index < len(machines) else 0
+        found.setdefault((slice_index, machine), []).append(device)
+    islands = [found[key] for key in sorted(found)]
+    if len({len(island) for island in islands}) > 1:
+        sizes = ", ".join(str(len(island)) for island in islands)
+        raise ConfigError(f"the machines or slices have different numbers of devices ({sizes}); a mesh needs as many of each.")
+    return islands
+
+
+def _across(text: str, sizes: dict[str, int], slices: int) -> dict[str, int]:
+    """How much of each axis crosses the slow network between islands: axes that split the batch first, for they exchange least."""
     outer = dict.fromkeys(sizes, 1)
     for name in (*(n for n in CROSSING if n in sizes), *(n for n in sizes if n not in CROSSING)):
         outer[name] = math.gcd(sizes[name], slices)
         slices //= outer[name]
     if slices > 1:
-        raise ConfigError(f"mesh '{text}' lies on several slices, and its axes leave a factor of {slices} of their number over.")
+        raise ConfigError(
+            f"mesh '{text}' lies on several machines or slices, and its axes leave a factor of {slices} of their number over."
+        )
     return outer
 
 

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from shardwise.checkpoint import Keep
 from shardwise.data import Batches, as_batches
+from shardwise.data.batches import is_plain
 from shardwise.errors import ConfigError, ShardwiseError, where
 from shardwise.flops import count_flops
 from shardwise.hardware import find_chip
@@ -48,6 +49,7 @@ class Run:
     eval_data: Batches | None = None
     eval_every: int = 0  # steps; 0: at the end only
     save_every: int = 0  # steps; 0: at the end only
+    save_minutes: float = 0  # also when so many minutes have gone since the last save; 0: never for that reason
     on_nonfinite: Literal["stop", "skip"] = "stop"  # what follows a step that was not applied; it never is
     max_skips: int = 10  # updates skipped in a row, not finite or spikes, before the run stops in any case
     keep: Keep = field(default_factory=Keep)  # which checkpoints outlive the next one
@@ -74,7 +76,16 @@ class Prepared:
 
 def prepare(run: Run) -> Prepared:
     """Mesh, description of the state, and steps. What cannot work is refused here."""
-    least = {"steps": 1, "accumulate": 1, "eval_every": 0, "save_every": 0, "max_skips": 0, "data_threads": 1, "data_processes": 0}
+    least = {
+        "steps": 1,
+        "accumulate": 1,
+        "eval_every": 0,
+        "save_every": 0,
+        "save_minutes": 0,
+        "max_skips": 0,
+        "data_threads": 1,
+        "data_processes": 0,
+    }
     wrong = [f"{name}={getattr(run, name)}; it must be at least {value}." for name, value in least.items() if getattr(run, name) < value]
     if wrong:
         raise ConfigError("\n".join(wrong))
@@ -85,8 +96,12 @@ def prepare(run: Run) -> Prepared:
             raise ConfigError(f"the learning rate of group '{group}' is {wrong[0]}.")
     batches = as_batches(run.data)
     options = {"compute_dtype": run.compute_dtype}
-    step = make_train_step(spec, run.loss, batches(0), seed=run.seed, accumulate=run.accumulate, norms=run.norms, **options)
-    eval_step = make_eval_step(spec, run.loss, next(run.eval_data.once()), **options) if run.eval_data is not None else None
+    batch = batches.example() if is_plain(batches) else batches(0)
+    step = make_train_step(spec, run.loss, batch, seed=run.seed, accumulate=run.accumulate, norms=run.norms, **options)
+    eval_step = None
+    if run.eval_data is not None:
+        batch = run.eval_data.example() if is_plain(run.eval_data) else next(run.eval_data.once())
+        eval_step = make_eval_step(spec, run.loss, batch, **options)
     chip = find_chip(spec.mesh.devices.flat[0].device_kind)
     peak = chip.flops * spec.mesh.size if chip else None
     return Prepared(spec, batches, step, eval_step, rates, 3 * _forward_flops(run, step), peak)

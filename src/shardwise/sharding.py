@@ -248,6 +248,13 @@ def num_batch_shards(mesh: Mesh, rules: Rules) -> int:
     return math.prod(size for axis, size in mesh.shape.items() if axis in rules.batch)
 
 
+def put(values: Any, sharding: NamedSharding) -> Any:
+    """Host arrays, the same in every process, as arrays on the mesh; each process moves what its devices hold."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(values, sharding)
+    return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index]), values)
+
+
 def annotation_of(metadata: Mapping[str, Any]) -> tuple[Axes, ...] | None:
     """The annotation that NNX keeps with a variable, in any of the forms it allows."""
     value = metadata.get("out_sharding")

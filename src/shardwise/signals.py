@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,10 +28,17 @@ class Stop:
             text = self.last_words if self.at_once else "stopped at once by a second signal; what was saved before is unharmed."
             for action in self.before_exit:
                 action()
-            show_cursor = "\x1b[?25h" if os.isatty(2) else ""
-            os.write(2, f"{show_cursor}\nshardwise: {text}\n".encode())
+            last_words(text)
             os._exit(EXIT_STOPPED if self.at_once else 128 + number)
         self.requested = True
+
+
+def last_words(text: str) -> None:
+    """Before the process ends at once, from whatever thread."""
+    if not text:
+        return
+    show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""
+    os.write(sys.stderr.fileno(), f"{show_cursor}\nshardwise: {text}\n".encode())
 
 
 @contextmanager

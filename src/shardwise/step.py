@@ -7,6 +7,7 @@ gradients are reduced straight into the layout of their parameter, and the state
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from shardwise.metrics import Mean
 from shardwise.module import AccessHook
 from shardwise.optim.parts import evaluation_params, live_values, norm, state_changes
 from shardwise.optim.read import read_chains
-from shardwise.sharding import activations_on, batch_spec, num_batch_shards
+from shardwise.sharding import activations_on, batch_spec, num_batch_shards, put
 from shardwise.state import StateSpec, TrainState
 from shardwise.tree import named_leaves
 
@@ -41,19 +42,37 @@ class BatchLayout:
 
     def place(self, batch: Batch) -> Batch:
         """Starts the transfer of a batch; returns at once."""
-        self.check(batch)
-        missing = self.padded_rows - self.rows
-        if missing:
-            batch = jax.tree.map(lambda x: np.concatenate([x, np.repeat(x[-1:], missing, axis=0)]), batch)
-        if jax.process_count() == 1:
-            return jax.device_put(batch, self.sharding)
-        return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, self.sharding, lambda index: x[index]), batch)
+        rows = self.check(batch)
+        if rows == self.rows == self.padded_rows:
+            return put(batch, self.sharding)
+        # Where each row of the padded batch is in what this process has read.
+        read = np.arange(self.rows) if rows == self.rows else np.concatenate([np.arange(first, last) for first, last in self.ranges])
+        position = np.searchsorted(read, np.minimum(np.arange(self.padded_rows), self.rows - 1))
 
-    def check(self, batch: Batch) -> None:
-        for x in jax.tree.leaves(batch):
-            if x.shape[0] != self.rows:
-                shapes = {name: leaf.shape for name, leaf in named_leaves(batch).items()}
-                raise DataError(f"a batch has rows {shapes}; this run was compiled for {self.rows} rows a batch.")
+        def placed(x: np.ndarray) -> jax.Array:
+            shape = (self.padded_rows, *x.shape[1:])
+            return jax.make_array_from_callback(shape, self.sharding, lambda index: x[(position[index[0]], *index[1:])])  # type: ignore[index]
+
+        return jax.tree.map(placed, batch)
+
+    @cached_property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """The rows that the devices of this process need, as few ranges as possible; those of padding are copies of the last."""
+        needed = np.zeros(self.padded_rows, bool)
+        for index in self.sharding.addressable_devices_indices_map((self.padded_rows,)).values():
+            needed[index] = True
+        needed[self.rows - 1] |= needed[self.rows :].any()
+        edges = np.flatnonzero(np.diff(needed[: self.rows], prepend=False, append=False)).tolist()
+        return tuple(zip(edges[::2], edges[1::2], strict=True))
+
+    def check(self, batch: Batch) -> int:
+        """The number of rows that were read: all of them, or those that are needed here."""
+        own = sum(last - first for first, last in self.ranges)
+        for rows in (self.rows, own):
+            if all(x.shape[0] == rows for x in jax.tree.leaves(batch)):
+                return rows
+        shapes = {name: leaf.shape for name, leaf in named_leaves(batch).items()}
+        raise DataError(f"a batch has rows {shapes}; this run was compiled for {self.rows} rows a batch.")
 
     def mask(self) -> jax.Array | None:
         """Which rows count; None when all do."""
@@ -201,14 +220,20 @@ class EvalStep:
 
     def __call__(self, state: TrainState, batch: Batch, rows: int) -> dict[str, Mean]:
         """A host batch of up to `rows` rows. A shorter one is padded, or compiled for its own size if the loss gives no weights."""
-        size = num_rows(batch)
+        return self.on(state, batch, self.layout(num_rows(batch), rows))
+
+    def layout(self, size: int, rows: int) -> BatchLayout:
+        """How a batch of `size` rows is placed among others of up to `rows`."""
         if size > rows:
             raise DataError(f"a batch of {size} rows came after one of {rows}; give evaluate(..., rows={size}) the largest.")
         shards = num_batch_shards(self.spec.mesh, self.spec.rules)
         padded = -(-rows // shards) * shards if self.pads else size
         spec = batch_spec(self.spec.mesh, self.spec.rules) if padded % shards == 0 else PartitionSpec()
-        layout = BatchLayout(size, padded, self.spec.sharding(spec))
-        mask = jax.device_put(np.arange(padded) < size, layout.sharding) if self.pads else None
+        return BatchLayout(size, padded, self.spec.sharding(spec))
+
+    def on(self, state: TrainState, batch: Batch, layout: BatchLayout) -> dict[str, Mean]:
+        """A host batch, or the rows of it that this process needs, placed like that."""
+        mask = put(np.arange(layout.padded_rows) < layout.rows, layout.sharding) if self.pads else None
         return self.function(state, layout.place(batch), mask)
 
 

@@ -138,7 +138,8 @@ def _tpu(text: str, name: str, size: str, slices: int) -> Target:
 
 def _memory(devices: Any) -> float:
     """What JAX lets a program use on a device."""
-    stats: Mapping[str, float] = devices[0].memory_stats() or {}
+    here = next((device for device in devices if device.process_index == jax.process_index()), devices[0])
+    stats: Mapping[str, float] = here.memory_stats() or {}
     if "bytes_limit" in stats:
         return float(stats["bytes_limit"])
     chip = find_chip(devices[0].device_kind)

@@ -3,6 +3,7 @@
 from shardwise.data.batches import Batches as Batches
 from shardwise.data.batches import Stream as Stream
 from shardwise.data.batches import as_batches as as_batches
+from shardwise.data.batches import part_of as part_of
 from shardwise.data.combine import Mix as Mix
 from shardwise.data.combine import Subset as Subset
 from shardwise.data.combine import keep as keep

@@ -1,9 +1,9 @@
 """Batches of a source: which rows a step sees depends on (seed, step) alone."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -11,6 +11,8 @@ from shardwise.data.files import BadRecord
 from shardwise.data.shuffle import order
 from shardwise.data.sources import as_source
 from shardwise.errors import ConfigError, DataError
+
+Ranges = Sequence[tuple[int, int]]  # (first, last) rows of a batch
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,15 @@ class Batches:
         """Rows `first` to `last` of the batch of a step, without reading the others."""
         start = step * self.batch_size
         return self._read(self._order(start + first, start + last, self.seed, self.shuffle))
+
+    def example(self) -> dict[str, np.ndarray]:
+        """An array like each of a batch, for its shape and dtype; reads one row."""
+        row = self._read(self._order(0, 1, self.seed, self.shuffle))
+        return {name: np.broadcast_to(value, (self.batch_size, *value.shape[1:])) for name, value in row.items()}
+
+    def in_order(self, first: int, ranges: Ranges) -> dict[str, np.ndarray]:
+        """These rows of the batch that begins at row `first` of the source. For evaluation."""
+        return self._read(np.concatenate([np.arange(first + start, first + end) for start, end in ranges]))
 
     def once(self) -> Iterator[dict[str, np.ndarray]]:
         """Each row once, in order; the last batch may be shorter. For evaluation."""
@@ -122,3 +133,33 @@ class Stream:
 def as_batches(data: Any) -> Callable[[int], Any]:
     """A function of the step as it is; a plain iterable as a `Stream`."""
     return data if callable(data) else Stream(data)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of each batch only the rows that the devices of this process need; the others are never read."""
+
+    batches: Batches
+    ranges: Ranges
+
+    def __call__(self, step: int) -> Any:
+        parts = [self.batches.rows(step, first, last) for first, last in self.ranges]
+        return parts[0] if len(parts) == 1 else {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        return self.batches.skipped
+
+    def note(self, skipped: dict[str, str]) -> None:
+        self.batches.note(skipped)
+
+
+def part_of(batches: Callable[[int], Any], ranges: Ranges) -> Callable[[int], Any]:
+    """The part of the batches that these rows are, if they can be read alone; what is not `Batches` gives whole ones."""
+    is_whole = is_plain(batches) and tuple(ranges) == ((0, batches.batch_size),)
+    return Part(batches, ranges) if is_plain(batches) and not is_whole else batches
+
+
+def is_plain(batches: Any) -> TypeGuard[Batches]:
+    """Whether rows of a batch can be read alone: not if a subclass makes the batches its own way."""
+    return isinstance(batches, Batches) and type(batches).__call__ is Batches.__call__ and type(batches).once is Batches.once
