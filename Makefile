@@ -6,7 +6,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The main job is sized for a laptop; say JAX_PLATFORMS=cuda make run to use a GPU.
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: run test browser test-slow faults lint bench bench-loop bench-optimizers bench-data bench-checkpoints bench-plan bench-plan-scale bench-plan-search bench-published compare-optimizers clean
+.PHONY: run test browser slurm test-slow faults lint bench bench-loop bench-optimizers bench-data bench-checkpoints bench-plan bench-plan-scale bench-plan-search bench-published compare-optimizers clean
 
 run: $(VENV)/.run
 	$(BIN)/shardwise train recipes/stdlib_gpt.py
@@ -22,7 +22,15 @@ browser:
 	  { $$sudo apt-get update && $$sudo apt-get install -y --no-install-recommends chromium chromium-driver; } >/dev/null 2>&1; } || { \
 	  echo "the tests need a browser and apt-get could not install it: put chromium and chromedriver on the PATH" >&2; exit 1; }
 
-test-slow: $(VENV)/.test
+# A real Slurm of one node runs the written job files. Its commands are used where they are; else Debian's packages are installed.
+slurm:
+	@PATH="$$PATH:/usr/sbin"; command -v munged >/dev/null && command -v slurmctld >/dev/null && command -v slurmd >/dev/null && command -v sbatch >/dev/null || { \
+	  echo "installing slurmctld, slurmd, slurm-client and munge with apt-get"; \
+	  sudo=; [ "$$(id -u)" = 0 ] || sudo=$$(command -v sudo); \
+	  { $$sudo apt-get update && $$sudo apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge; } >/dev/null 2>&1; } || { \
+	  echo "the slow tests need Slurm and apt-get could not install it: put munged, slurmctld, slurmd and sbatch on the PATH" >&2; exit 1; }
+
+test-slow: slurm $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 faults: $(VENV)/.test

@@ -7,6 +7,7 @@
 A step is written under the name `200.tmp` and renamed when all of it is on the disk.
 """
 
+import itertools
 import json
 import os
 import re
@@ -28,6 +29,8 @@ from shardwise.saved import read_json, read_step, refused, saved_steps, show_lea
 from shardwise.sharding import show_bytes
 from shardwise.state import StateSpec, TrainState
 from shardwise.tree import named_leaves, num_bytes
+
+NUMBERS = itertools.count()  # of the objects of this process that save; the same in all
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Checkpoints:
     def __init__(self, directory: Path, keep: Keep | None = None, group: Group | None = None):
         self.directory = directory.resolve()
         self.keep = keep or Keep()
-        self.group = group or current_group()
+        self.group = (group or current_group()).within(f"checkpoints{next(NUMBERS)}")
         self._orbax = ocp.AsyncCheckpointer(
             ocp.StandardCheckpointHandler(), async_options=ocp.options.AsyncOptions(barrier_sync_fn=self._meet)
         )
@@ -103,7 +106,7 @@ class Checkpoints:
     def _round(self) -> str:
         """A name for what all processes are about to do together."""
         self._rounds += 1
-        return f"{self.directory.name}/{self._rounds}"
+        return str(self._rounds)
 
     # Saving
 

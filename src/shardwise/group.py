@@ -23,7 +23,6 @@ from shardwise.native import filter_native_output
 
 HEARTBEAT = 8  # seconds; a process that is silent for so long is lost
 JOINING = 300  # seconds that the processes have to find each other
-PREFIX = "shardwise/"
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,11 @@ class Group:
     coordinator: str = ""  # host:port
     hosts: tuple[str, ...] = ("",)  # the name of the machine of each process
     machines: tuple[int, ...] = (0,)  # and its number
+    prefix: str = "shardwise/"  # of its keys
+
+    def within(self, name: str) -> "Group":
+        """The same processes, with keys of their own."""
+        return replace(self, prefix=f"{self.prefix}{name}/")
 
     @property
     def is_first(self) -> bool:
@@ -49,13 +53,13 @@ class Group:
     def put(self, key: str, value: Any) -> None:
         """Under this key from now on, in place of what was there."""
         if self.client is not None:
-            self.client.key_value_set(PREFIX + key, json.dumps(value), allow_overwrite=True)
+            self.client.key_value_set(self.prefix + key, json.dumps(value), allow_overwrite=True)
 
     def read(self, folder: str) -> dict[str, Any]:
         """What has been put so far under keys that begin with `folder/`, by the rest of the key."""
         if self.client is None:
             return {}
-        start = PREFIX + folder + "/"
+        start = self.prefix + folder + "/"
         return {key.removeprefix(start): json.loads(value) for key, value in self.client.key_value_dir_get(start)}
 
     def union(self, name: str, value: Any) -> list[Any]:

@@ -9,7 +9,7 @@ from shardwise.errors import ConfigError
 
 SIGNALLED = (134, 135, 137, 139, 143)  # 128 + the signal that ended a process: it was lost, and could not say so
 FINAL = (1, 2, 3, 4, 5, 7, 126, 127)  # a mistake in the program, its arguments, data, checkpoint or numbers: it would come again
-WAIT = 300  # seconds for the other processes to end by themselves when one has ended; they need 15
+WAIT = 360  # seconds for the other processes to end by themselves when one has ended: mostly 15, 300 if it has never joined them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,16 +78,16 @@ def slurm(job: Job) -> str:
 export JAX_COMPILATION_CACHE_DIR="${{JAX_COMPILATION_CACHE_DIR:-$HOME/.cache/shardwise/jax}}"
 mkdir -p "$JAX_COMPILATION_CACHE_DIR" && chmod 700 "$JAX_COMPILATION_CACHE_DIR" || exit 4
 
-# Slurm starts a job again only when its last start has ended. So a lock that a lost node has left in the run directory may be taken over.
+# Slurm starts a job again only when its last start has ended. So a lock that this job has left in the run directory, on a lost node, may
+# be taken over.
+export SHARDWISE_JOB="slurm-$SLURM_JOB_ID"
 restarts=${{SLURM_RESTART_COUNT:-0}}
-again=()
-if [ "$restarts" -gt 0 ]; then again=(--force-unlock); fi
 
 # The processes find each other by Slurm's variables. When one has ended the others end by themselves and say why; Slurm must not kill
 # them at once (--kill-on-bad-exit=1 would make a 143 or a 75 of every exit code), but may if they have not ended {WAIT} s later. The tasks
 # must be shardwise itself, without a script around it: most clusters signal only the process that Slurm has started.
 srun --kill-on-bad-exit=0 --wait={WAIT}{cpus} \\
-  shardwise {shlex.join(job.command)} "${{again[@]}}"
+  shardwise {shlex.join(job.command)}
 code=$?  # the highest of all tasks
 
 case $code in
@@ -117,7 +117,7 @@ def kubernetes(job: Job) -> str:
     if job.gpus % on_node:
         raise ConfigError(f"{job.gpus} GPUs on each node cannot be divided among its {on_node} processes, which are pods of their own.")
     together = ["--coordinator", f"{job.name}-0.{job.name}:{job.port}", "--num-processes", str(job.processes)]
-    words = [_word(word) for word in (*job.command, "--force-unlock", *(together if job.processes > 1 else ()))]
+    words = [_word(word) for word in (*job.command, *(together if job.processes > 1 else ()))]
     if job.processes > 1:
         words += [_word("--process-id"), '"$(JOB_COMPLETION_INDEX)"']
     args = "\n".join(f"            - {word}" for word in words)
@@ -224,14 +224,18 @@ spec:
         - name: shardwise
           image: {image}
           command: ["shardwise"]
-          # Kubernetes puts the number of the pod in the place of $(JOB_COMPLETION_INDEX). --force-unlock takes over the lock that a lost
-          # node has left in the run directory; Kubernetes starts a pod again only when the last one has ended.
+          # Kubernetes puts the number of the pod in the place of $(JOB_COMPLETION_INDEX).
           args:
 {args}
           workingDir: /workspace  # relative paths are meant from here: the recipe, the data and --out are on the volume
           env:
             - name: HOME
               value: /tmp
+            # A lock that this job has left in the run directory, on a lost node, may be taken over: a pod starts again when the last has ended.
+            - name: SHARDWISE_JOB
+              valueFrom:
+                fieldRef:
+                  fieldPath: metadata.labels['batch.kubernetes.io/controller-uid']
             # What one start compiles, the next ones read. Programs come from it: let nobody else write to the volume.
             - name: JAX_COMPILATION_CACHE_DIR
               value: /workspace/.cache/jax

@@ -7,6 +7,7 @@ evaluating) only one that neither computes nor reads nor writes.
 
 import ctypes
 import faulthandler
+import itertools
 import os
 import signal
 import socket
@@ -24,6 +25,7 @@ from shardwise.signals import Stop, last_words
 
 BEAT = 0.5  # seconds
 LIMIT = 300.0  # seconds without progress, or ten times the longest step if that is more
+NUMBERS = itertools.count()  # of the watches of this process; the same in all
 GONE = "lost: killed, stopped or cut off. The same command resumes."
 
 
@@ -31,7 +33,7 @@ class Watch:
     """What `fit` tells of its progress, and asks. Alone, without a limit, nothing runs in the background."""
 
     def __init__(self, group: Group, stop: Stop, limit: float | None = None):
-        self.group, self.stop = group, stop
+        self.group, self.stop = group.within(f"watch{next(NUMBERS)}"), stop
         self.limit = limit if limit is not None else (LIMIT if group.count > 1 else 0.0)
         self.folder: Path | None = None  # the run directory, where stacks are written
         self.code: int | None = None  # what this process ends with, when that is known

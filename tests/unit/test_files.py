@@ -52,6 +52,17 @@ def test_the_lock_of_another_machine_needs_force(tmp_path):
         assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
 
 
+def test_a_job_takes_over_its_own_lock_from_another_machine(tmp_path, monkeypatch):
+    left = json.dumps({"pid": 1, "host": "far", "boot_id": "another", "started": time.time() - 60, "job": "slurm-7"})
+    (tmp_path / "lock").write_text(left)
+    monkeypatch.setenv("SHARDWISE_JOB", "slurm-8")
+    with pytest.raises(DirectoryInUseError), lock_directory(tmp_path):
+        pass
+    monkeypatch.setenv("SHARDWISE_JOB", "slurm-7")
+    with lock_directory(tmp_path):
+        assert json.loads((tmp_path / "lock").read_text())["job"] == "slurm-7"
+
+
 def test_a_lock_that_is_not_json_is_taken_over(tmp_path):
     (tmp_path / "lock").write_text("[" * 5000)
     with lock_directory(tmp_path):

@@ -124,12 +124,10 @@ def test_a_run_that_is_done_is_done(cluster):
     assert ended.returncode == 0
 
 
-def test_restarts_have_an_end_and_take_over_the_lock_of_the_start_before(cluster):
+def test_restarts_have_an_end(cluster):
     job = replace(SMALL, restarts=3)
-    _, called = cluster(75, 0, job)
-    assert "--force-unlock" not in called[0]
     _, called = cluster(75, 2, job)
-    assert called[0].endswith("shardwise train recipe.py --out runs/a --force-unlock")
+    assert called[0].endswith("shardwise train recipe.py --out runs/a")
     assert called[1] == "scontrol requeue 7"
     ended, called = cluster(75, 3, job)
     assert len(called) == 1
@@ -147,7 +145,7 @@ def test_the_cache_of_compiled_programs_is_for_its_owner_alone(cluster, tmp_path
 @example(NASTY)
 def test_the_words_of_the_command_survive_bash(words):
     script = slurm(replace(SMALL, command=(*SMALL.command, *words)))
-    start, end = script.index("  shardwise train") + len("  shardwise "), script.index(' "${again[@]}"')
+    start, end = script.index("  shardwise train") + len("  shardwise "), script.index("\ncode=$?")
     ended = subprocess.run(["bash"], input=f"printf '%s\\0' {script[start:end]}".encode(), capture_output=True, check=True)
     assert ended.stdout.decode().split("\0")[:-1] == [*SMALL.command, *words]
 
@@ -185,7 +183,7 @@ def test_pods_meet_at_the_first_and_get_their_share_of_a_node():
     container = container_of(kubernetes(LARGE))
     words = [expanded(word, {"JOB_COMPLETION_INDEX": "5"}) for word in container["args"]]
     where = ["--coordinator", "gpt2-0.gpt2:9999", "--num-processes", "16", "--process-id", "5"]
-    assert words == [*LARGE.command, "--force-unlock", *where]
+    assert words == [*LARGE.command, *where]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 1, "cpu": 12, "memory": "65536Mi"}
     assert container["image"] == "example/shardwise:1"
     job = objects_of(kubernetes(LARGE))["Job"]
@@ -197,7 +195,7 @@ def test_pods_meet_at_the_first_and_get_their_share_of_a_node():
 
 
 def test_one_process_has_nobody_to_meet():
-    assert container_of(kubernetes(SMALL))["args"] == [*SMALL.command, "--force-unlock"]
+    assert container_of(kubernetes(SMALL))["args"] == [*SMALL.command]
 
 
 def action_for(code):
@@ -240,7 +238,7 @@ def test_what_is_missing_is_marked():
 def test_the_words_of_the_command_survive_yaml_and_kubernetes(words):
     found = container_of(kubernetes(replace(SMALL, command=(*SMALL.command, *words))))["args"]
     variables = dict.fromkeys(("id", "HOME", "JOB_COMPLETION_INDEX"), "wrong")
-    assert [expanded(word, variables) for word in found] == [*SMALL.command, *words, "--force-unlock"]
+    assert [expanded(word, variables) for word in found] == [*SMALL.command, *words]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,55 @@
+"""What the processes of these tests train, and how it is laid out."""
+
+from dataclasses import dataclass, field
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from shardwise import Batches, Mean
+from shardwise.models.gpt import GPT, GPTConfig
+
+LAYOUTS = (
+    "data=8",
+    "fsdp=8",
+    "model=8",
+    "data=2,fsdp=2,model=2",
+    "model=2,fsdp=4",
+    "fsdp=2,model=4",
+)  # some with a model axis across processes
+STEPS, BATCH_SIZE, LENGTH = 20, 16, 12
+CONFIG = GPTConfig(vocab_size=64, max_length=LENGTH, num_layers=2, num_heads=8, width=32, dropout=0.1)
+
+
+@dataclass
+class Recorded:
+    """Rows of tokens that are written down when they are read."""
+
+    rows_: np.ndarray
+    read: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.rows_)
+
+    def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        self.read += indices.tolist()
+        return {"inputs": self.rows_[indices, :-1], "labels": self.rows_[indices, 1:]}
+
+
+def data() -> tuple[Recorded, Batches]:
+    tokens = np.random.default_rng(5).integers(0, CONFIG.vocab_size, (100, LENGTH + 1)).astype(np.int32)
+    source = Recorded(tokens)
+    return source, Batches(source, BATCH_SIZE, seed=11)
+
+
+def model(rngs):
+    return GPT(CONFIG, rngs)
+
+
+def loss(model, batch) -> Mean:
+    logits = model(batch["inputs"]).astype(jnp.float32)
+    return Mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]))
+
+
+def optimizer() -> optax.GradientTransformation:
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3))

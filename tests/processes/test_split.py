@@ -1,0 +1,80 @@
+"""Any split of the same devices over processes is the same run: batches to the bit, losses to rounding."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from layouts import BATCH_SIZE, LAYOUTS, STEPS, data
+
+from shardwise.launch import free_port
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
+    """`train(count)`: what each of `count` processes with 8 devices in all has seen; made once."""
+    folder, made = tmp_path_factory.mktemp("split"), {}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "PJRT_"))}
+    environment |= {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
+
+    def start(count):
+        if count not in made:
+            files, address = [folder / f"{index}-of-{count}.json" for index in range(count)], f"127.0.0.1:{free_port()}"
+            where = [] if count == 1 else [address]
+            commands = [[sys.executable, HERE / "worker.py", *(where or ["-"]), count, i, 8 // count, file] for i, file in enumerate(files)]
+            processes = [
+                subprocess.Popen(list(map(str, c)), env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+                for c in commands
+            ]
+            try:
+                outputs = [process.communicate(timeout=400)[0] for process in processes]
+            finally:
+                for process in processes:
+                    process.kill()
+            assert [process.returncode for process in processes] == [0] * count, "\n".join(outputs)
+            made[count] = [json.loads(file.read_text()) for file in files]
+        return made[count]
+
+    return start
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_split_is_the_same_run(train, count, layout):
+    (alone,) = train(1)
+    for index, found in enumerate(train(count)):
+        one = found[layout]
+        # Each device was given the very rows of the global batch that are its own.
+        _, batches = data()
+        for step in range(STEPS):
+            whole = batches(step)["inputs"]
+            for rows, digest in one["shards"][str(step)].items():
+                first, last = map(int, rows.split("-"))
+                assert digest == hashlib.sha256(np.ascontiguousarray(whole[first:last]).tobytes()).hexdigest(), (step, rows)
+        # No row was read that no device of this process holds.
+        needed = sum(last - first for first, last in one["ranges"])
+        assert len(one["read"]) == needed * STEPS
+        if layout == "data=8":
+            assert one["ranges"] == [[index * BATCH_SIZE // count, (index + 1) * BATCH_SIZE // count]]
+        if layout == "model=8":
+            assert one["ranges"] == [[0, BATCH_SIZE]]
+        assert np.allclose(one["losses"], alone[layout]["losses"], rtol=2e-6, atol=0)
+        assert abs(one["held_out"] - alone[layout]["held_out"]) <= 2e-6 * alone[layout]["held_out"]
+    assert len({tuple(found[layout]["losses"]) for found in train(count)}) == 1  # all processes say the same
+
+
+def test_layouts_agree_with_each_other(train):
+    (alone,) = train(1)
+    first = np.array(alone[LAYOUTS[0]]["losses"])
+    assert first[-1] < first[0]
+    for layout in LAYOUTS[1:]:
+        assert np.allclose(alone[layout]["losses"], first, rtol=2e-6, atol=0)

@@ -1,0 +1,61 @@
+"""One of several processes that train the same small GPT on every layout, and write down what they saw.
+
+python worker.py COORDINATOR COUNT INDEX DEVICES FILE
+"""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+from layouts import BATCH_SIZE, LAYOUTS, STEPS, data, loss, model, optimizer
+
+from shardwise import Rules, abstract_state, init_state, make_eval_step, make_mesh, make_train_step, use_cpu_devices
+from shardwise.data import Prefetch, part_of
+from shardwise.group import Group, start_group
+from shardwise.loop import evaluate, steps
+from shardwise.signals import Stop
+from shardwise.watch import Watch
+
+
+def digest(array: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+
+
+def run(layout: str) -> dict:
+    source, batches = data()
+    spec = abstract_state(model, optimizer(), make_mesh(layout), Rules())
+    step = make_train_step(spec, loss, batches.example(), seed=7, accumulate=2)
+    source.read.clear()
+    shards: dict[int, dict[str, str]] = {}
+    losses = []
+
+    def place(batch: dict) -> dict:
+        placed = step.place(batch)
+        number = len(shards)
+        shards[number] = {}
+        for shard in placed["inputs"].addressable_shards:
+            rows = range(BATCH_SIZE)[shard.index[0]]
+            shards[number][f"{rows.start}-{rows.stop}"] = digest(np.asarray(shard.data))
+        return placed
+
+    feed = Prefetch(part_of(batches, step.layout.ranges), 0, STEPS, place=place)
+    for _, state, metrics in steps(step, init_state(spec, 3), feed, until=STEPS):
+        losses.append(float(metrics["loss"]))
+    read = sorted(map(int, source.read))
+    held_out = evaluate(make_eval_step(spec, loss, batches.example()), state, batches)
+    return {"losses": losses, "shards": shards, "read": read, "ranges": step.layout.ranges, "held_out": held_out["loss"]}
+
+
+def main(coordinator: str, count: str, index: str, devices: str, file: str) -> None:
+    use_cpu_devices(int(devices))
+    group = start_group(coordinator, int(count), int(index)) if int(count) > 1 else Group()
+    assert (group.count, group.index, jax.device_count()) == (int(count), int(index), 8)
+    with Watch(group, Stop()):
+        Path(file).write_text(json.dumps({layout: run(layout) for layout in LAYOUTS}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
