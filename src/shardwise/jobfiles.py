@@ -231,7 +231,7 @@ spec:
           env:
             - name: HOME
               value: /tmp
-            # A lock that this job has left in the run directory, on a lost node, may be taken over: a pod starts again when the last has ended.
+            # A lock that this job has left in the run directory, on a lost node, may be taken over: a pod starts when the last has ended.
             - name: SHARDWISE_JOB
               valueFrom:
                 fieldRef:

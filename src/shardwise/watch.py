@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import LostError, ShardwiseError, Stopped
+from shardwise.files import fail_point
 from shardwise.group import HEARTBEAT, Group, wait_for
 from shardwise.signals import Stop, last_words
 
@@ -134,6 +135,7 @@ class Watch:
             return
         if error is None:
             self.phase("waiting for all to end")
+            fail_point("end")
             self.group.union("end", None)
             self.leave(0)
             return

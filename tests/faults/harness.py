@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from blake3 import blake3
 HERE = Path(__file__).parent
 RECIPE = HERE / "recipe.py"
 DEVICES = ("--cpu-devices", "2", "--mesh", "fsdp=2")
+PAIR = ("--cpu-devices", "1", "--mesh", "fsdp=2")  # each of two processes
 SHORT = ("--steps", "20", "--save-every", "4", "--eval-every", "10")
 PLAIN_SHORT = ("--steps", "20", "--save-every", "4")
 LIMIT = 240  # seconds that anything may take before it counts as hung; far more than a loaded machine needs
@@ -116,6 +118,30 @@ class Started:
         return Ended(self.process.returncode, self.err, time.monotonic() - self.began)
 
 
+@dataclass
+class Processes:
+    """The processes of one run."""
+
+    started: list[Started]
+
+    def wait_for_step(self, step: int) -> None:
+        self.started[0].wait_for_step(step)
+
+    def signal(self, index: int, number: int) -> None:
+        self.started[index].signal(number)
+
+    def end(self, limit: float = LIMIT) -> list[Ended]:
+        """When all have ended; the rest of them is killed when that takes too long."""
+        try:
+            return [one.end(limit) for one in self.started]
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        for one in self.started:
+            one.kill()
+
+
 @dataclass(frozen=True)
 class Bench:
     """A directory for runs, and a cache of compiled steps that they share."""
@@ -148,6 +174,26 @@ class Bench:
 
     def plain(self, out: str | Path, *args: object, **environment: str) -> Ended:
         return self.start_plain(out, *args, **environment).end()
+
+    def start_group(
+        self, out: str | Path, *args: object, each: dict[int, dict[str, str]] | None = None, count: int = 2, layout: tuple[str, ...] = PAIR
+    ) -> "Processes":
+        """`shardwise train` in several processes; `each` gives some of them an environment of their own."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        started = []
+        for index in range(count):
+            where = ("--coordinator", address, "--num-processes", count, "--process-id", index)
+            command = (sys.executable, "-m", "shardwise.cli", *where, "train", RECIPE, "--out", self.folder / out, *layout, *args)
+            started.append(self.popen(command, out, **(each or {}).get(index, {})))
+        return Processes(started)
+
+    def launch(self, out: str | Path, *args: object, count: int = 2, restarts: int = 0, layout: tuple[str, ...] = PAIR) -> Started:
+        """The same by `shardwise launch`."""
+        options = ("--processes", count, "--restarts", restarts)
+        train = ("train", RECIPE, "--out", self.folder / out, *layout, *args)
+        return self.popen((sys.executable, "-m", "shardwise.cli", "launch", *options, "--", *train), out)
 
     def command(self, *args: object, **environment: str) -> Ended:
         """`shardwise` with any arguments."""
@@ -304,6 +350,17 @@ def check_refused(ended: Ended, code: int, *words: str) -> None:
     assert not missing, f"does not say {missing}: {ended.message}"
 
 
+def child_of(pid: int, index: int) -> int:
+    """The process number `index` that a launcher has started."""
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, IndexError, ValueError):
+            words = (path / "cmdline").read_bytes().split(b"\0")
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == pid and words[words.index(b"--process-id") + 1] == str(index).encode():
+                return int(path.name)
+    raise AssertionError(f"the launcher {pid} has no process {index}")
+
+
 def check_stopped(ended: Ended) -> None:
     assert ended.code == 75, f"exit code {ended.code}: {ended.message}"
     assert "Traceback" not in ended.err, ended.message
@@ -382,7 +439,7 @@ def listening(pid: int) -> set[str]:
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             _, address, _, state, *rest = line.split()
-            is_loopback = address.startswith(("0100007F", "00000000000000000000000001000000"))
+            is_loopback = address.startswith(("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"))
             if state == "0A" and rest[5] in inodes and not is_loopback:
                 found.add(address)
     return found

@@ -29,12 +29,9 @@ def train(tmp_path_factory):
     def start(count):
         if count not in made:
             files, address = [folder / f"{index}-of-{count}.json" for index in range(count)], f"127.0.0.1:{free_port()}"
-            where = [] if count == 1 else [address]
-            commands = [[sys.executable, HERE / "worker.py", *(where or ["-"]), count, i, 8 // count, file] for i, file in enumerate(files)]
-            processes = [
-                subprocess.Popen(list(map(str, c)), env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-                for c in commands
-            ]
+            output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            commands = [(sys.executable, HERE / "worker.py", address, count, i, 8 // count, file) for i, file in enumerate(files)]
+            processes = [subprocess.Popen(list(map(str, command)), env=environment, **output) for command in commands]
             try:
                 outputs = [process.communicate(timeout=400)[0] for process in processes]
             finally:

@@ -42,8 +42,10 @@ def run(layout: str) -> dict:
         return placed
 
     feed = Prefetch(part_of(batches, step.layout.ranges), 0, STEPS, place=place)
-    for _, state, metrics in steps(step, init_state(spec, 3), feed, until=STEPS):
+    state = init_state(spec, 3)
+    for n, state, metrics in steps(step, state, feed, until=STEPS):
         losses.append(float(metrics["loss"]))
+        assert n == len(losses) == int(state.step)
     read = sorted(map(int, source.read))
     held_out = evaluate(make_eval_step(spec, loss, batches.example()), state, batches)
     return {"losses": losses, "shards": shards, "read": read, "ranges": step.layout.ranges, "held_out": held_out["loss"]}

@@ -1,0 +1,286 @@
+"""Several processes: one is asked to stop, killed, stuck; then they go on, with other numbers of processes too."""
+
+import json
+import os
+import re
+import signal
+import time
+
+import numpy as np
+import pytest
+from harness import (
+    SHORT,
+    batches,
+    check_clean,
+    check_done,
+    check_exact,
+    check_refused,
+    child_of,
+    experiment,
+    listening,
+    read_log,
+    seeded,
+    steps_of,
+)
+
+SLOW = (*SHORT, "--pause", "0.2")
+WATCHDOG = 20
+SEED = 20261115
+
+
+@pytest.fixture(scope="session")
+def straight_pair(tmp_path_factory, cache):
+    """A run of two processes that nothing has disturbed."""
+    import harness
+
+    bench = harness.Bench(tmp_path_factory.mktemp("straight_pair"), cache)
+    for ended in bench.start_group("run", *SHORT).end():
+        check_done(ended)
+    return bench.folder / "run"
+
+
+def go_on(bench, expected):
+    """The same command finishes, and everything is as if nothing had happened."""
+    for ended in bench.start_group("run", *SHORT).end():
+        check_done(ended)
+    check_exact(bench.folder / "run", expected, 20)
+    check_clean(bench.folder / "run")
+
+
+def fresh(bench, number):
+    """A bench in a folder of its own."""
+    folder = bench.folder / f"trial{number}"
+    folder.mkdir()
+    return type(bench)(folder, bench.cache)
+
+
+def check_lost(processes, ended, survivor, words, began, limit):
+    """The survivor ends in time, with one line that names the lost one."""
+    seconds = time.monotonic() - began
+    check_refused(ended[survivor], 6, *words)
+    assert "@" not in ended[survivor].err, ended[survivor].message  # no dump of C++
+    assert seconds < limit, f"after {seconds:.1f} s"
+    return seconds
+
+
+@pytest.mark.parametrize("victim", [1])
+def test_a_signal_to_one_of_two_stops_both_at_the_same_step(bench, straight_pair, victim):
+    f08(bench, straight_pair, victim, 6)
+
+
+def f08(bench, expected, victim, step):
+    processes = bench.start_group("run", *SLOW)
+    processes.wait_for_step(step)
+    began = time.monotonic()
+    processes.signal(victim, signal.SIGTERM)
+    ended = processes.end(30)
+    seconds = time.monotonic() - began
+    assert [one.code for one in ended] == [75, 75], [one.message for one in ended]
+    assert sum(one.err.count("shardwise: ") for one in ended) == 1, [one.message for one in ended]
+    stopped = int(re.search(r"after step (\d+)", ended[0].err)[1])
+    assert steps_of(bench.folder / "run")[-1] == stopped
+    go_on(bench, expected)
+    return seconds
+
+
+@pytest.mark.faults
+def test_f08_sigterm_to_one_of_two(bench, straight_pair):
+    times = []
+    with experiment("F08", "SIGTERM to one of two processes") as row:
+        for number, (victim, step) in enumerate([(1, 5), (0, 5), (1, 10), (0, 11), (1, 16), (0, 14)]):
+            with row.ours.trial(f"process {victim} after step {step}"):
+                times.append(f08(fresh(bench, number), straight_pair, victim, step))
+        row.note = f"both have saved the same step and ended after {max(times):.1f} s at most"
+
+
+@pytest.mark.faults
+def test_f17_topology_chain(bench):
+    """1 x 8 -> 1 x 4 -> 1 x 1 -> 2 x 4 -> 4 x 2 -> 1 x 8 devices, killed at each change."""
+    args = ("--batch-size", "8", "--accumulate", "1", "--save-every", "5", "--eval-every", "20", "--steps", "60")
+    chain = [(1, 8, "data=8"), (1, 4, "fsdp=4"), (1, 1, "data=1"), (2, 4, "data=4,fsdp=2"), (4, 2, "fsdp=8"), (1, 8, "data=2,fsdp=4")]
+
+    def layout(devices, mesh):
+        return ("--cpu-devices", str(devices), "--mesh", mesh)
+
+    with experiment("F17", "another number of processes and devices, killed at each change") as row:
+        with row.ours.trial("straight"):
+            check_done(bench.launch("straight", *args, count=1, layout=layout(8, "data=8")).end())
+        for number, (count, devices, mesh) in enumerate(chain):
+            with row.ours.trial(f"{count} x {devices} devices as {mesh}"):
+                processes = bench.start_group("run", *args, "--pause", "0.1", count=count, layout=layout(devices, mesh))
+                if number == len(chain) - 1:
+                    for ended in processes.end():
+                        check_done(ended)
+                    continue
+                processes.wait_for_step(10 * (number + 1) + 1)
+                processes.kill()
+        with row.ours.trial("is the straight run"):
+            ours, theirs = (logged(bench.folder / name) for name in ("run", "straight"))
+            assert ours.keys() == theirs.keys()
+            worst = max(abs(ours[key] - theirs[key]) / abs(theirs[key]) for key in theirs)
+            assert worst < 1e-5, worst
+            assert batches(bench.folder / "run") == batches(bench.folder / "straight")
+            row.note = f"batches equal to the bit, losses and evaluations within {worst:.1e}"
+
+
+def logged(out):
+    return {(record["step"], name): value for record in read_log(out) for name, value in record.items() if "loss" in name}
+
+
+@pytest.mark.faults
+def test_f18_a_killed_process(bench, straight_pair):
+    times = {0: [], 1: []}
+    with experiment("F18", "SIGKILL of one of two processes") as row:
+        number = 0
+        for victim, point in [
+            (1, None),
+            (0, None),
+            (1, "checkpoint.arrays:2:kill"),
+            (0, "checkpoint.rename:2:kill"),
+            (1, "evaluate:2:kill"),
+        ]:
+            number += 1
+            own = fresh(bench, number)
+            with row.ours.trial(f"process {victim} {'at ' + point if point else 'in a step'}"):
+                processes = own.start_group("run", *SLOW, each={victim: {"SHARDWISE_FAILPOINT": point}} if point else None)
+                if point is None:
+                    processes.wait_for_step(7)
+                    processes.signal(victim, signal.SIGKILL)
+                processes.started[victim].process.wait(120)
+                began = time.monotonic()
+                ended = processes.end(40)
+                times[victim].append(check_lost(processes, ended, 1 - victim, [f"process {victim}", "lost"], began, 15))
+                go_on(own, straight_pair)
+        for victim in (1, 0):
+            number += 1
+            own = fresh(bench, number)
+            with row.ours.trial(f"process {victim} of a launcher with restarts"):
+                launcher = own.launch("run", *SLOW, restarts=3)
+                launcher.wait_for_step(7)
+                os.kill(child_of(launcher.process.pid, victim), signal.SIGKILL)
+                ended = launcher.end()
+                check_done(ended)
+                assert f"process {victim} was ended by SIGKILL" in ended.err
+                check_exact(own.folder / "run", straight_pair, 20)
+        row.note = f"the other ends after {max(times[1]):.1f} s at most (process 0: {max(times[0]):.1f} s), and names it"
+
+
+@pytest.mark.faults
+def test_f19_a_stuck_process(bench, straight_pair):
+    times = []
+    with experiment("F19", f"one of two processes stuck, watchdog {WATCHDOG} s") as row:
+        stall = bench.folder / "stall"
+        stall.touch()
+        places = {
+            "in a read of data": ({"STALL": str(stall)}, ("--stall-at", "7")),
+            "in an evaluation": ({"SHARDWISE_FAILPOINT": "evaluate:2:hang"}, ()),
+            "while it saves": ({"SHARDWISE_FAILPOINT": "checkpoint.written:2:hang"}, ()),
+            "at the end": ({"SHARDWISE_FAILPOINT": "end:1:hang"}, ()),
+            "while it loads": ({"SHARDWISE_FAILPOINT": "restore:1:hang"}, ()),
+        }
+        for number, (place, (environment, args)) in enumerate(places.items()):
+            own = fresh(bench, number)
+            with row.ours.trial(place):
+                if place == "while it loads":
+                    processes = own.start_group("run", *SLOW)
+                    processes.wait_for_step(9)
+                    processes.kill()
+                processes = own.start_group("run", *SHORT, *args, "--watchdog", WATCHDOG, each={1: environment})
+                ended = processes.end(150)
+                assert [one.code for one in ended] == [6, 6], [one.message for one in ended]
+                for index, one in enumerate(ended):
+                    assert "process 1 is stuck" in one.err, one.message
+                    assert "Traceback" not in one.err, one.message
+                    stacks = (own.folder / "run" / "stacks" / f"process-{index}.txt").read_text()
+                    assert "most recent call first" in stacks
+                    assert "Thread" in stacks
+                idle = float(re.search(r"for (\d+) s", ended[0].err)[1])
+                times.append(idle)
+                assert idle < WATCHDOG + 10
+                if place != "at the end":
+                    go_on(own, straight_pair)
+        own = fresh(bench, "stopped")
+        with row.ours.trial("SIGSTOP"):
+            processes = own.start_group("run", *SLOW)
+            processes.wait_for_step(7)
+            processes.signal(1, signal.SIGSTOP)
+            began = time.monotonic()
+            ended = processes.started[0].end(40)
+            check_refused(ended, 6, "process 1", "lost")
+            row.note = f"noticed after {max(times):.0f} s, a stopped one after {time.monotonic() - began:.1f} s"
+            processes.kill()
+            go_on(own, straight_pair)
+
+
+@pytest.mark.faults
+def test_no_false_alarm_for_what_takes_long(bench):
+    """An evaluation and a read of data that are longer than the watchdog's limit, with work in them."""
+    with experiment("F19b", "long compilation, save and evaluation under a watchdog of 5 s: no alarm") as row, row.ours.trial("to the end"):
+        args = ("--steps", "6", "--save-every", "3", "--eval-every", "3", "--eval-pause", "2.0")
+        for ended in bench.start_group("run", *args, "--watchdog", "5").end():
+            check_done(ended)
+
+
+def test_a_launcher_starts_listens_on_loopback_only_and_tells_of_a_mistake_once(bench):
+    launcher = bench.launch("run", "--steps", "6", "--pause", "0.3")
+    launcher.wait_for_step(2)
+    assert set().union(*(listening(child_of(launcher.process.pid, index)) for index in range(2))) == set()
+    ended = launcher.end()
+    check_done(ended)
+    assert "[0] " in ended.err
+    assert "[1] " not in ended.err
+    wrong = bench.launch("wrong", "--steps", "0").end()
+    check_refused(wrong, 2, "steps=0")
+
+
+@pytest.mark.faults
+def test_f18_restarts_have_an_end(bench):
+    with experiment("F18b", "a launcher whose runs are killed before they save: gives up") as row, row.ours.trial("gives up"):
+        launcher = bench.launch("run", "--steps", "100000", "--save-every", "50000", "--pause", "0.05", restarts=50)
+        for _ in range(3):
+            out = bench.folder / "run"
+            before = len(read_starts(out))
+            launcher.wait_for(lambda out=out, before=before: len(read_starts(out)) > before, "another start")
+            time.sleep(0.5)
+            os.kill(child_of(launcher.process.pid, 1), signal.SIGKILL)
+        ended = launcher.end(60)
+        assert ended.code == 6
+        assert "giving up" in ended.err
+
+
+def read_starts(out):
+    path = out / "starts.jsonl"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.mark.faults
+def test_f26_goodput_of_two_processes(bench):
+    """One of two processes is killed every 20 s, for five minutes; the launcher starts both again."""
+    random = seeded(SEED)
+    with experiment("F26d", "SIGKILL of one of two processes every 20 s for 5 minutes") as row, row.ours.trial("launcher"):
+        out, pause, seconds = bench.folder / "run", 0.05, 300
+        launcher = bench.launch(
+            "run", "--steps", "1000000", "--save-every", "10", "--eval-every", "1000000", "--pause", pause, restarts=100
+        )
+        began, executed, kills, recoveries = time.monotonic(), 0, 0, []
+        while time.monotonic() - began < seconds:
+            next_kill = time.monotonic() + 20
+            while time.monotonic() < next_kill:
+                time.sleep(0.1)
+            last = max((record["step"] for record in read_log(out)), default=0)
+            first = json.loads(read_starts(out)[-1])["step"] if read_starts(out) else 0
+            executed += max(last - first, 0)
+            victim = random.randrange(2)
+            starts = len(read_starts(out))
+            os.kill(child_of(launcher.process.pid, victim), signal.SIGKILL)
+            killed, kills = time.monotonic(), kills + 1
+            launcher.wait_for(lambda starts=starts: len(read_starts(out)) > starts, "another start")
+            recoveries.append(time.monotonic() - killed)
+        useful, wall = max(steps_of(out)), time.monotonic() - began
+        launcher.signal(signal.SIGTERM)
+        assert launcher.end(60).code == 75
+        check_clean(out)
+        recovery = f"recovery in {np.median(recoveries):.1f} s (median of {kills})"
+        share = f"{useful * pause / wall:.0%} of the time at {pause * 1e3:.0f} ms a step"
+        row.note = f"{useful} of {executed} steps useful ({useful / executed:.0%}), {recovery}, {share}"
+        print(row.note)
