@@ -20,6 +20,7 @@ from shardwise.initial import load_initial
 from shardwise.loop import evaluate, steps
 from shardwise.optim.parts import evaluation_params
 from shardwise.optim.read import sample_rates
+from shardwise.pace import Pace
 from shardwise.planning import check_fits, compile_run
 from shardwise.resume import check_accepted, compare, report
 from shardwise.run import Prepared, Run, describe_run, prepare
@@ -131,6 +132,7 @@ def _fit(
             return found
 
         try:
+            pace = Pace(group)
             watch.phase("waiting for all to be ready")
             group.union("ready", None)
             if book.owes_evaluation(start):
@@ -151,8 +153,10 @@ def _fit(
                     watch.tick(f"step {n}")
                 if book.last:
                     show(book.last, eval_metrics)
-                for name, why in book.newly_skipped():
-                    warn(console, f"{name} is left out, and another row takes its place: {why}")
+                for name, why in book.newly_skipped():  # each process tells of its own
+                    warn(console if group.is_first else Console(stderr=True), f"{name} is left out, and another row takes its place: {why}")
+                for words in pace.look(feed.waited):
+                    warn(console, words)
                 if watch.is_stopping() and n < run.steps:
                     is_stopped = True
                     break

@@ -62,6 +62,11 @@ class Group:
         start = self.prefix + folder + "/"
         return {key.removeprefix(start): json.loads(value) for key, value in self.client.key_value_dir_get(start)}
 
+    def drop(self, folder: str) -> None:
+        """Forgets what was put there; for what all have read."""
+        if self.client is not None and self.is_first:
+            self.client.key_value_delete(self.prefix + folder)
+
     def union(self, name: str, value: Any) -> list[Any]:
         """What each process gives, in their order. All must call it with the same name, and a name is used once."""
         if self.client is None:

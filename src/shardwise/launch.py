@@ -171,7 +171,12 @@ class Launcher:
     def _start(self, index: int, port: int, bar: "_Bar") -> subprocess.Popen[bytes]:
         where = ["--coordinator", f"127.0.0.1:{port}", "--num-processes", str(self.processes), "--process-id", str(index)]
         options = where if self.processes > 1 else []
-        environment = {**os.environ, "SHARDWISE_STARTED": self.started, **self._devices(index)}
+        environment = {
+            **os.environ,
+            "SHARDWISE_STARTED": self.started,
+            "COLUMNS": str(max(self.console.width - 5, 40)),
+            **self._devices(index),
+        }
         reading, writing = os.pipe()
         if index == 0:
             environment["SHARDWISE_PROGRESS"] = f"{writing}:bar" if self.console.is_terminal else str(writing)

@@ -78,12 +78,12 @@ def make_mesh(mesh: str | Mesh, devices: Sequence[Any] | None = None) -> Mesh:
 
 def _islands(devices: list[Any]) -> list[list[Any]]:
     """Devices with fast links to each other: those of one slice of TPUs, or of one machine."""
-    machines = current_group().machines if len({device.process_index for device in devices}) > 1 else ()
+    group = current_group()
+    machines = group.machines if group.count > 1 and {device.process_index for device in devices} <= set(range(group.count)) else ()
     found: dict[Any, list[Any]] = {}
     for device in devices:
-        slice_index = getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
-        machine = machines[device.process_index] if device.platform != "tpu" and device.process_index < len(machines) else 0
-        found.setdefault((slice_index, machine), []).append(device)
+        machine = machines[device.process_index] if machines and device.platform != "tpu" else 0  # TPUs have links between machines
+        found.setdefault((getattr(device, "slice_index", None) or 0, machine), []).append(device)
     islands = [found[key] for key in sorted(found)]
     if len({len(island) for island in islands}) > 1:
         sizes = ", ".join(str(len(island)) for island in islands)

@@ -146,7 +146,7 @@ class Watch:
                     os._exit(error.exit_code)  # the first process says the same
             return
         if not isinstance(error, KeyboardInterrupt | SystemExit):
-            time.sleep(HEARTBEAT + 2 * BEAT)  # it may follow from the loss of another process: then that is told, and this is the end
+            time.sleep(HEARTBEAT + 6 * BEAT)  # it may follow from the loss of another process: then that is told, and this is the end
         self.leave(1 if not isinstance(error, SystemExit) else int(error.code or 0), f"{type(error).__name__}: {error}")
 
     def _start(self, target: Callable[[], None], name: str) -> None:

@@ -12,7 +12,7 @@ LEVELS = [
     {"errors", "metrics", "hardware", "flops", "hlo", "native", "models", "models.attention", "data.shuffle"},
     {"tree", "report", "files", "signals", "resume", "roofline", "target", "jobfiles", "models.norm", "data.files"},
     {"group", "launch", "saved", "data.sources", "data.records", "data.tokenizers", "models.gpt", "optim.schedules"},
-    {"mesh", "watch", "sharding", "data.batches", "data.packing", "data.prepare", "models.hf", "optim.groups"},
+    {"mesh", "pace", "watch", "sharding", "data.batches", "data.packing", "data.prepare", "models.hf", "optim.groups"},
     {"module", "export", "data.prefetch", "data.combine", "optim.parts", "optim.read", "optim.probe", "plan_picture"},
     {"data", "state", "optim.recipes", "plan_page"},
     {"step", "checkpoint", "initial", "findings", "optim"},
