@@ -34,7 +34,7 @@ shardwise launch --write slurm|k8s [--nodes M] [--processes N] [--to FILE] ... -
   --nodes M --gpus G --cpus C --memory 64G --hours H --name NAME --image IMAGE --volume CLAIM    of that job
 """
 AGAIN = (6, 75)  # exit codes that another start may mend
-TOLD = (2, 3, 4, 5, 7)  # and those that it would not
+TOLD = (1, 2, 3, 4, 5, 7)  # and those that it would not
 PATIENCE = 20.0  # seconds that processes have to end by themselves when one of them has ended with an error
 QUICK = 2.0  # and when one was killed: the others have nothing to save
 

@@ -179,14 +179,22 @@ class Bench:
         self, out: str | Path, *args: object, each: dict[int, dict[str, str]] | None = None, count: int = 2, layout: tuple[str, ...] = PAIR
     ) -> "Processes":
         """`shardwise train` in several processes; `each` gives some of them an environment of their own."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        address = _free_address()
         started = []
         for index in range(count):
             where = ("--coordinator", address, "--num-processes", count, "--process-id", index)
             command = (sys.executable, "-m", "shardwise.cli", *where, "train", RECIPE, "--out", self.folder / out, *layout, *args)
             started.append(self.popen(command, out, **(each or {}).get(index, {})))
+        return Processes(started)
+
+    def start_plain_group(self, out: str | Path, *args: object, each: dict[int, dict[str, str]] | None = None) -> "Processes":
+        """Two processes of the loop that people write by hand, a device each."""
+        address, script = _free_address(), HERE / "plain.py"
+        started = []
+        for index in range(2):
+            where = ("--coordinator", address, "--count", 2, "--index", index)
+            command = (sys.executable, script, "--out", self.folder / out, *where, *args)
+            started.append(self.popen(command, out, JAX_NUM_CPU_DEVICES="1", **(each or {}).get(index, {})))
         return Processes(started)
 
     def launch(self, out: str | Path, *args: object, count: int = 2, restarts: int = 0, layout: tuple[str, ...] = PAIR) -> Started:
@@ -209,6 +217,12 @@ class Bench:
                 [str(word) for word in command], cwd=self.folder, env=environment, stdout=file, stderr=file, start_new_session=True
             )
         return Started(process, out, log, began)
+
+
+def _free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def batch_log(out: Path) -> Path:

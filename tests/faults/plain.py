@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from model import Model, corpus, entries, note, poison, wait_for_data
 
 
@@ -32,13 +33,14 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--data", type=Path)
+    parser.add_argument("--coordinator")  # of several processes, with --count and --index
     parser.add_argument("--no-shuffle", dest="shuffle", action="store_false")
     for name, default in {"optimizer": "adamw", "dtype": "float32"}.items():
         parser.add_argument(f"--{name}", default=default)
     for name, default in {"lr": 3e-3, "dropout": 0.2, "pause": 0.02}.items():
         parser.add_argument(f"--{name}", type=float, default=default)
     sizes = {"steps": 40, "seed": 0, "batch-size": 8, "length": 16, "records": 100, "width": 48, "depth": 3, "vocabulary": 128}
-    for name, default in {**sizes, "save-every": 5, "nan-at": -1, "stall-at": -1}.items():
+    for name, default in {**sizes, "save-every": 5, "nan-at": -1, "stall-at": -1, "count": 1, "index": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     return parser.parse_args()
 
@@ -53,10 +55,20 @@ def train_step(graph, state, batch):
 
 def main() -> None:
     args = parse()
+    if args.coordinator:
+        jax.distributed.initialize(args.coordinator, args.count, args.index)
+    whole = NamedSharding(jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,)), PartitionSpec())
+    rows = NamedSharding(whole.mesh, PartitionSpec("data"))
     schedule = optax.warmup_cosine_decay_schedule(0.0, args.lr, args.steps // 10, args.steps)
     transformation = optax.chain(optax.clip_by_global_norm(1.0), getattr(optax, args.optimizer)(schedule))
-    model = Model(args.vocabulary, args.width, args.depth, args.dropout, args.dtype, False, nnx.Rngs(args.seed))
-    graph, state = nnx.split((model, nnx.Optimizer(model, transformation, wrt=nnx.Param)))
+
+    def create():
+        model = Model(args.vocabulary, args.width, args.depth, args.dropout, args.dtype, False, nnx.Rngs(args.seed))
+        return nnx.split((model, nnx.Optimizer(model, transformation, wrt=nnx.Param)))
+
+    graph, state = create()
+    if args.coordinator:
+        state = jax.jit(lambda: create()[1], out_shardings=whole)()
 
     tokens = np.load(args.data, mmap_mode="r") if args.data else corpus(args.records, args.length, args.vocabulary)
     dataset = grain.MapDataset.source(Windows(tokens, args.length)).seed(args.seed)
@@ -81,8 +93,11 @@ def main() -> None:
             wait_for_data(step, args.pause, args.stall_at)
             batch = poison(next(iterator), step == args.nan_at, False)
             note(step, batch)
+            if args.coordinator:
+                batch = jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, rows, lambda index, x=x: x[index]), batch)
             loss, state = train_step(graph, state, batch)
-            log.write(json.dumps({"step": step + 1, "loss": float(loss)}) + "\n")
+            if args.index == 0:
+                log.write(json.dumps({"step": step + 1, "loss": float(loss)}) + "\n")
             manager.save(
                 step + 1, args=ocp.args.Composite(state=ocp.args.StandardSave(state), data=grain.checkpoint.CheckpointSave(iterator))
             )

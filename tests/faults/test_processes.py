@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 from harness import (
+    PLAIN_SHORT,
     SHORT,
     batches,
     check_clean,
@@ -17,6 +18,7 @@ from harness import (
     check_refused,
     child_of,
     experiment,
+    last_step,
     listening,
     read_log,
     seeded,
@@ -24,6 +26,7 @@ from harness import (
 )
 
 SLOW = (*SHORT, "--pause", "0.2")
+PLAIN_SLOW = (*PLAIN_SHORT, "--pause", "0.2")
 WATCHDOG = 20
 SEED = 20261115
 
@@ -90,6 +93,12 @@ def test_f08_sigterm_to_one_of_two(bench, straight_pair):
         for number, (victim, step) in enumerate([(1, 5), (0, 5), (1, 10), (0, 11), (1, 16), (0, 14)]):
             with row.ours.trial(f"process {victim} after step {step}"):
                 times.append(f08(fresh(bench, number), straight_pair, victim, step))
+        with row.plain.trial("process 1 after step 5"):
+            processes = bench.start_plain_group("plain", *PLAIN_SLOW)
+            processes.wait_for_step(5)
+            processes.signal(1, signal.SIGTERM)
+            ended = processes.end(30)
+            assert [one.code for one in ended] == [75, 75], [(one.code, one.message[-150:]) for one in ended]
         row.note = f"both have saved the same step and ended after {max(times):.1f} s at most"
 
 
@@ -162,6 +171,13 @@ def test_f18_a_killed_process(bench, straight_pair):
                 check_done(ended)
                 assert f"process {victim} was ended by SIGKILL" in ended.err
                 check_exact(own.folder / "run", straight_pair, 20)
+        for victim in (1, 0):
+            with row.plain.trial(f"process {victim} in a step"):
+                processes = bench.start_plain_group(f"plain{victim}", *PLAIN_SLOW)
+                processes.wait_for_step(7)
+                processes.signal(victim, signal.SIGKILL)
+                ended = processes.end(60)
+                assert ended[1 - victim].code == 6, (ended[1 - victim].code, ended[1 - victim].message[-150:])
         row.note = f"the other ends after {max(times[1]):.1f} s at most (process 0: {max(times[0]):.1f} s), and names it"
 
 
@@ -199,6 +215,11 @@ def test_f19_a_stuck_process(bench, straight_pair):
                 assert idle < WATCHDOG + 10
                 if place != "at the end":
                     go_on(own, straight_pair)
+        with row.plain.trial("in a read of data"):
+            each = {1: {"STALL": str(stall)}}
+            processes = bench.start_plain_group("plain", *PLAIN_SLOW, "--stall-at", "7", each=each)
+            processes.wait_for_step(7)
+            assert [one.code for one in processes.end(60)] == [6, 6]
         own = fresh(bench, "stopped")
         with row.ours.trial("SIGSTOP"):
             processes = own.start_group("run", *SLOW)
@@ -253,34 +274,55 @@ def read_starts(out):
     return path.read_text().splitlines() if path.exists() else []
 
 
+ENDLESS = ("--steps", "1000000", "--save-every", "10", "--pause", "0.05")  # a step is as long as its pause, or longer
+GOODPUT_SECONDS, KILL_EVERY = 300, 20
+
+
+def goodput(launcher, out, random):
+    """One of two processes killed every so often, all started again by the launcher: (useful steps, all steps, seconds, those of each recovery)."""
+    began, executed, recoveries = time.monotonic(), 0, []
+    while time.monotonic() - began < GOODPUT_SECONDS:
+        time.sleep(KILL_EVERY)
+        starts = read_starts(out)
+        executed += max(last_step(out) - json.loads(starts[-1])["step"], 0)
+        killed = time.monotonic()
+        os.kill(child_of(launcher.process.pid, random.randrange(2)), signal.SIGKILL)
+        launcher.wait_for(lambda starts=starts: len(read_starts(out)) > len(starts), "another start")
+        recoveries.append(time.monotonic() - killed)
+    return max(steps_of(out), default=0), executed, time.monotonic() - began, recoveries
+
+
+def plain_goodput(bench, out, random):
+    """The same for the plain loop, with someone who ends the other process at once and starts both again."""
+    began, executed = time.monotonic(), 0
+    while time.monotonic() - began < GOODPUT_SECONDS:
+        first = max(steps_of(out), default=0)
+        processes = bench.start_plain_group(out.name, *ENDLESS)
+        time.sleep(KILL_EVERY)
+        processes.signal(random.randrange(2), signal.SIGKILL)
+        processes.kill()
+        executed += max(last_step(out) - first, 0)
+    return max(steps_of(out), default=0), executed, time.monotonic() - began
+
+
 @pytest.mark.faults
 def test_f26_goodput_of_two_processes(bench):
-    """One of two processes is killed every 20 s, for five minutes; the launcher starts both again."""
-    random = seeded(SEED)
-    with experiment("F26d", "SIGKILL of one of two processes every 20 s for 5 minutes") as row, row.ours.trial("launcher"):
-        out, pause, seconds = bench.folder / "run", 0.05, 300
-        launcher = bench.launch(
-            "run", "--steps", "1000000", "--save-every", "10", "--eval-every", "1000000", "--pause", pause, restarts=100
-        )
-        began, executed, kills, recoveries = time.monotonic(), 0, 0, []
-        while time.monotonic() - began < seconds:
-            next_kill = time.monotonic() + 20
-            while time.monotonic() < next_kill:
-                time.sleep(0.1)
-            last = max((record["step"] for record in read_log(out)), default=0)
-            first = json.loads(read_starts(out)[-1])["step"] if read_starts(out) else 0
-            executed += max(last - first, 0)
-            victim = random.randrange(2)
-            starts = len(read_starts(out))
-            os.kill(child_of(launcher.process.pid, victim), signal.SIGKILL)
-            killed, kills = time.monotonic(), kills + 1
-            launcher.wait_for(lambda starts=starts: len(read_starts(out)) > starts, "another start")
-            recoveries.append(time.monotonic() - killed)
-        useful, wall = max(steps_of(out)), time.monotonic() - began
-        launcher.signal(signal.SIGTERM)
-        assert launcher.end(60).code == 75
-        check_clean(out)
-        recovery = f"recovery in {np.median(recoveries):.1f} s (median of {kills})"
-        share = f"{useful * pause / wall:.0%} of the time at {pause * 1e3:.0f} ms a step"
-        row.note = f"{useful} of {executed} steps useful ({useful / executed:.0%}), {recovery}, {share}"
-        print(row.note)
+    random, notes = seeded(SEED), []
+    with experiment("F26d", f"SIGKILL of one of two processes every {KILL_EVERY} s for {GOODPUT_SECONDS // 60} minutes") as row:
+
+        def note(name, useful, executed, seconds, more=""):
+            share = f"{useful * 0.05 / seconds:.0%} of the time at 50 ms a step"
+            notes.append(f"{name}: {useful} of {executed} steps useful ({useful / executed:.0%}), {share}{more}")
+            assert useful > 0
+
+        with row.ours.trial("shardwise launch"):
+            launcher = bench.launch("run", *ENDLESS, "--eval-every", "1000000", restarts=100)
+            launcher.wait_for_step(1)
+            *found, recoveries = goodput(launcher, bench.folder / "run", random)
+            note("shardwise", *found, f", going on {np.median(recoveries):.0f} s after a kill (median)")
+            launcher.signal(signal.SIGTERM)
+            assert launcher.end(60).code == 75
+            check_clean(bench.folder / "run")
+        with row.plain.trial("the plain loop"):
+            note("plain", *plain_goodput(bench, bench.folder / "plain", random))
+        row.note = "; ".join(notes)
