@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import io
 import json
 import logging
 import math
@@ -10,7 +11,9 @@ import shutil
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,7 +65,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def entry() -> None:
     """The command. A thread that still waits, for data or for other processes, must not be met by Python's end: it would abort."""
-    code = main()
+    try:
+        code = main()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+    except Exception:  # a mistake of ours, or of a recipe, with its traceback
+        traceback.print_exc()
+        code = 1
     waiting = ("shardwise-prefetch", "shardwise-lives", "shardwise-guard", "shardwise-watch")
     if any(thread.name in waiting for thread in threading.enumerate()):
         sys.stdout.flush()
@@ -128,7 +137,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def _load(verb: str, target: str, args: list[str], options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
+def _load(verb: str, target: str, args: list[str], options: argparse.Namespace, is_first: bool = True) -> tuple[Any, dict[str, Any]]:
     """The run that the recipe gives for these arguments, and what run.json shall say of it."""
     from shardwise.recipe import bind_recipe, find_recipe, load_recipe, make_run
 
@@ -138,7 +147,11 @@ def _load(verb: str, target: str, args: list[str], options: argparse.Namespace) 
 
         use_cpu_devices(options.cpu_devices)
     recipe = load_recipe(path, function)
-    arguments = bind_recipe(recipe, args, prog=f"shardwise {verb} {target}")
+    with ExitStack() as stack:
+        if not is_first:  # one process says what is wrong with the arguments
+            stack.enter_context(redirect_stdout(io.StringIO()))
+            stack.enter_context(redirect_stderr(io.StringIO()))
+        arguments = bind_recipe(recipe, args, prog=f"shardwise {verb} {target}")
     described = {"recipe": f"{path}:{function}", "arguments": {k: str(v) for k, v in arguments.items()}, "source": path.read_text()}
     return make_run(recipe, arguments), described
 
@@ -168,7 +181,7 @@ def _seems_first(options: argparse.Namespace) -> bool:
 
 
 def _train(target: str, args: list[str], options: argparse.Namespace, watch: "Watch") -> tuple[dict[str, Any], int]:
-    run, described = _load("train", target, args, options)
+    run, described = _load("train", target, args, options, watch.group.is_first)
     _quiet_orbax()
     from shardwise.fitting import fit
 

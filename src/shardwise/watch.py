@@ -136,7 +136,8 @@ class Watch:
         if error is None:
             self.phase("waiting for all to end")
             fail_point("end")
-            self.group.union("end", None)
+            self.group.put(f"end/{self.group.index}", None)
+            wait_for(lambda: len(self.group.read("end").keys() | self.group.read("left").keys()) == self.group.count)
             self.leave(0)
             return
         if isinstance(error, ShardwiseError):

@@ -279,7 +279,7 @@ GOODPUT_SECONDS, KILL_EVERY = 300, 20
 
 
 def goodput(launcher, out, random):
-    """One of two processes killed every so often, all started again by the launcher: (useful steps, all steps, seconds, those of each recovery)."""
+    """One of two processes killed every so often: (useful steps, all steps, seconds, those of each recovery by the launcher)."""
     began, executed, recoveries = time.monotonic(), 0, []
     while time.monotonic() - began < GOODPUT_SECONDS:
         time.sleep(KILL_EVERY)
