@@ -134,8 +134,8 @@ class Watch:
             self._closing.set()
             return
         if error is None:
-            self.phase("waiting for all to end")
             fail_point("end")
+            self.phase("waiting for all to end")
             self.group.put(f"end/{self.group.index}", None)
             wait_for(lambda: len(self.group.read("end").keys() | self.group.read("left").keys()) == self.group.count)
             self.leave(0)

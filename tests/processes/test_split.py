@@ -21,37 +21,35 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory):
-    """`train(count)`: what each of `count` processes with 8 devices in all has seen; made once."""
+    """`train(count, layouts)`: what each of `count` processes with 8 devices in all has seen; made once."""
     folder, made = tmp_path_factory.mktemp("split"), {}
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "PJRT_"))}
     environment |= {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
 
-    def start(count):
-        if count not in made:
-            files, address = [folder / f"{index}-of-{count}.json" for index in range(count)], f"127.0.0.1:{free_port()}"
-            output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-            commands = [(sys.executable, HERE / "worker.py", address, count, i, 8 // count, file) for i, file in enumerate(files)]
+    def start(count, layouts):
+        if (count, layouts) not in made:
+            files = [folder / f"{len(made)}.{index}-of-{count}.json" for index in range(count)]
+            address, output = f"127.0.0.1:{free_port()}", {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            commands = [(sys.executable, HERE / "worker.py", address, count, i, 8 // count, file, *layouts) for i, file in enumerate(files)]
             processes = [subprocess.Popen(list(map(str, command)), env=environment, **output) for command in commands]
             try:
-                outputs = [process.communicate(timeout=400)[0] for process in processes]
+                outputs = [process.communicate(timeout=600)[0] for process in processes]
             finally:
                 for process in processes:
                     process.kill()
             assert [process.returncode for process in processes] == [0] * count, "\n".join(outputs)
-            made[count] = [json.loads(file.read_text()) for file in files]
-        return made[count]
+            made[count, layouts] = [json.loads(file.read_text()) for file in files]
+        return made[count, layouts]
 
     return start
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("count", [2, 4])
-def test_a_split_is_the_same_run(train, count, layout):
-    (alone,) = train(1)
-    for index, found in enumerate(train(count)):
-        one = found[layout]
+def check_split(train, count, layout, layouts):
+    (alone,) = train(1, layouts)
+    found = [process[layout] for process in train(count, layouts)]
+    _, batches = data()
+    for index, one in enumerate(found):
         # Each device was given the very rows of the global batch that are its own.
-        _, batches = data()
         for step in range(STEPS):
             whole = batches(step)["inputs"]
             for rows, digest in one["shards"][str(step)].items():
@@ -66,12 +64,28 @@ def test_a_split_is_the_same_run(train, count, layout):
             assert one["ranges"] == [[0, BATCH_SIZE]]
         assert np.allclose(one["losses"], alone[layout]["losses"], rtol=2e-6, atol=0)
         assert abs(one["held_out"] - alone[layout]["held_out"]) <= 2e-6 * alone[layout]["held_out"]
-    assert len({tuple(found[layout]["losses"]) for found in train(count)}) == 1  # all processes say the same
+    assert len({tuple(one["losses"]) for one in found}) == 1  # all processes say the same
+    assert found[0]["losses"][-1] < found[0]["losses"][0]
 
 
+QUICK = ("data=8", "model=2,fsdp=4")  # the second with its model axis across the processes
+
+
+@pytest.mark.parametrize("layout", QUICK)
+def test_two_processes_are_the_same_run(train, layout):
+    check_split(train, 2, layout, QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("count", [2, 4])
+def test_every_split_is_the_same_run(train, count, layout):
+    check_split(train, count, layout, LAYOUTS)
+
+
+@pytest.mark.slow
 def test_layouts_agree_with_each_other(train):
-    (alone,) = train(1)
+    (alone,) = train(1, LAYOUTS)
     first = np.array(alone[LAYOUTS[0]]["losses"])
-    assert first[-1] < first[0]
     for layout in LAYOUTS[1:]:
         assert np.allclose(alone[layout]["losses"], first, rtol=2e-6, atol=0)
