@@ -52,6 +52,7 @@ class Watch:
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._seen: dict[int, tuple[Any, float]] = {}  # the last beat of each process, and when it came
+        self._behind, self._waited_since = -1, -float("inf")  # the least count of all, and when it rose to that
 
     # What the run tells
 
@@ -211,7 +212,9 @@ class Watch:
                 self._seen[index] = (beat, now)
         behind = min(beat["count"] for beat in beats.values())
         last = {index: beat for index, beat in beats.items() if beat["count"] == behind}
-        idle = {index: beat["idle"] + now - self._seen[index][1] for index, beat in last.items()}
+        if behind != self._behind:  # whoever has waited for others falls behind only when they have passed it
+            self._behind, self._waited_since = behind, now if self._behind >= 0 else -float("inf")
+        idle = {index: min(beat["idle"] + now - self._seen[index][1], now - self._waited_since) for index, beat in last.items()}
         if not self.limit or len(beats) < self.group.count or not all(idle[index] > beat["limit"] for index, beat in last.items()):
             return ""
         seconds, phase = min(idle.values()), next(iter(last.values()))["phase"]

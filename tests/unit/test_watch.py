@@ -125,6 +125,12 @@ def test_a_process_that_says_nothing_more_grows_idle(groups):
     assert "process 1 on host0 is stuck" in watch._judge(stuck)
 
 
+def test_who_has_waited_for_another_is_not_stuck_when_that_one_passes_it(groups):
+    watch, rest = Watch(groups[0], Stop()), [(6, 0.1, 15)] * 2
+    assert watch._judge(beats((5, 16.0, 15), (4, 0.0, 15), *rest)) == ""  # the first waits for the second, which compiles
+    assert watch._judge(beats((5, 16.4, 15), (6, 0.1, 15), *rest)) == ""  # they go on, and the beat of the first is half a second old
+
+
 def test_work_counts_as_progress_where_nobody_knows_how_long_it_takes():
     watch = Watch(Group(), Stop(), limit=10)
     watch.phase("compiling")
