@@ -6,7 +6,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The main job is sized for a laptop; say JAX_PLATFORMS=cuda make run to use a GPU.
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: run test browser slurm test-slow faults lint bench bench-loop bench-optimizers bench-data bench-checkpoints bench-plan bench-plan-scale bench-plan-search bench-published compare-optimizers clean
+.PHONY: run test browser slurm test-slow faults lint bench bench-loop bench-optimizers bench-data bench-checkpoints bench-plan bench-plan-scale bench-weak-scaling bench-plan-search bench-published compare-optimizers clean
 
 run: $(VENV)/.run
 	$(BIN)/shardwise train recipes/stdlib_gpt.py
@@ -61,6 +61,9 @@ bench-plan: $(VENV)/.run
 
 bench-plan-scale: $(VENV)/.test
 	$(BIN)/python benchmarks/plan_scale.py
+
+bench-weak-scaling: $(VENV)/.test
+	$(BIN)/python benchmarks/weak_scaling.py
 
 bench-plan-search: $(VENV)/.test
 	$(BIN)/python benchmarks/plan_search.py
