@@ -146,6 +146,18 @@ def start_group(
     return current_group()
 
 
+def _recognize() -> tuple[Any, Any, Any, Any]:
+    """(coordinator, number of processes, this one, its devices) as JAX finds them in the environment; all None if there is no cluster."""
+    is_pod = "KUBERNETES_SERVICE_HOST" in os.environ
+    if is_pod and not {"JOB_COMPLETION_INDEX", "TPU_WORKER_HOSTNAMES", "SLURM_PROCID"} & os.environ.keys():
+        return None, None, None, None  # a pod of its own; JAX would ask Kubernetes, and fail without the right to
+    try:
+        return ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, JOINING)  # type: ignore[return-value]
+    except Exception as error:
+        fact = str(error).strip().split("\n")[0]
+        raise ConfigError(f"the cluster is not understood: {fact}. Say it by --coordinator, --num-processes and --process-id.") from error
+
+
 def current_group() -> Group:
     """The group that JAX's distributed runtime has been started for, by `start_group` or by the user."""
     state = distributed.global_state
