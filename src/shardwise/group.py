@@ -109,9 +109,7 @@ def start_group(
     missing = [name for name, value in given.items() if value is None]
     devices: Any = None
     if len(missing) == 3:
-        coordinator, num_processes, process_id, devices = ClusterEnv.auto_detect_unset_distributed_params(
-            None, None, None, None, None, JOINING
-        )
+        coordinator, num_processes, process_id, devices = _recognize()
         if os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").partition("(")[0] == "1":
             devices = None  # one task has all devices of its machine; JAX would give it the first
     elif missing:
@@ -152,7 +150,7 @@ def _recognize() -> tuple[Any, Any, Any, Any]:
     if is_pod and not {"JOB_COMPLETION_INDEX", "TPU_WORKER_HOSTNAMES", "SLURM_PROCID"} & os.environ.keys():
         return None, None, None, None  # a pod of its own; JAX would ask Kubernetes, and fail without the right to
     try:
-        return ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, JOINING)  # type: ignore[return-value]
+        return ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, JOINING)
     except Exception as error:
         fact = str(error).strip().split("\n")[0]
         raise ConfigError(f"the cluster is not understood: {fact}. Say it by --coordinator, --num-processes and --process-id.") from error
