@@ -3,6 +3,7 @@
 What they tell each other goes through the coordinator's key-value store: a few short texts, no arrays.
 """
 
+import atexit
 import json
 import os
 import socket
@@ -141,7 +142,21 @@ def start_group(
             f"process {process_id} of {num_processes} cannot join the others at {coordinator}: {fact}. "
             f"Is process 0 started there, on a port that is free, and does --num-processes agree?"
         ) from error
+    atexit.register(_part)
     return current_group()
+
+
+def _part() -> None:
+    """At the end of Python: the first process, which coordinates, goes last, or JAX would abort the others."""
+    group = current_group()
+    try:
+        group.put(f"parted/{group.index}", None)
+        if group.is_first:
+            wait_for(lambda: len(group.read("parted")) == group.count, HEARTBEAT)
+        else:
+            group.client.shutdown()
+    except Exception:
+        return  # there is nobody to tell
 
 
 def _recognize() -> tuple[Any, Any, Any, Any]:

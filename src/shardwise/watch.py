@@ -40,7 +40,8 @@ class Watch:
         self.code: int | None = None  # what this process ends with, when that is known
         self._count = 0  # of phases and ticks: the same sequence in all processes
         self._phase, self._is_quick = "starting", False
-        self._moved = self._heard = time.monotonic()
+        self._moved = self._heard = self._began = time.monotonic()
+        self._rounds, self._is_asking = 0, False  # of questions who lives
         self._longest = 0.0  # tick to tick
         self._used = (0.0, 0)
         self._asked: set[str] = set()
@@ -50,6 +51,7 @@ class Watch:
         self._hurry = threading.Event()
         self._looks_since_left = 0
         self._closing = threading.Event()
+        self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._seen: dict[int, tuple[Any, float]] = {}  # the last beat of each process, and when it came
         self._behind, self._waited_since = -1, -float("inf")  # the least count of all, and when it rose to that
@@ -123,7 +125,6 @@ class Watch:
         if self.group.count > 1:
             self._answer_aborts()
             self.stop.before_exit.append(lambda: self.leave(Stopped.exit_code))
-            self._start(self._follow_lives, "lives")
             self._start(self._guard, "guard")
         if self.limit or self.group.count > 1:
             self._start(self._watch, "watch")
@@ -140,6 +141,8 @@ class Watch:
             self.group.put(f"end/{self.group.index}", None)
             wait_for(lambda: len(self.group.read("end").keys() | self.group.read("left").keys()) == self.group.count)
             self.leave(0)
+            for thread in self._threads:  # none of them should meet the end of Python inside JAX
+                thread.join(timeout=2 * BEAT)
             return
         if isinstance(error, ShardwiseError):
             self.leave(error.exit_code, str(error))
@@ -152,7 +155,8 @@ class Watch:
         self.leave(1 if not isinstance(error, SystemExit) else int(error.code or 0), f"{type(error).__name__}: {error}")
 
     def _start(self, target: Callable[[], None], name: str) -> None:
-        threading.Thread(target=target, daemon=True, name=f"shardwise-{name}").start()
+        self._threads.append(threading.Thread(target=target, daemon=True, name=f"shardwise-{name}"))
+        self._threads[-1].start()
 
     def _watch(self) -> None:
         looked, is_agreed = 0.0, True
@@ -176,6 +180,7 @@ class Watch:
         news = self.group.read("news")
         left = self.left()
         self._heard = time.monotonic()
+        text = self._judge(beats or {self.group.index: mine})
         if self.stop.requested and "stop" not in self._asked and self.group.count > 1:
             self.ask("stop")
         if "stop" in self._asked and not self.stop.requested:
@@ -183,13 +188,19 @@ class Watch:
                 self.stop.last_words = ""  # the first process says it
             self.stop.take(signal.SIGTERM)
         self._looks_since_left += any(code and code != Stopped.exit_code for code, _ in left.values())
-        for index, (code, text) in left.items():
+        for index, (code, words) in left.items():
             if code and code != Stopped.exit_code and self._looks_since_left > 3:  # this process may be about to say the same
-                self.end(code, f"{self.group.name(index)} ended: {text}" if self.group.is_first else "")
+                self.end(code, f"{self.group.name(index)} ended: {words}" if self.group.is_first else "")
+        rounds = sum(name.startswith("lives") for name in news)
+        if self._rounds < rounds:
+            self._rounds, self._is_asking = rounds, True
+            self._start(self._ask_lives, "lives")
+        if self.group.index < 2 and self.group.count > 1:
+            self._suspect(left, rounds)
         if "stuck" in news:
             self._write_stacks()
             self.end(LostError.exit_code, news["stuck"])
-        if text := self._judge(beats or {self.group.index: mine}):
+        if text:
             self.group.put("news/stuck", text)
             if self.group.count == 1:
                 self._write_stacks()
@@ -237,18 +248,24 @@ class Watch:
             file.write(f"{time.ctime()}: {self._phase}\n")
             faulthandler.dump_traceback(file=file, all_threads=True)
 
-    def _follow_lives(self) -> None:
-        """JAX's coordinator knows who sends heartbeats; these come from C++ and need no Python."""
+    def _suspect(self, left: dict[int, tuple[int, str]], rounds: int) -> None:
+        """Who has not been heard for a while may be dead, or only busy: then the coordinator is asked, by all who live."""
+        now = time.monotonic()
+        silent = [i for i in range(self.group.count) if i not in left and now - self._seen.get(i, (None, self._began))[1] > 4 * BEAT]
+        if silent and self._rounds == rounds and not self._is_asking:
+            self.group.put(f"news/lives{rounds}", 1)
+
+    def _ask_lives(self) -> None:
+        """JAX's coordinator knows who sends heartbeats; these come from C++ and need no Python. It answers when all who live have asked."""
         everyone = list(range(self.group.count))
-        while not self._closing.is_set():
-            try:
-                lost = set(everyone) - set(self.group.client.get_live_nodes(everyone)) - self.left().keys()
-            except Exception:
-                lost = set()  # the guard tells
-            if lost and not self._closing.is_set():
-                names = " and ".join(self.group.name(index) for index in sorted(lost))
-                self.end(LostError.exit_code, f"{names} {'is' if len(lost) == 1 else 'are'} {GONE}", lost=len(lost))
-            time.sleep(2 * BEAT)
+        try:
+            lost = set(everyone) - set(self.group.client.get_live_nodes(everyone)) - self.left().keys()
+        except Exception:
+            lost = set()  # the guard tells
+        self._is_asking = False
+        if lost and not self._closing.is_set():
+            names = " and ".join(self.group.name(index) for index in sorted(lost))
+            self.end(LostError.exit_code, f"{names} {'is' if len(lost) == 1 else 'are'} {GONE}", lost=len(lost))
 
     def _guard(self) -> None:
         """Tells when the coordinator does not answer. Counts its own turns: a process that was not let run has not waited."""
