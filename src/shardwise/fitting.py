@@ -13,9 +13,9 @@ from rich.console import Console
 from shardwise.bookkeeping import Bookkeeper, Saver, headline, is_due, progress, summary, warn, working
 from shardwise.checkpoint import Checkpoints
 from shardwise.data import Prefetch, part_of
-from shardwise.errors import CheckpointError, DataError, NumericsError, Stopped
+from shardwise.errors import CheckpointError, ConfigError, DataError, NumericsError, Stopped
 from shardwise.files import check_links, check_writable, fail_point, lock_directory, text_digest, write_whole
-from shardwise.group import Group, current_group
+from shardwise.group import Group, current_group, wait_for
 from shardwise.initial import load_initial
 from shardwise.loop import evaluate, steps
 from shardwise.optim.parts import evaluation_params
@@ -74,6 +74,9 @@ def fit(
             check_links(run.out)
             watch.stop.before_exit.insert(0, stack.enter_context(lock_directory(run.out, force_unlock)))
         watch.group.share("directory", None)
+        if not wait_for((run.out / "lock").exists, 10):
+            where = f"{watch.group.name(watch.group.index)} does not see {run.out.resolve()}, which process 0 has made."
+            raise ConfigError(f"{where} A run directory must be on a file system that all processes share.")
         watch.folder = run.out
         checkpoints = stack.enter_context(Checkpoints(run.out / "checkpoints", run.keep, watch.group))
         checkpoints.clean()
