@@ -6,6 +6,7 @@ What they tell each other goes through the coordinator's key-value store: a few 
 import atexit
 import json
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from jax._src.lib import _jax  # type: ignore[attr-defined]
 from shardwise.errors import ConfigError, LostError
 from shardwise.files import boot_id
 from shardwise.native import filter_native_output
+from shardwise.signals import last_words, on_abort
 
 HEARTBEAT = 8  # seconds; a process that is silent for so long is lost
 JOINING = 300  # seconds that the processes have to find each other
@@ -125,6 +127,15 @@ def start_group(
     jax.config.update("jax_enable_preemption_service", False)  # signals are ours, too
     address = _own_address(host, port)
     _use_gloo_on(address)
+    failed = f"process {process_id} of {num_processes} cannot join the others at {coordinator}"
+    advice = "Is process 0 started there, on a port that is free, and does --num-processes agree?"
+
+    def never_met() -> None:
+        """JAX aborts a process that the others do not join in time, from C++."""
+        last_words(f"{failed}: they have not met in {JOINING} s. {advice}")
+        os._exit(LostError.exit_code)
+
+    on_abort(never_met)
     try:
         jax.distributed.initialize(
             coordinator,
@@ -138,10 +149,8 @@ def start_group(
         )
     except Exception as error:
         fact = str(error).strip().split("\n")[0]
-        raise LostError(
-            f"process {process_id} of {num_processes} cannot join the others at {coordinator}: {fact}. "
-            f"Is process 0 started there, on a port that is free, and does --num-processes agree?"
-        ) from error
+        raise LostError(f"{failed}: {fact}. {advice}") from error
+    signal.signal(signal.SIGABRT, signal.SIG_DFL)
     atexit.register(_part)
     return current_group()
 

@@ -1,5 +1,6 @@
 """SIGINT and SIGTERM ask a run to stop; they never break into it."""
 
+import ctypes
 import os
 import signal
 import sys
@@ -39,6 +40,20 @@ def last_words(text: str) -> None:
         return
     show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""
     os.write(sys.stderr.fileno(), f"{show_cursor}\nshardwise: {text}\n".encode())
+
+
+_KEPT: list[Any] = []  # C holds a pointer to it
+
+
+def on_abort(answer: Callable[[], None]) -> None:
+    """From now on calls `answer` when C++ code aborts this process, from whatever thread; if that returns, the process dies as it would."""
+
+    def handle(_: int) -> None:
+        signal.signal(signal.SIGABRT, signal.SIG_DFL)
+        answer()
+
+    _KEPT[:] = [*_KEPT[-1:], ctypes.CFUNCTYPE(None, ctypes.c_int)(handle)]
+    ctypes.CDLL(None).signal(signal.SIGABRT, _KEPT[-1])
 
 
 @contextmanager

@@ -5,7 +5,6 @@ the clock alone: only those who are furthest behind can be, and in a phase whose
 evaluating) only one that neither computes nor reads nor writes.
 """
 
-import ctypes
 import faulthandler
 import itertools
 import os
@@ -22,7 +21,7 @@ from typing import Any
 from shardwise.errors import LostError, ShardwiseError, Stopped
 from shardwise.files import fail_point
 from shardwise.group import HEARTBEAT, Group, wait_for
-from shardwise.signals import Stop, last_words
+from shardwise.signals import Stop, last_words, on_abort
 
 BEAT = 0.5  # seconds
 LIMIT = 300.0  # seconds without progress, or ten times the longest step if that is more
@@ -282,18 +281,14 @@ class Watch:
     def _answer_aborts(self) -> None:
         """JAX aborts a process whose coordinator is gone, from C++, with a dump. That is no crash: it is told in a line."""
 
-        def answer(_: int) -> None:
+        def answer() -> None:
             if self.code is not None:
                 os._exit(self.code)
-            if self.group.is_first or _answers(self.group.coordinator):
-                signal.signal(signal.SIGABRT, signal.SIG_DFL)  # a crash, then
-                time.sleep(0.2)  # until what C++ has printed is out
-                return
-            self._lost_coordinator()
+            if not self.group.is_first and not _answers(self.group.coordinator):
+                self._lost_coordinator()
+            time.sleep(0.2)  # a crash, then: until what C++ has printed is out
 
-        self._abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(answer)  # kept, or it would be freed
-        libc = ctypes.CDLL(None)
-        libc.signal(signal.SIGABRT, self._abort)
+        on_abort(answer)
 
     # The end
 
