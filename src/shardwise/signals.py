@@ -47,12 +47,7 @@ _KEPT: list[Any] = []  # C holds a pointer to it
 
 def on_abort(answer: Callable[[], None]) -> None:
     """From now on calls `answer` when C++ code aborts this process, from whatever thread; if that returns, the process dies as it would."""
-
-    def handle(_: int) -> None:
-        signal.signal(signal.SIGABRT, signal.SIG_DFL)
-        answer()
-
-    _KEPT[:] = [*_KEPT[-1:], ctypes.CFUNCTYPE(None, ctypes.c_int)(handle)]
+    _KEPT[:] = [*_KEPT[-1:], ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: answer())]
     ctypes.CDLL(None).signal(signal.SIGABRT, _KEPT[-1])
 
 

@@ -73,3 +73,15 @@ def test_in_somebody_elses_process_the_second_interrupt_is_a_usual_one():
             twice()
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(("answer", "code"), [("os._exit(6)", 6), ("print('told', flush=True)", -signal.SIGABRT)])
+def test_an_abort_of_c_is_answered_from_any_thread(answer, code):
+    program = f"""
+import ctypes, os, threading
+from shardwise.signals import on_abort
+on_abort(lambda: {answer})
+threading.Thread(target=ctypes.CDLL(None).abort).start()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ended.returncode, "told" in ended.stdout) == (code, code != 6), ended.stderr
