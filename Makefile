@@ -34,7 +34,7 @@ test-slow: slurm $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 faults: $(VENV)/.test
-	FAULTS_TABLE=docs/faults.md $(BIN)/python -m pytest tests/faults -m "faults or not faults" -s
+	FAULTS_TABLE=docs/faults.md $(BIN)/python -m pytest tests/faults tests/hosts -m "faults or not faults" -s
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -166,6 +166,7 @@ def test_explain_shows_layouts_and_reasons(folder):
     assert kernel["bytes"] == 128 * 512 * 4 // 8
 
 
+@pytest.mark.slow  # in two processes it is run by the page docs/processes.md
 def test_the_main_recipe_runs_on_a_mesh(folder):
     recipe = str(ROOT / "recipes" / "stdlib_gpt.py")
     args = ["--steps", "2", "--eval-every", "0", "--batch-size", "8", "--length", "32", "--mesh", "data=4,model=2", "--cpu-devices", "8"]

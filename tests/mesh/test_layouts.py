@@ -120,7 +120,7 @@ def gpt_scan_case():
     [
         pytest.param(gpt_case, SOME, id="gpt"),
         pytest.param(digits_case, SOME, id="digits"),
-        pytest.param(mixer_case, SOME, id="mixer"),
+        pytest.param(mixer_case, SOME, id="mixer", marks=pytest.mark.slow),
         pytest.param(gpt_scan_case, SOME[2:3], id="gpt-scan"),
         pytest.param(gpt_case, LAYOUTS, id="gpt-everywhere", marks=pytest.mark.slow),
         pytest.param(digits_case, LAYOUTS, id="digits-everywhere", marks=pytest.mark.slow),

@@ -46,6 +46,7 @@ def make(candidate):
     return replace(run, accumulate=candidate["accumulate"] or 1)
 
 
+@pytest.mark.slow
 def test_the_best_of_all_meshes_is_found_with_few_compilations(everything):
     target, plans = everything
     compiled = []

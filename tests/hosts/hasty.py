@@ -1,0 +1,12 @@
+"""The command with less time for the processes to find each other.
+
+python hasty.py SECONDS ARGUMENTS...
+"""
+
+import sys
+
+from shardwise import cli, group
+
+if __name__ == "__main__":
+    group.JOINING = int(sys.argv.pop(1))
+    cli.entry()
