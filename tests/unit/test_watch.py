@@ -7,6 +7,7 @@ import time
 import pytest
 from jax._src.lib import _jax
 
+from shardwise import pace
 from shardwise.group import Group, wait_for
 from shardwise.launch import free_port, group_code
 from shardwise.signals import Stop
@@ -160,3 +161,27 @@ def test_work_counts_as_progress_where_nobody_knows_how_long_it_takes():
 )
 def test_the_exit_code_of_a_group(codes, code):
     assert group_code(codes) == code
+
+
+def test_slow_processes_are_named_once(groups, monkeypatch):
+    monkeypatch.setattr(pace, "TELL", 0.02)
+    monkeypatch.setattr(pace, "JUDGE", 0.1)
+    speeds = iter([1e12, 1e12, 1e12, 0.6e12])
+    monkeypatch.setattr(pace, "measure_speed", lambda: next(speeds))
+    paces = [pace.Pace(group.within("pace")) for group in groups]
+    began, said = time.monotonic(), []
+    while time.monotonic() - began < 1.0:
+        passed = time.monotonic() - began
+        for index, one in enumerate(paces):
+            said += one.look(waited=passed * (0.5 if index == 2 else 0.02))
+        time.sleep(0.01)
+    assert [text.partition(":")[0] for text in said] == [
+        "process 3 on host1 computes slowly",
+        "process 2 on host1 reads its data too slowly",
+    ]
+    assert "at 60% of the speed of the others" in said[0]
+    assert "all others wait for it (2% for data of their own)" in said[1]
+
+
+def test_the_speed_of_a_device_is_measured():
+    assert 1e8 < pace.measure_speed() < 1e16
