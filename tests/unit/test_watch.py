@@ -180,7 +180,7 @@ def test_slow_processes_are_named_once(groups, monkeypatch):
         "process 2 on host1 reads its data too slowly",
     ]
     assert "at 60% of the speed of the others" in said[0]
-    assert "all others wait for it (2% for data of their own)" in said[1]
+    assert "and all others wait for it" in said[1]
 
 
 def test_the_speed_of_a_device_is_measured():
