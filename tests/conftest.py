@@ -18,7 +18,13 @@ def pytest_sessionstart(session):
     assert jax.device_count() == 8, f"the tests need 8 CPU devices and found {jax.device_count()}"
 
 
-LONGEST_FIRST = ("tests/tpu", "tests/mesh/test_layouts.py", "tests/docs/test_optimizers_page.py")
+LONGEST_FIRST = (
+    "tests/tpu",
+    "tests/mesh/test_layouts.py",
+    "tests/docs/test_optimizers_page.py",
+    "tests/processes",
+    "tests/docs/test_processes_page.py",
+)
 
 
 def pytest_collection_modifyitems(items):

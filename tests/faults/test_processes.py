@@ -66,11 +66,6 @@ def check_lost(processes, ended, survivor, words, began, limit):
     return seconds
 
 
-@pytest.mark.parametrize("victim", [1])
-def test_a_signal_to_one_of_two_stops_both_at_the_same_step(bench, straight_pair, victim):
-    f08(bench, straight_pair, victim, 6)
-
-
 def f08(bench, expected, victim, step):
     processes = bench.start_group("run", *SLOW)
     processes.wait_for_step(step)
@@ -243,16 +238,22 @@ def test_no_false_alarm_for_what_takes_long(bench):
             check_done(ended)
 
 
-def test_a_launcher_starts_listens_on_loopback_only_and_tells_of_a_mistake_once(bench):
-    launcher = bench.launch("run", "--steps", "6", "--pause", "0.3")
+def test_a_launcher_listens_on_loopback_only_and_a_signal_to_one_process_stops_both(bench):
+    launcher = bench.launch("run", *SLOW)
     launcher.wait_for_step(2)
-    assert set().union(*(listening(child_of(launcher.process.pid, index)) for index in range(2))) == set()
-    ended = launcher.end()
-    check_done(ended)
+    children = [child_of(launcher.process.pid, index) for index in range(2)]
+    assert set().union(*map(listening, children)) == set()
+    os.kill(children[1], signal.SIGTERM)
+    ended = launcher.end(60)
+    check_refused(ended, 75, "after step")
     assert "[0] " in ended.err
     assert "[1] " not in ended.err
-    wrong = bench.launch("wrong", "--steps", "0").end()
-    check_refused(wrong, 2, "steps=0")
+    assert steps_of(bench.folder / "run")[-1] == int(re.search(r"after step (\d+)", ended.err)[1])
+    check_clean(bench.folder / "run")
+
+
+def test_a_mistake_is_told_once(bench):
+    check_refused(bench.launch("wrong", "--steps", "0").end(), 2, "steps=0")
 
 
 @pytest.mark.faults
