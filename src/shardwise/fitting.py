@@ -72,7 +72,9 @@ def fit(
             check_writable(run.out)
             run.out.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_links(run.out)
-            watch.stop.before_exit.insert(0, stack.enter_context(lock_directory(run.out, force_unlock)))
+            unlock = stack.enter_context(lock_directory(run.out, force_unlock))
+            watch.stop.before_exit.insert(0, unlock)
+            stack.callback(watch.stop.before_exit.remove, unlock)  # before the lock is closed, and its number another file's
         watch.group.share("directory", None)
         if not wait_for((run.out / "lock").exists, 10):
             where = f"{watch.group.name(watch.group.index)} does not see {run.out.resolve()}, which process 0 has made."

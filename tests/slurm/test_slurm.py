@@ -86,7 +86,7 @@ def test_a_signal_stops_it_and_it_goes_on(slurm, tmp_path, processes):
 
 def test_the_time_limit_is_heard_before_it_comes(slurm, tmp_path):
     # Slurm looks at time limits every 30 s, and signals up to 60 s early: with a minute, some time in the first half of each start.
-    text = jobfiles.slurm(job("--pause", "1.5"))
+    text = jobfiles.slurm(job("--pause", "2.5"))
     submitted = slurm.submit(text, tmp_path, "--time=1", "--signal=TERM@10")
     wait_for_restart(submitted, 75)
     slurm.call("scontrol", "update", f"JobId={submitted.number}", "TimeLimit=10")

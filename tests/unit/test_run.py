@@ -13,7 +13,10 @@ from rich.console import Console
 
 from shardwise import Batches, Mean, Run, evaluate, fit, make_eval_step, optim
 from shardwise.errors import ConfigError, NumericsError
+from shardwise.group import current_group
 from shardwise.optim import Group
+from shardwise.signals import Stop
+from shardwise.watch import Watch
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(64, 4)).astype("f4")
@@ -117,3 +120,12 @@ def test_an_optimizer_whose_state_changes_is_refused():
         fit(run, console=Console(file=io.StringIO()))
     fixed = Run(**{**run.__dict__, "optimizer": optim.with_master(injected)})
     assert int(fit(fixed, console=Console(file=io.StringIO())).state.step) == 2
+
+
+def test_a_signal_after_the_run_does_not_touch_the_lock_that_is_closed(tmp_path):
+    """Its descriptor may be the number of another file by then."""
+    stop = Stop()
+    run = Run(model=model, loss=loss, optimizer=optim.transformer(2), data=Batches(DATA, 16), steps=2, mesh="data=8", out=tmp_path / "run")
+    with Watch(current_group(), stop) as watch:
+        fit(run, watch=watch, console=Console(file=io.StringIO()))
+    assert stop.before_exit == []
