@@ -121,10 +121,12 @@ def test_f17_topology_chain(bench):
         with row.ours.trial("is the straight run"):
             ours, theirs = (logged(bench.folder / name) for name in ("run", "straight"))
             assert ours.keys() == theirs.keys()
-            worst = max(abs(ours[key] - theirs[key]) / abs(theirs[key]) for key in theirs)
-            assert worst < 1e-5, worst
+            # Evaluations differ more, on one process too: the gradient of a bias before BatchNorm is rounding, of which Adam makes steps.
+            bounds = {"loss": 2e-6, "eval_loss": 1e-4}
+            worst = {kind: max(abs(ours[key] - theirs[key]) / abs(theirs[key]) for key in theirs if key[1] == kind) for kind in bounds}
+            assert all(worst[kind] < bound for kind, bound in bounds.items()), worst
             assert batches(bench.folder / "run") == batches(bench.folder / "straight")
-            row.note = f"batches equal to the bit, losses and evaluations within {worst:.1e}"
+            row.note = f"batches equal to the bit, losses within {worst['loss']:.1e}, evaluations within {worst['eval_loss']:.1e}"
 
 
 def logged(out):
