@@ -24,7 +24,7 @@ the fault can be applied to it.
 state was wrong or lost, the exit code was 0 and nothing was said. The rest failed with a message or a traceback.
 
 `make faults` makes this table again (about an hour and a half on 2 cores, with the tests of several hosts, which need root); the quick experiments
-are part of `make test`. F08 to F19b with several processes were run apart from the others.
+are part of `make test`.
 
 """
 
