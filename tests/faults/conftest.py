@@ -23,8 +23,8 @@ the fault can be applied to it.
 *Passed*: the run did what it must: it resumed exactly, or it stopped with the exit code and the message for that fault. *Silent*:
 state was wrong or lost, the exit code was 0 and nothing was said. The rest failed with a message or a traceback.
 
-`make faults` makes this table again (about an hour and a half on 2 cores, with the tests of several hosts, which need root); the quick experiments
-are part of `make test`.
+`make faults` makes this table again (about an hour and a half on 2 cores, with the tests of several hosts, which need root);
+the quick experiments are part of `make test`.
 
 """
 
