@@ -14,7 +14,6 @@ from typing import Any
 import jax
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from shardwise.checkpoint import Checkpoints
 from shardwise.errors import CheckpointError, NumericsError
@@ -23,7 +22,7 @@ from shardwise.group import Group
 from shardwise.mesh import mesh_text
 from shardwise.metrics import MetricsLog, read_metrics
 from shardwise.planning import Plan
-from shardwise.report import plot_losses, show_count, show_metrics, show_seconds
+from shardwise.report import plot_losses, progress_bar, show_count, show_metrics, show_seconds
 from shardwise.run import Prepared, Run
 from shardwise.sharding import show_bytes
 from shardwise.state import TrainState
@@ -255,16 +254,7 @@ def progress(console: Console, run: Run, start: int) -> Iterator[Callable[[dict[
     if launcher:
         _tell(int(launcher), start=start, steps=run.steps)
     if console.is_terminal:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[status]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=console) as bar:
+        with progress_bar(console) as bar:
             task = bar.add_task("starting", total=run.steps, completed=start, status="")
 
             def show(record: dict[str, float], eval_metrics: dict[str, float]) -> None:

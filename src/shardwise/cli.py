@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.errors import ConfigError, ShardwiseError, did_you_mean
+from shardwise.errors import ConfigError, Parser, ShardwiseError, did_you_mean
 from shardwise.files import check_unlocked, check_writable
 from shardwise.resume import ACCEPTABLE
 from shardwise.signals import stop_on_signals
@@ -72,8 +72,7 @@ def entry() -> None:
     except Exception:  # a mistake of ours, or of a recipe, with its traceback
         traceback.print_exc()
         code = 1
-    waiting = ("shardwise-prefetch", "shardwise-lives", "shardwise-guard", "shardwise-watch")
-    if any(thread.name in waiting for thread in threading.enumerate()):
+    if any(thread.name.startswith("shardwise-") for thread in threading.enumerate()):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -85,7 +84,7 @@ def _main(argv: list[str]) -> int:
         from shardwise.launch import main as launch
 
         return launch(argv[1:])
-    parser = _Parser(prog="shardwise", add_help=False, allow_abbrev=False)
+    parser = Parser(prog="shardwise", add_help=False, allow_abbrev=False)
     parser.add_argument("--cpu-devices", type=int)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
@@ -130,11 +129,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise ConfigError(message)
 
 
 def _load(verb: str, target: str, args: list[str], options: argparse.Namespace, is_first: bool = True) -> tuple[Any, dict[str, Any]]:

@@ -1,9 +1,11 @@
 """Mistakes that a user can mend. The command line prints the message, without a traceback, and exits with the code."""
 
+import argparse
 import difflib
 import os
 import traceback
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 PACKAGE = os.path.dirname(__file__)
 
@@ -54,6 +56,17 @@ class Stopped(ShardwiseError):
     """Ended early by a signal, after saving; the same command goes on from there."""
 
     exit_code = 75
+
+
+class Parser(argparse.ArgumentParser):
+    """Reads a command line; what is wrong with it is raised, with its help."""
+
+    def __init__(self, *args: Any, help_text: str = "", **options: Any):
+        super().__init__(*args, **options)
+        self.help_text = help_text
+
+    def error(self, message: str) -> Any:
+        raise ConfigError(f"{message}\n\n{self.help_text}" if self.help_text else message)
 
 
 def where(error: BaseException) -> str:

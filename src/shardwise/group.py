@@ -119,7 +119,7 @@ def start_group(
         raise ConfigError(f"{', '.join(missing)} must be given, too: each process of a run is told all three.")
     if coordinator is None or num_processes is None or process_id is None or num_processes == 1:
         return Group()
-    host, port = _split(coordinator)
+    host, port = split_address(coordinator)
     if not 0 <= process_id < num_processes:
         raise ConfigError(f"--process-id {process_id} of {num_processes} processes; they count from 0 to {num_processes - 1}.")
     filter_native_output()
@@ -191,7 +191,7 @@ def current_group() -> Group:
     return replace(group, hosts=tuple(name for name, _ in found), machines=tuple(machines.index(one) for one in found))
 
 
-def _split(address: str) -> tuple[str, int]:
+def split_address(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ConfigError(f"--coordinator '{address}': write it as host:port, such as 10.0.0.1:6789.")

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, Parser
 from shardwise.jobfiles import Job, kubernetes, slurm
+from shardwise.report import progress_bar
 
 HELP = """\
 shardwise launch --processes N [--restarts R] -- train RECIPE [arguments]    on this machine
@@ -57,11 +57,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(words: list[str]) -> argparse.Namespace:
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str) -> Any:
-            raise ConfigError(f"{message}\n{HELP}")
-
-    parser = Parser(prog="shardwise launch", add_help=False, allow_abbrev=False)
+    parser = Parser(help_text=HELP, prog="shardwise launch", add_help=False, allow_abbrev=False)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--restarts", type=int, default=0)
     parser.add_argument("--write", choices=["slurm", "k8s"])
@@ -237,9 +233,8 @@ class _Bar:
     """What the processes print, each line with the number of its process, above one bar of progress."""
 
     def __init__(self, console: Console):
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[status]}"))
         self.console = console
-        self.progress = Progress(*columns, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console)
+        self.progress = progress_bar(console)
         self.task: Any = None
         self.readers: list[threading.Thread] = []
         self._said: dict[bytes, float] = {}

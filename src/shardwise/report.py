@@ -6,7 +6,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
 from shardwise.metrics import read_metrics
+
+
+def progress_bar(console: Console) -> Progress:
+    """Steps done of all, a status, the time taken and the time left."""
+    counted = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[status]}"))
+    return Progress(*counted, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console)
 
 
 def plot_losses(metrics: Path, picture: Path) -> None:

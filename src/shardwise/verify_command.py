@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from shardwise.errors import ConfigError, NumericsError
+from shardwise.errors import ConfigError, NumericsError, Parser
 from shardwise.mesh import use_cpu_devices
 from shardwise.recipe import bind_recipe, find_recipe, load_recipe, make_run
 from shardwise.run import Run
@@ -25,14 +25,9 @@ Exit code 0 when all agree, 5 when one differs.
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise ConfigError(f"{message}\n\n{HELP}")
-
-
 def verify_recipe(target: str, args: list[str], options: argparse.Namespace) -> tuple[dict[str, Any], int]:
     """Runs `shardwise verify TARGET ARGS`; returns what it found and the exit code."""
-    parser = _Parser(prog="shardwise verify", add_help=False, allow_abbrev=False)
+    parser = Parser(help_text=HELP, prog="shardwise verify", add_help=False, allow_abbrev=False)
     parser.add_argument("--meshes", nargs="+")
     parser.add_argument("--verify-steps", type=int, default=3)
     parser.add_argument("--real-devices", action="store_true")

@@ -20,7 +20,7 @@ from typing import Any
 
 from shardwise.errors import LostError, ShardwiseError, Stopped
 from shardwise.files import fail_point
-from shardwise.group import HEARTBEAT, Group, wait_for
+from shardwise.group import HEARTBEAT, Group, split_address, wait_for
 from shardwise.signals import Stop, last_words, on_abort
 
 BEAT = 0.5  # seconds
@@ -62,7 +62,7 @@ class Watch:
         self._move(text, is_quick=False)
 
     def tick(self, text: str) -> None:
-        """A step, or a batch of an evaluation, has begun. All processes call it in the same order."""
+        """A step has begun, and takes about as long as the others. All processes call it in the same order."""
         if self._is_quick:
             self._longest = max(self._longest, time.monotonic() - self._moved)
         self._move(text, is_quick=True)
@@ -330,9 +330,8 @@ def _bytes_moved() -> int:
 
 
 def _answers(address: str) -> bool:
-    host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
+        socket.create_connection(split_address(address), timeout=1.0).close()
         return True
     except OSError:
         return False

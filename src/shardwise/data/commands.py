@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import ConfigError, did_you_mean
+from shardwise.errors import ConfigError, Parser, did_you_mean
 
 HELP = """\
 shardwise data prepare INPUT... --out DIR    text to a file of tokens; the same command goes on where it was stopped
@@ -23,11 +23,6 @@ shardwise data show TARGET                   what is in prepared data, or in the
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise ConfigError(f"{message}\n\n{HELP}")
-
-
 def main(args: list[str], options: argparse.Namespace) -> tuple[dict[str, Any], int]:
     """Runs `shardwise data ARGS`; returns what it found and the exit code."""
     if not args or {"-h", "--help"} & set(args[:1]) or ({"-h", "--help"} & set(args) and args[0] == "prepare"):
@@ -42,7 +37,7 @@ def main(args: list[str], options: argparse.Namespace) -> tuple[dict[str, Any], 
 def _prepare(args: list[str], options: argparse.Namespace) -> dict[str, Any]:
     from shardwise.data.prepare import prepare
 
-    parser = _Parser(prog="shardwise data prepare", add_help=False, allow_abbrev=False)
+    parser = Parser(help_text=HELP, prog="shardwise data prepare", add_help=False, allow_abbrev=False)
     parser.add_argument("inputs", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tokenizer", type=Path)
@@ -60,7 +55,7 @@ def _prepare(args: list[str], options: argparse.Namespace) -> dict[str, Any]:
 def _show(args: list[str], options: argparse.Namespace) -> dict[str, Any]:
     from shardwise.data.show import show_batch, show_tokens
 
-    parser = _Parser(prog="shardwise data show", add_help=False, allow_abbrev=False)
+    parser = Parser(help_text=HELP, prog="shardwise data show", add_help=False, allow_abbrev=False)
     parser.add_argument("target")
     parser.add_argument("--step", type=int, default=1)
     parser.add_argument("--rows", type=int, default=3)
