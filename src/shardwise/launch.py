@@ -36,7 +36,7 @@ shardwise launch --write slurm|k8s [--nodes M] [--processes N] [--to FILE] ... -
 AGAIN = (6, 75)  # exit codes that another start may mend
 TOLD = (1, 2, 3, 4, 5, 7)  # and those that it would not
 PATIENCE = 20.0  # seconds that processes have to end by themselves when one of them has ended with an error
-QUICK = 2.0  # and when one was killed: the others have nothing to save
+QUICK = 0.5  # and when one was killed: the others have nothing to save
 
 
 def main(argv: Sequence[str]) -> int:
@@ -114,8 +114,9 @@ class Launcher:
                     self.say(f"three starts in a row have come to no checkpoint after {where}: giving up.")
                     return code
                 stalled = len([s for s in self.starts if s == self.starts[-1]]) - 1
-                pause = min(2.0**stalled, 60.0)
-                self.say(f"starting all processes again in {pause:.0f} s ({attempt} of {self.restarts} restarts)")
+                pause = min(2.0**stalled, 60.0) if stalled else 0.0
+                when = f"in {pause:.0f} s" if pause else "now"
+                self.say(f"starting all processes again {when} ({attempt} of {self.restarts} restarts)")
                 end = time.monotonic() + pause
                 while time.monotonic() < end and not self.signals:
                     time.sleep(0.1)

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import time
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -282,30 +283,50 @@ ENDLESS = ("--steps", "1000000", "--save-every", "10", "--pause", "0.05")  # a s
 GOODPUT_SECONDS, KILL_EVERY = 300, 20
 
 
+def kills(began):
+    """Waits for each moment of a kill, the same for all: every so many seconds since the first start."""
+    for number in range(1, GOODPUT_SECONDS // KILL_EVERY + 1):
+        time.sleep(max(began + number * KILL_EVERY - time.monotonic(), 0))
+        yield
+
+
+def wait_for_child(launcher, index):
+    """It may just be between two lives."""
+    found = []
+
+    def look():
+        with suppress(AssertionError):
+            found.append(child_of(launcher.process.pid, index))
+        return found
+
+    launcher.wait_for(look, f"process {index}")
+    return found[0]
+
+
 def goodput(launcher, out, random):
-    """One of two processes killed every so often: (useful steps, all steps, seconds, those of each recovery by the launcher)."""
-    began, executed, recoveries = time.monotonic(), 0, []
-    while time.monotonic() - began < GOODPUT_SECONDS:
-        time.sleep(KILL_EVERY)
+    """One of two processes killed again and again: (useful steps, all steps, seconds, those of each recovery by the launcher)."""
+    began, executed, recoveries, lives, killed = time.monotonic(), 0, [], 0, None
+    for _ in kills(began):
         starts = read_starts(out)
-        executed += max(last_step(out) - json.loads(starts[-1])["step"], 0)
-        killed = time.monotonic()
-        os.kill(child_of(launcher.process.pid, random.randrange(2)), signal.SIGKILL)
-        launcher.wait_for(lambda starts=starts: len(read_starts(out)) > len(starts), "another start")
-        recoveries.append(time.monotonic() - killed)
+        if len(starts) > lives:  # this life got as far as training
+            begun = json.loads(starts[-1])
+            executed += max(last_step(out) - begun["step"], 0)
+            if killed is not None:
+                recoveries.append(begun["time"] - killed)
+        lives, killed = len(starts), time.time()
+        os.kill(wait_for_child(launcher, random.randrange(2)), signal.SIGKILL)
     return max(steps_of(out), default=0), executed, time.monotonic() - began, recoveries
 
 
 def plain_goodput(bench, out, random):
     """The same for the plain loop, with someone who ends the other process at once and starts both again."""
-    began, executed = time.monotonic(), 0
-    while time.monotonic() - began < GOODPUT_SECONDS:
-        first = max(steps_of(out), default=0)
-        processes = bench.start_plain_group(out.name, *ENDLESS)
-        time.sleep(KILL_EVERY)
+    began, processes = time.monotonic(), bench.start_plain_group(out.name, *ENDLESS)
+    for _ in kills(began):
         processes.signal(random.randrange(2), signal.SIGKILL)
         processes.kill()
-        executed += max(last_step(out) - first, 0)
+        processes = bench.start_plain_group(out.name, *ENDLESS)
+    processes.kill()
+    executed = (out / "metrics.jsonl").read_text().count("\n")  # a line for each step, of all lives
     return max(steps_of(out), default=0), executed, time.monotonic() - began
 
 
@@ -321,7 +342,6 @@ def test_f26_goodput_of_two_processes(bench):
 
         with row.ours.trial("shardwise launch"):
             launcher = bench.launch("run", *ENDLESS, "--eval-every", "1000000", restarts=100)
-            launcher.wait_for_step(1)
             *found, recoveries = goodput(launcher, bench.folder / "run", random)
             note("shardwise", *found, f", going on {np.median(recoveries):.0f} s after a kill (median)")
             launcher.signal(signal.SIGTERM)
