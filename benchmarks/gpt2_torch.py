@@ -1,17 +1,27 @@
 """The same training step in PyTorch, to stand beside benchmarks/gpt2.py: GPT-2 with `torch.compile`, flash attention, fused
 AdamW, clipping and bfloat16 autocast over float32 weights.
 
-python benchmarks/gpt2_torch.py --rows 32
+    python -m benchmarks.gpt2_torch --rows 64 --share FOLDER
 
+FOLDER holds what benchmarks/gpt2.py has left there: initial weights and text. The model is a compact one, written here, or
+that of `transformers`.
 """
 
 import argparse
+import json
 import statistics
 import time
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from benchmarks.text import batch
+
+WARMUP, CHUNK = 20, 20  # as in benchmarks/gpt2.py
 
 
 class Block(nn.Module):
@@ -31,16 +41,11 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, vocab: int = 50304, length: int = 1024, layers: int = 12, heads: int = 12, width: int = 768):
+    def __init__(self, length: int, vocab: int = 50304, layers: int = 12, heads: int = 12, width: int = 768):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocab, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList([Block(width, heads) for _ in range(layers)])
         self.norm = nn.LayerNorm(width)
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:
-                nn.init.normal_(parameter, std=0.02)
-            elif "norm" not in name:
-                nn.init.zeros_(parameter)
 
     def forward(self, tokens, labels):
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
@@ -50,51 +55,108 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.reshape(-1))
 
 
-def measure(rows: int, length: int, count: int) -> None:
-    torch.set_float32_matmul_precision("high")
-    torch.manual_seed(0)
-    model = GPT(length=length).cuda()
-    compiled = torch.compile(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    data = torch.randint(0, 50257, (8, rows, length + 1), device="cuda")
+PARTS = {"ln_1": "norm1", "ln_2": "norm2", "attn.c_attn": "qkv", "attn.c_proj": "out", "mlp.c_fc": "up", "mlp.c_proj": "down"}
 
-    def step(i: int):
-        batch = data[i % 8]
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = compiled(batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
+
+def compact(length: int, weights: dict[str, torch.Tensor]) -> nn.Module:
+    model = GPT(length)
+    named = {"wte.weight": "tokens.weight", "wpe.weight": "positions.weight", "ln_f.weight": "norm.weight", "ln_f.bias": "norm.bias"}
+    state = {}
+    for name, tensor in weights.items():
+        name = name.removeprefix("transformer.")
+        if name in named:
+            state[named[name]] = tensor
+        elif name.startswith("h."):
+            _, layer, rest = name.split(".", 2)
+            part, kind = rest.rsplit(".", 1)
+            linear = kind == "weight" and "ln" not in part
+            state[f"blocks.{layer}.{PARTS[part]}.{kind}"] = tensor.T if linear else tensor
+    model.load_state_dict(state)
+    return model
+
+
+class Hub(nn.Module):
+    """`transformers`' own."""
+
+    def __init__(self, length: int, weights: dict[str, torch.Tensor]):
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        zero = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        self.model = GPT2LMHeadModel(GPT2Config(vocab_size=50304, n_positions=length, attn_implementation="sdpa", use_cache=False, **zero))
+        missing, unknown = self.model.load_state_dict(weights, strict=False)
+        assert not unknown
+        assert set(missing) <= {"lm_head.weight"}, missing
+
+    def forward(self, tokens, labels):
+        logits = self.model(input_ids=tokens).logits
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.reshape(-1))
+
+
+def measure(model: nn.Module, tokens: np.ndarray, rows: int, length: int, count: int, device: str) -> dict[str, Any]:
+    torch.set_float32_matmul_precision("high")
+    model = model.to(device)
+    compiled = torch.compile(model)
+    fused = device == "cuda"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=fused)
+    wait = torch.cuda.synchronize if fused else lambda: None
+
+    def step(n: int) -> torch.Tensor:
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-5 + (6e-4 - 3e-5) * min(n / WARMUP, 1)
+        rows_ = batch(tokens, n, rows, length)
+        inputs, labels = (torch.from_numpy(rows_[name]).long().to(device, non_blocking=True) for name in ("inputs", "labels"))
+        with torch.autocast(device, dtype=torch.bfloat16):
+            loss = compiled(inputs, labels)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return loss
+        return loss.detach()
 
-    for i in range(20):
-        loss = step(i)
-    times = []
-    for _ in range(max(1, count // 20)):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for i in range(20):
-            loss = step(i)
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) / 20)
-    seconds = statistics.median(times)
-    peak = torch.cuda.max_memory_allocated() / 2**30
-    print(
-        f"{rows:4d} rows: {seconds * 1e3:8.2f} ms, {rows * length / seconds:10,.0f} tokens/s, loss {loss.item():.3f}, peak {peak:.1f} GiB",
-        flush=True,
-    )
+    start, times, losses, last = time.perf_counter(), [], [], None
+    for n in range(1, count + 1):
+        losses.append(step(n - 1))
+        if n == 1:
+            wait()
+            compile_s = time.perf_counter() - start
+        if n % CHUNK == 0:
+            wait()
+            now = time.perf_counter()
+            if last is not None:
+                times.append((now - last) / CHUNK)
+            last = now
+    seconds = statistics.median(times[1:] or times)
+    return {
+        "step_ms": seconds * 1e3,
+        "tokens_per_s": rows * length / seconds,
+        "compile_s": compile_s,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if fused else 0.0,
+        "losses": [float(x) for x in losses],
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=[32])
+    parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--model", choices=["compact", "transformers"], default="compact")
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--share", type=Path, required=True)
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    for rows in options.rows:
-        measure(rows, options.length, options.steps)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    print(f"{torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}, torch {torch.__version__}, {options.model}")
+    weights = {name: torch.from_numpy(array) for name, array in np.load(options.share / "weights.npz").items()}
+    model = (compact if options.model == "compact" else Hub)(options.length, weights)
+    answer = measure(model, np.load(options.share / "tokens.npy"), options.rows, options.length, options.steps, device)
+    print(
+        f"{answer['step_ms']:8.2f} ms, {answer['tokens_per_s']:10,.0f} tokens/s, loss {answer['losses'][-1]:.3f}, "
+        f"peak {answer['peak_gib']:.1f} GiB, compile {answer['compile_s']:.1f} s",
+        flush=True,
+    )
+    if options.json:
+        options.json.write_text(json.dumps({**answer, "torch": torch.__version__}) + "\n")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ from flax import nnx
 
 from shardwise import Batches, Mean, Run, Tokens, init_state, steps
 from shardwise.bookkeeping import Bookkeeper
-from shardwise.models.gpt import GPT, GPTConfig, cross_entropy
+from shardwise.models.gpt import GPT, GPTConfig
+from shardwise.models.loss import cross_entropy
 from shardwise.run import prepare
 
 

@@ -15,7 +15,8 @@ import jax
 import numpy as np
 
 from shardwise import Batches, Mean, Rules, Run, Tokens, open_tokens, optim
-from shardwise.models.gpt import GPT, PRESETS, chunked_cross_entropy, cross_entropy
+from shardwise.models.gpt import GPT, PRESETS
+from shardwise.models.loss import chunked_cross_entropy, cross_entropy
 
 
 def recipe(
@@ -44,8 +45,7 @@ def recipe(
         inputs, labels = batch["inputs"], batch["labels"]
         if loss_chunks == 1:
             return Mean(cross_entropy(model(inputs), labels))
-        nats = chunked_cross_entropy(*model.features(inputs), labels.reshape(-1), loss_chunks)
-        return Mean(nats.reshape(labels.shape))
+        return Mean(chunked_cross_entropy(*model.features(inputs), labels.reshape(-1), loss_chunks), labels.size)
 
     # Few numbers, and no dim of them is divisible by hundreds of chips.
     whole = ((f"blocks/{'' if scan_layers else '*/'}attn/qkv/bias", ()),) if config.width >= 4096 else ()

@@ -24,7 +24,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from shardwise import Batches, Mean, Run, Tokens, open_tokens, optim
 from shardwise.models.attention import causal_attention, platform
-from shardwise.models.gpt import cross_entropy
+from shardwise.models.loss import cross_entropy
 from shardwise.sharding import constrain
 
 Array = jax.Array

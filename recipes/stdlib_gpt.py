@@ -17,7 +17,8 @@ import numpy as np
 import optax
 
 from shardwise import Batches, Mean, Run, Tokens, optim, stdlib_bytes
-from shardwise.models.gpt import GPT, PRESETS, cross_entropy, generate
+from shardwise.models.gpt import GPT, PRESETS, generate
+from shardwise.models.loss import cross_entropy
 
 
 def loss(model: GPT, batch: dict[str, jax.Array]) -> Mean:

@@ -16,7 +16,8 @@ from typing import Literal
 import jax
 
 from shardwise import Batches, InitFrom, Mean, Packed, Run, Tokens, open_tokens, optim, split
-from shardwise.models.gpt import GPT, PRESETS, cross_entropy
+from shardwise.models.gpt import GPT, PRESETS
+from shardwise.models.loss import cross_entropy
 
 
 def loss(model: GPT, batch: dict[str, jax.Array]) -> Mean:

@@ -14,14 +14,14 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwise.errors import ConfigError
-from shardwise.mesh import mesh_text, parse_mesh, show_sizes, use_cpu_devices
+from shardwise.mesh import make_mesh, mesh_text, parse_mesh, show_sizes, use_cpu_devices
 from shardwise.plan_page import plan_page
 from shardwise.planning import Plan, plan_cache, plan_run
 from shardwise.recipe import bind_recipe, find_recipe, load_recipe, make_run
 from shardwise.report import show_count, show_seconds
 from shardwise.run import Run
 from shardwise.search import AXES, Candidate, Search, find_meshes, search
-from shardwise.sharding import show_bytes
+from shardwise.sharding import num_batch_shards, show_bytes
 from shardwise.signals import Stop, stop_on_signals
 from shardwise.target import Target, cpu_devices_of, find_target, local_target
 
@@ -31,6 +31,7 @@ shardwise plan RECIPE [--on TARGET] [--search] [--html FILE] [arguments of the r
   --on TARGET      cpu:8, gpu, gpu:8, v5e:4x4, v5p:8x8x8, 2*v5e:16x16 ...; the devices at hand if it is not given
   --search         all meshes of that many devices, ranked, with accumulation and rematerialization where memory lacks
   --compile-at-most N   of a search; a third of the candidates if it is not given
+  --largest-batch  the largest batch_size of the recipe that fits
   --tokens N       also the time and the chip-hours for so many tokens (or images ...); 3e11 works
   --html FILE      the plan as a page to look at
   --no-cache       compile again what is known already
@@ -92,6 +93,7 @@ def plan_recipe(target: str, args: list[str], options: argparse.Namespace) -> tu
     parser.add_argument("--on", default="")
     parser.add_argument("--search", action="store_true")
     parser.add_argument("--compile-at-most", type=int)
+    parser.add_argument("--largest-batch", action="store_true")
     parser.add_argument("--tokens", type=float)
     parser.add_argument("--html", type=Path)
     parser.add_argument("--no-cache", action="store_true")
@@ -103,6 +105,8 @@ def plan_recipe(target: str, args: list[str], options: argparse.Namespace) -> tu
         print(USAGE)
     if mine.compile_at_most is not None and mine.compile_at_most < 1:
         raise ConfigError(f"--compile-at-most {mine.compile_at_most}: it must be at least 1.")
+    if mine.search and mine.largest_batch:
+        raise ConfigError("--search takes the batch as it is, and --largest-batch the mesh: one after the other.")
     if mine.html is not None and not mine.html.absolute().parent.is_dir():
         raise ConfigError(f"--html {mine.html}: there is no directory {mine.html.absolute().parent}.")
     with stop_on_signals(may_exit=True) as stop:
@@ -131,6 +135,8 @@ def _plan(target: str, words: list[str], mine: argparse.Namespace, options: argp
     if mine.search:
         stop.before_exit.append(lambda: _show_ranking(console, found))
         plan, candidate = _searched(recipe, on, compile_one, console, shown, found, mine.compile_at_most)
+    elif mine.largest_batch:
+        plan, candidate = _largest(recipe, on, compile_one, console, shown)
     else:
         plan, candidate = _planned(recipe, on, compile_one, console, shown)
     if plan is None:
@@ -150,13 +156,66 @@ def _plan(target: str, words: list[str], mine: argparse.Namespace, options: argp
 CompileOne = Callable[[Candidate, Run], Plan]
 
 
-def _planned(recipe: Recipe, on: Target, compile_one: CompileOne, console: Console, shown: Console) -> tuple[Plan | None, Candidate]:
-    """The plan of the recipe as it stands; where that does not fit, what would make it fit."""
+def _as_asked(recipe: Recipe, on: Target) -> Candidate:
+    """The recipe as it stands."""
     run = make_run(recipe.function, recipe.arguments)
     text = run.mesh if isinstance(run.mesh, str) else mesh_text(run.mesh)
     candidate = Candidate(show_sizes(parse_mesh(text, len(on.devices))))
     for name, value in (("accumulate", run.accumulate), ("remat", recipe.value("remat")), ("loss_chunks", recipe.value("loss_chunks"))):
         candidate = candidate.but(name, value) if value is not None else candidate
+    return candidate
+
+
+def _largest(recipe: Recipe, on: Target, compile_one: CompileOne, console: Console, shown: Console) -> tuple[Plan | None, Candidate]:
+    """The plan with the largest batch that fits."""
+    asked, given = _as_asked(recipe, on), recipe.value("batch_size")
+    if not isinstance(given, int):
+        raise ConfigError(f"{recipe.target} has no argument batch_size, which --largest-batch changes.")
+    run = recipe.run(asked)
+    shards = num_batch_shards(make_mesh(asked.mesh, on.devices), run.rules) * run.accumulate
+
+    def compile_rows(rows: int) -> Plan:
+        candidate = asked.but("batch_size", rows)
+        with shown.status(f"compiling for {on.name}, {rows} rows a batch"):
+            plan = compile_one(candidate, recipe.run(candidate))
+        shown.print(f"{rows} rows a batch: {plan.line()}{'' if plan.fits else ', too large'}", highlight=False, soft_wrap=True)
+        return plan
+
+    rows, plan = largest_batch(compile_rows, shards, given)
+    if plan is None:
+        console.print(f"not even {rows} rows a batch fit {on.name}.", highlight=False)
+        return None, asked
+    show_plan(console, plan)
+    return plan, asked.but("batch_size", rows)
+
+
+def largest_batch(compile_rows: Callable[[int], Plan], unit: int, first: int) -> tuple[int, Plan | None]:
+    """The largest multiple of `unit` rows whose plan fits, or None beside `unit`. Memory grows almost evenly with the rows, so
+    between one that fits and one that does not, a straight line says where the limit will be."""
+    known: dict[int, Plan] = {}
+    rows, low, width = max(first // unit, 1) * unit, 0, math.inf
+    while rows > 0:
+        plan = known[rows] = compile_rows(rows)
+        fit, large = (sorted(n for n in known if known[n].fits is good) for good in (True, False))
+        low, high = fit[-1] if fit else 0, large[0] if large else math.inf
+        if high - low <= unit:
+            break
+        ends = [low, large[0]] if fit and large else fit[-2:]
+        if len(ends) == 2:
+            peaks = [known[n].memory.peak for n in ends]
+            guess = ends[0] + (ends[1] - ends[0]) * (plan.limit - peaks[0]) / max(peaks[1] - peaks[0], 1)
+        else:
+            guess = 2 * low or high / 2
+        if fit and large and high - low > width / 2:  # not even halved by the last line
+            guess = (low + high) / 2
+        width = high - low
+        rows = int(min(max(guess // unit * unit, low + unit), high - unit, 8 * low or high))
+    return (low, known[low]) if low else (unit, None)
+
+
+def _planned(recipe: Recipe, on: Target, compile_one: CompileOne, console: Console, shown: Console) -> tuple[Plan | None, Candidate]:
+    """The plan of the recipe as it stands; where that does not fit, what would make it fit."""
+    candidate = _as_asked(recipe, on)
     with shown.status(f"compiling for {on.name}, mesh {candidate.mesh}"):
         plan = compile_one(candidate, recipe.run(candidate))
     show_plan(console, plan)

@@ -174,7 +174,9 @@ def plan_run(run: Run, target: Target | str | None = None, options: dict[str, An
 
 def _digest(lowered: Any, target: Target, *about: Any) -> str:
     """Of all that the answer depends on: the program, the target, the compiler, and what shardwise makes of its words."""
-    ours = ((Path(__file__).parent / f"{name}.py").read_text() for name in ("hlo", "hardware", "roofline", "planning", "flops", "run"))
+    ours = (
+        (Path(__file__).parent / f"{name}.py").read_text() for name in ("hlo", "hardware", "roofline", "planning", "flops", "run", "step")
+    )
     compilers = [package_version(name) for name in ("jax", "jaxlib", "libtpu")]
     flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
     devices = [target.name, target.kind, str(target.limit), *(str(device) for device in target.devices)]

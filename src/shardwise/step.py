@@ -29,6 +29,8 @@ from shardwise.tree import named_leaves
 
 Batch = Any  # a pytree of arrays whose first dimension is the rows
 Loss = Callable[[nnx.Module, Batch], Any]
+# XLA's own kernels for products know nothing of the epilogues of cuBLAS, which add biases and residuals on the way.
+COMPILER_OPTIONS: dict[str, dict[str, Any]] = {"gpu": {"xla_gpu_enable_triton_gemm": False}}
 RESERVED = ("loss", "weight", "grad_norm", "clipped_norm", "update_norm", "param_norm", "finite", "skipped", "lr", "step")
 
 
@@ -199,7 +201,13 @@ def make_train_step(
 
     whole, stored, batch_sharding = spec.sharding(PartitionSpec()), spec.shardings, layout.sharding
     halves = (stored.params, whole, stored.other)
-    function = jax.jit(step, donate_argnums=0, in_shardings=(stored, batch_sharding), out_shardings=(stored, whole))
+    function = jax.jit(
+        step,
+        donate_argnums=0,
+        in_shardings=(stored, batch_sharding),
+        out_shardings=(stored, whole),
+        compiler_options=COMPILER_OPTIONS.get(spec.mesh.devices.flat[0].platform),
+    )
     return TrainStep(
         function,
         layout,

@@ -284,10 +284,10 @@ GOODPUT_SECONDS, KILL_EVERY = 300, 20
 
 
 def kills(began):
-    """Waits for each moment of a kill, the same for all: every so many seconds since the first start."""
-    for number in range(1, GOODPUT_SECONDS // KILL_EVERY + 1):
-        time.sleep(max(began + number * KILL_EVERY - time.monotonic(), 0))
-        yield
+    """Waits for each moment of a kill, the same for all: every so many seconds since the first start. At the last all is well."""
+    for seconds in range(KILL_EVERY, GOODPUT_SECONDS + 1, KILL_EVERY):
+        time.sleep(max(began + seconds - time.monotonic(), 0))
+        yield seconds < GOODPUT_SECONDS
 
 
 def wait_for_child(launcher, index):
@@ -306,7 +306,7 @@ def wait_for_child(launcher, index):
 def goodput(launcher, out, random):
     """One of two processes killed again and again: (useful steps, all steps, seconds, those of each recovery by the launcher)."""
     began, executed, recoveries, lives, killed = time.monotonic(), 0, [], 0, None
-    for _ in kills(began):
+    for kill in kills(began):
         starts = read_starts(out)
         if len(starts) > lives:  # this life got as far as training
             begun = json.loads(starts[-1])
@@ -314,18 +314,19 @@ def goodput(launcher, out, random):
             if killed is not None:
                 recoveries.append(begun["time"] - killed)
         lives, killed = len(starts), time.time()
-        os.kill(wait_for_child(launcher, random.randrange(2)), signal.SIGKILL)
+        if kill:
+            os.kill(wait_for_child(launcher, random.randrange(2)), signal.SIGKILL)
     return max(steps_of(out), default=0), executed, time.monotonic() - began, recoveries
 
 
 def plain_goodput(bench, out, random):
     """The same for the plain loop, with someone who ends the other process at once and starts both again."""
     began, processes = time.monotonic(), bench.start_plain_group(out.name, *ENDLESS)
-    for _ in kills(began):
+    for kill in kills(began):
         processes.signal(random.randrange(2), signal.SIGKILL)
         processes.kill()
-        processes = bench.start_plain_group(out.name, *ENDLESS)
-    processes.kill()
+        if kill:
+            processes = bench.start_plain_group(out.name, *ENDLESS)
     executed = (out / "metrics.jsonl").read_text().count("\n")  # a line for each step, of all lives
     return max(steps_of(out), default=0), executed, time.monotonic() - began
 

@@ -18,7 +18,8 @@ from flax import nnx
 from sklearn.datasets import load_digits
 
 from shardwise import Batches, Mean, Rules, Tokens, abstract_state, init_state, make_mesh, make_train_step, steps
-from shardwise.models.gpt import GPT, PRESETS, cross_entropy
+from shardwise.models.gpt import GPT, PRESETS
+from shardwise.models.loss import cross_entropy
 from shardwise.tree import named_leaves
 
 LAYOUTS = [

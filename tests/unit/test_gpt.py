@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.data import Packed
-from shardwise.models.gpt import GPT, PRESETS, GPTConfig, cross_entropy, generate
+from shardwise.models.gpt import GPT, PRESETS, GPTConfig, generate
 from shardwise.models.hf import config_from_hf, params_from_hf, params_to_hf
+from shardwise.models.loss import cross_entropy
 from shardwise.module import build_module, split_module
 
 VARIANTS = [(scan_layers, remat) for scan_layers in (False, True) for remat in ("none", "block", "dots")]

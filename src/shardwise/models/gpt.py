@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from shardwise.models.activation import bias_gelu
 from shardwise.models.attention import causal_attention
 from shardwise.models.norm import ResidualNorm
 
@@ -56,12 +57,33 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(nnx.with_partitioning(nnx.initializers.zeros, names[len(ins) :])(rngs.params(), outs))
 
     def __call__(self, x: Array) -> Array:
-        return affine(x, self.kernel[...], self.bias[...])
+        return project(x, self.kernel[...]) + self.bias[...]
 
 
-def affine(x: Array, kernel: Array, bias: Array) -> Array:
+def project(x: Array, kernel: Array) -> Array:
     contracted = tuple(range(1, x.ndim)), tuple(range(x.ndim - 1))
-    return jax.lax.dot_general(x, kernel, (contracted, ((), ()))) + bias
+    return jax.lax.dot_general(x, kernel, (contracted, ((), ())))
+
+
+@jax.custom_vjp
+def products(x: Array, kernels: list[Array]) -> list[Array]:
+    """x (N, D) times each of the kernels (D, F)."""
+    return [x @ kernel for kernel in kernels]
+
+
+def _products_forward(x: Array, kernels: list[Array]) -> tuple[list[Array], Any]:
+    return [x @ kernel for kernel in kernels], (x, kernels)  # not by `products`, which hides them from policies of `jax.checkpoint`
+
+
+def _products_backward(saved: tuple[Array, list[Array]], grads: list[Array]) -> tuple[Array, list[Array]]:
+    x, kernels = saved
+    dx = grads[0] @ kernels[0].T
+    for g, kernel in zip(grads[1:], kernels[1:], strict=True):
+        dx = g @ kernel.T + dx  # in this order: XLA lets a product add what stands behind it
+    return dx, [x.T @ g for g in grads]
+
+
+products.defvjp(_products_forward, _products_backward)
 
 
 class Attention(nnx.Module):
@@ -75,7 +97,10 @@ class Attention(nnx.Module):
     def __call__(self, x: Array, length: int, segment_ids: Array | None = None) -> Array:
         kernel, bias = self.qkv.kernel[...], self.qkv.bias[...]
         # Three products, not one: their outputs need not be taken apart, nor the gradients put together.
-        q, k, v = (affine(x, kernel[:, i], bias[i]).reshape(-1, length, *bias.shape[1:]) for i in range(3))  # (B, T, H, K)
+        # Of matrices, not (N, H, K): then the products themselves add the biases.
+        parts = [kernel[:, i].reshape(len(kernel), -1) for i in range(3)]
+        q, k, v = (y + bias[i].reshape(-1) for i, y in enumerate(products(x, parts)))
+        q, k, v = (y.reshape(-1, length, *bias.shape[1:]) for y in (q, k, v))  # (B, T, H, K)
         mixed = causal_attention(q, k, v, segment_ids)
         return self.out(mixed.reshape(-1, *mixed.shape[2:]))
 
@@ -87,13 +112,7 @@ class MLP(nnx.Module):
         self.down = Linear((4 * c.width,), (c.width,), ("mlp", "embed"), 0.02 / math.sqrt(2 * c.num_layers), rngs)
 
     def __call__(self, x: Array) -> Array:
-        return self.down(gelu(self.up(x)))
-
-
-@jax.checkpoint
-def gelu(x: Array) -> Array:
-    """Tanh-approximated, in float32 inside. The backward pass computes it again from x: cheaper than keeping its parts."""
-    return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
+        return self.down(bias_gelu(project(x, self.up.kernel[...]), self.up.bias[...]))
 
 
 class Block(nnx.Module):
@@ -171,80 +190,6 @@ REMAT: dict[str, Callable[[Any], Any]] = {
         ),
     ),
 }
-
-
-@jax.custom_vjp
-def cross_entropy(logits: Array, labels: Array) -> Array:
-    """Negative log-likelihood of each label (from 0 to V - 1), float32, whatever the dtype of the logits.
-
-    The backward pass keeps the logits as they came and one number for each row, instead of float32 probabilities.
-    """
-    return _cross_entropy_forward(logits, labels)[0]
-
-
-def _cross_entropy_forward(logits: Array, labels: Array) -> tuple[Array, tuple[Array, Array, Array]]:
-    log_total = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
-    picked = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-    return log_total - picked.astype(jnp.float32), (logits, labels, log_total)
-
-
-def _cross_entropy_backward(saved: tuple[Array, Array, Array], g: Array) -> tuple[Array, None]:
-    logits, labels, log_total = saved
-    probabilities = jnp.exp(logits.astype(jnp.float32) - log_total[..., None])
-    is_label = jnp.arange(logits.shape[-1]) == labels[..., None]
-    return ((probabilities - is_label) * g[..., None]).astype(logits.dtype), None
-
-
-cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def chunked_cross_entropy(features: Array, table: Array, labels: Array, chunks: int) -> Array:
-    """`cross_entropy(features @ table.T, labels)` for features (N, D), table (V, D) and labels (N,), with a part of the logits at a time.
-
-    The backward pass computes the logits of each part again: a third more work for the output layer, and 1 / chunks of its
-    memory. The gradient of the table is summed in float32.
-    """
-    return _chunked_forward(features, table, labels, chunks)[0]
-
-
-def _parts(x: Array, chunks: int) -> Array:
-    """Row i goes to part i % chunks, which moves no row off its device."""
-    return x.reshape(x.shape[0] // chunks, chunks, *x.shape[1:]).swapaxes(0, 1)
-
-
-def _whole(parts: Array) -> Array:
-    return parts.swapaxes(0, 1).reshape(-1, *parts.shape[2:])
-
-
-def _chunked_forward(features: Array, table: Array, labels: Array, chunks: int) -> tuple[Array, Any]:
-    if features.shape[0] % chunks:
-        raise ValueError(f"{features.shape[0]} tokens are not divisible by {chunks} chunks")
-
-    def one(_: None, part: tuple[Array, Array]) -> tuple[None, tuple[Array, Array]]:
-        rows, labels = part
-        nats, saved = _cross_entropy_forward(rows @ table.T, labels)
-        return None, (nats, saved[2])
-
-    _, (nats, log_total) = jax.lax.scan(one, None, (_parts(features, chunks), _parts(labels, chunks)))
-    return _whole(nats), (features, table, labels, _whole(log_total))
-
-
-def _chunked_backward(chunks: int, saved: Any, g: Array) -> tuple[Array, Array, None]:
-    features, table, labels, log_total = saved
-
-    def one(total: Array, part: Any) -> tuple[Array, Array]:
-        rows, labels, log_total, g = part
-        to_logits, _ = _cross_entropy_backward((rows @ table.T, labels, log_total), g)
-        to_table = jax.lax.dot_general(to_logits, rows, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-        return total + to_table, to_logits @ table
-
-    parts = tuple(_parts(x, chunks) for x in (features, labels, log_total, g))
-    to_table, to_features = jax.lax.scan(one, jnp.zeros(table.shape, jnp.float32), parts)
-    return _whole(to_features), to_table.astype(table.dtype), None
-
-
-chunked_cross_entropy.defvjp(_chunked_forward, _chunked_backward)
 
 
 def generate(model: GPT, prompt: Array, num_tokens: int, key: Array, temperature: float = 0.8) -> Array:

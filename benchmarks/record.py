@@ -1,0 +1,56 @@
+"""Records of measurements: what was found, with which versions, on what, from which source."""
+
+import json
+import os
+import platform
+import subprocess
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+RECORDS = Path(__file__).parent / "records"
+PACKAGES = ("shardwise", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "torch", "transformers")
+
+
+def describe(kind: str) -> dict[str, Any]:
+    """When, where and with what; `kind` is "gpu" or "cpu"."""
+    return {"date": time.strftime("%Y-%m-%d"), "hardware": _hardware(kind), "versions": _versions(), "source": _source()}
+
+
+def save(path: Path, name: str, entry: dict[str, Any]) -> None:
+    """The record with this entry new or replaced."""
+    record = json.loads(path.read_text()) if path.exists() else {}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**record, name: entry}, indent=1) + "\n")
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _hardware(kind: str) -> str:
+    if kind == "gpu":
+        words = ["nvidia-smi", "--query-gpu=name,power.limit,driver_version", "--format=csv,noheader"]
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    cpuinfo = Path("/proc/cpuinfo")
+    names = (
+        [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        if cpuinfo.exists()
+        else []
+    )
+    return f"{names[0] if names else platform.processor()}, {len(os.sched_getaffinity(0))} cores"
+
+
+def _source() -> str:
+    """The commit, if git is here; SHARDWISE_SOURCE elsewhere."""
+    if given := os.environ.get("SHARDWISE_SOURCE"):
+        return given
+    words = ["git", "describe", "--always", "--dirty"]
+    return subprocess.run(words, capture_output=True, text=True, cwd=RECORDS.parent).stdout.strip() or "unknown"

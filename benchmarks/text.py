@@ -1,0 +1,16 @@
+"""Text for benchmarks, the same for every library: batch n is a function of n alone."""
+
+import numpy as np
+
+
+def stdlib_tokens() -> np.ndarray:
+    """The source code of Python's standard library, byte for byte."""
+    from shardwise import stdlib_bytes
+
+    return np.asarray(stdlib_bytes())
+
+
+def batch(tokens: np.ndarray, n: int, rows: int, length: int) -> dict[str, np.ndarray]:
+    starts = np.random.default_rng(n).integers(0, len(tokens) - length - 1, rows)
+    windows = tokens[starts[:, None] + np.arange(length + 1)].astype(np.int32)
+    return {"inputs": windows[:, :-1], "labels": windows[:, 1:]}
