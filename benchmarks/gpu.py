@@ -90,7 +90,7 @@ def start(folder: Path) -> dict[str, Any]:
             check=True,
             env={**__import__("os").environ, "XDG_CACHE_HOME": str(folder / "cache")},
         )
-        seconds.append(json.loads((out / "start.json").read_text()))
+        seconds.append(json.loads((out / "starting.jsonl").read_text()))
     return {"first": seconds[0], "second": seconds[1], "ratio": seconds[1]["total"] / seconds[0]["total"]}
 
 

@@ -1,8 +1,12 @@
 """Eight virtual CPU devices for every test. Too few is a failure, never a skip."""
 
 import os
+import tempfile
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Commands that tests start find compiled programs here, those of an earlier run too, and leave the user's own alone.
+os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir()) / f"shardwise-tests-{os.getuid()}")
 
 import hypothesis
 import jax

@@ -5,7 +5,7 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
@@ -32,7 +32,17 @@ from shardwise.watch import Watch
 class Bookkeeper:
     """Writes down each step once the next one is under way, so that reading its metrics never leaves the devices idle."""
 
-    def __init__(self, run: Run, prepared: Prepared, start: int, plan: Plan | None = None, group: Group | None = None):
+    def __init__(
+        self,
+        run: Run,
+        prepared: Prepared,
+        start: int,
+        plan: Plan | None = None,
+        group: Group | None = None,
+        phases: Sequence[tuple[str, float]] = (),
+    ):
+        self.phases = phases  # of the start, each with the moment it began
+        self.starting: dict[str, float] = {}  # how long each of them took, once the first step is done
         self.run, self.prepared, self.first, self.plan = run, prepared, start + 1, plan
         self.group = group or Group()
         self.log = MetricsLog(run.out / "metrics.jsonl", start) if run.out is not None and self.group.is_first else None
@@ -76,6 +86,8 @@ class Bookkeeper:
         seconds = self.clock.lap("compile" if n == self.first and self.plan is None else "steps")
         if n > self.first:
             self.step_seconds.append(seconds)
+        else:
+            self._note_start()
         self.last = {"step": n, **values, "step_s": seconds, "data_s": data_s, f"{self.run.unit}_per_s": weight / seconds}
         if self.bad_records:
             self.last["bad_records"] = self.bad_records
@@ -98,6 +110,16 @@ class Bookkeeper:
                 f"such batches out."
             )
         return True
+
+    def _note_start(self) -> None:
+        """The first step is done: how long each phase up to it took goes into `starting.jsonl`, a line for each start."""
+        ends = [moment for _, moment in self.phases[1:]] + [time.monotonic()]
+        for (name, begun), end in zip(self.phases, ends, strict=True):
+            self.starting[name] = self.starting.get(name, 0.0) + end - begun
+        if self.log is not None and self.run.out is not None and self.starting:
+            line = {"step": self.first - 1, "time": time.time(), "total": sum(self.starting.values()), "seconds": self.starting}
+            with (self.run.out / "starting.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
 
     def newly_skipped(self) -> list[tuple[str, str]]:
         """(name, why) of records that could not be read, and have not been told yet."""
@@ -315,6 +337,9 @@ def summary(console: Console, run: Run, book: Bookkeeper, eval_metrics: dict[str
         console.print(f"held out: {show_metrics(eval_metrics)}")
     if book.plan is not None and book.step_seconds:
         _compare(console, run, book, book.plan)
+    if book.starting:
+        parts = ", ".join(f"{name} {show_seconds(seconds)}" for name, seconds in book.starting.items() if seconds >= 0.05)
+        console.print(f"start: {show_seconds(sum(book.starting.values()))} to the end of the first step ({parts})", soft_wrap=True)
     times = ", ".join(f"{name} {show_seconds(seconds)}" for name, seconds in book.clock.seconds.items())
     console.print(f"time: {times}; of these {show_seconds(book.waited)} waiting for data")
     if text is not None:

@@ -26,6 +26,8 @@ from shardwise.signals import stop_on_signals
 if TYPE_CHECKING:
     from shardwise.watch import Watch
 
+BEGAN = time.monotonic()
+
 HELP = """\
 shardwise trains any Flax NNX model on any device mesh.
 
@@ -164,7 +166,7 @@ def train(target: str, args: list[str], options: argparse.Namespace) -> tuple[di
         from shardwise.watch import Watch
 
         group = start_group(options.coordinator, options.num_processes, options.process_id, bind=options.bind)
-        with Watch(group, stop, options.watchdog) as watch:
+        with Watch(group, stop, options.watchdog, BEGAN) as watch:
             return _train(target, args, options, watch)
 
 
@@ -178,6 +180,10 @@ def _train(target: str, args: list[str], options: argparse.Namespace, watch: "Wa
     run, described = _load("train", target, args, options, watch.group.is_first)
     _quiet_orbax()
     from shardwise.fitting import fit
+    from shardwise.programs import use_program_cache
+
+    if why := use_program_cache():
+        print(f"shardwise: {why}.", file=sys.stderr)
 
     if run.out is None:
         stem = Path(target.partition(":")[0]).stem

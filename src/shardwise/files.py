@@ -241,3 +241,11 @@ def fail_point(name: str) -> None:
     else:
         number = {"enospc": errno.ENOSPC, "eio": errno.EIO}[action]
         raise OSError(number, f"{os.strerror(number)} (fail point {name})")
+
+
+def cache_folder(name: str) -> Path | None:
+    """Where this user keeps what can be made again; None for a user without a home. It need not exist."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwise" / name
+    except RuntimeError:
+        return None

@@ -125,7 +125,7 @@ def _fit(
     workers = {"threads": run.data_threads, "processes": run.data_processes}
     batches = part_of(prepared.batches, prepared.step.layout.ranges)
     feed = Prefetch(batches, start, run.steps, place=prepared.step.place, is_stopped=watch.is_stopping, **workers)
-    with Bookkeeper(run, prepared, start, plan, group) as book, feed, progress(console, run, start) as show:
+    with Bookkeeper(run, prepared, start, plan, group, watch.start) as book, feed, progress(console, run, start) as show:
 
         def evaluated(n: int) -> dict[str, float]:
             assert prepared.eval_step is not None

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from shardwise.errors import ConfigError
-from shardwise.files import text_digest, write_whole
+from shardwise.files import cache_folder, text_digest, write_whole
 from shardwise.flops import count_kernels
 from shardwise.hardware import Chip
 from shardwise.hlo import Program, parse
@@ -202,10 +202,7 @@ def _load(file: Path) -> Plan | None:
 
 def plan_cache() -> Path | None:
     """Where plans are kept by default; None for a user without a home."""
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwise" / "plans"
-    except RuntimeError:
-        return None
+    return cache_folder("plans")
 
 
 def compile_run(run: Run, prepared: Prepared) -> tuple[Plan, Prepared]:

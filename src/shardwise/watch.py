@@ -25,6 +25,7 @@ from shardwise.signals import Stop, last_words, on_abort
 
 BEAT = 0.5  # seconds
 LIMIT = 300.0  # seconds without progress, or ten times the longest step if that is more
+FIRST_STEP = "first step"
 NUMBERS = itertools.count()  # of the watches of this process; the same in all
 GONE = "lost: killed, stopped or cut off. The same command resumes."
 
@@ -32,7 +33,7 @@ GONE = "lost: killed, stopped or cut off. The same command resumes."
 class Watch:
     """What `fit` tells of its progress, and asks. Alone, without a limit, nothing runs in the background."""
 
-    def __init__(self, group: Group, stop: Stop, limit: float | None = None):
+    def __init__(self, group: Group, stop: Stop, limit: float | None = None, began: float | None = None):
         self.group, self.stop = group.within(f"watch{next(NUMBERS)}"), stop
         self.limit = limit if limit is not None else (LIMIT if group.count > 1 else 0.0)
         self.folder: Path | None = None  # the run directory, where stacks are written
@@ -40,6 +41,7 @@ class Watch:
         self._count = 0  # of phases and ticks: the same sequence in all processes
         self._phase, self._is_quick = "starting", False
         self._moved = self._heard = self._began = time.monotonic()
+        self.start: list[tuple[str, float]] = [("importing", self._began if began is None else began)]  # phases up to the first step
         self._rounds, self._is_asking = 0, False  # of questions who lives
         self._longest = 0.0  # tick to tick
         self._used = (0.0, 0)
@@ -60,6 +62,8 @@ class Watch:
     def phase(self, text: str) -> None:
         """What is done now takes as long as it takes. All processes call it in the same order."""
         self._move(text, is_quick=False)
+        if self.start[-1][0] != FIRST_STEP:
+            self.start.append((FIRST_STEP if text.startswith("step ") else text, self._moved))
 
     def tick(self, text: str) -> None:
         """A step has begun, and takes about as long as the others. All processes call it in the same order."""
