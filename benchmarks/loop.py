@@ -3,7 +3,8 @@
 The same model, loss, optimizer and batches, on one device: once as a jitted NNX step in a plain `for` loop, as one would
 write it by hand, once through `steps()`, once through all that `fit()` does for a step (finite check, gradient norm,
 metrics.jsonl). The three take turns, round after round, so that a noisy machine is noisy for all; each figure is the
-median over the rounds of a ratio within one round.
+median over the rounds of a ratio within one round. `--cases gpt2`, for a GPU, runs `fit()` itself once more, with a checkpoint
+of 1.5 GB in the middle of 120 steps.
 
 Goal: at most 1.02 times the time for steps of 5 ms or more, and at most 100 microseconds a step of extra host time.
 """
@@ -13,7 +14,7 @@ import json
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ import numpy as np
 import optax
 from flax import nnx
 
-from shardwise import Batches, Mean, Run, Tokens, init_state, steps
+from shardwise import Batches, Mean, Run, Tokens, fit, init_state, steps
 from shardwise.bookkeeping import Bookkeeper
+from shardwise.metrics import read_metrics
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.models.loss import cross_entropy
 from shardwise.run import prepare
@@ -33,16 +35,17 @@ def loss(model, batch):
     return Mean(cross_entropy(model(batch["inputs"]), batch["labels"]))
 
 
-def gpt(width: int, layers: int, rows: int, length: int):
-    config = GPTConfig(vocab_size=256, max_length=length, num_layers=layers, num_heads=2, width=width)
+def gpt(width: int, layers: int, rows: int, length: int, vocab: int = 256, heads: int = 2, dtype: str | None = None):
+    config = GPTConfig(vocab_size=vocab, max_length=length, num_layers=layers, num_heads=heads, width=width)
     tokens = np.random.default_rng(0).integers(0, 256, 200_000)
-    return (lambda rngs: GPT(config, rngs)), Batches(Tokens(tokens, length), rows)
+    return (lambda rngs: GPT(config, rngs)), Batches(Tokens(tokens, length), rows), dtype
 
 
-CASES = {  # name: model and data; from a step that is all overhead to one that is all arithmetic
+CASES = {  # name: model, data and dtype; from a step that is all overhead to one that is all arithmetic
     "tiny": gpt(width=8, layers=1, rows=2, length=8),
     "small": gpt(width=64, layers=1, rows=16, length=64),
     "medium": gpt(width=128, layers=2, rows=16, length=64),
+    "gpt2": gpt(width=768, layers=12, rows=32, length=1024, vocab=50304, heads=12, dtype="bfloat16"),
 }
 
 
@@ -52,6 +55,7 @@ class ByHand:
 
     factory: Any
     batches: Batches
+    dtype: str | None
 
     def __post_init__(self):
         with nnx.use_eager_sharding(False):
@@ -61,6 +65,7 @@ class ByHand:
         self.state = params, optimizer.init(params)
 
         def objective(params, batch):
+            params = params if self.dtype is None else jax.tree.map(lambda x: x.astype(self.dtype), params)
             model = nnx.merge(graphdef, nnx.State(params), nnx.State(rest))
             return cross_entropy(model(batch["inputs"]), batch["labels"]).mean()
 
@@ -121,6 +126,15 @@ def make_optimizer():
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
 
+def whole_fit(run):
+    """Seconds of a step of `fit()` as it is used: a log, data, and one save among 120 steps; without the first twenty, and
+    without the save at the end."""
+    out = Path(tempfile.mkdtemp())
+    at_end, both = (fit(replace(run, steps=120, out=out / f"every{every}", save_every=every)).seconds["save"] for every in (0, 60))
+    taken = [record["step_s"] for record in read_metrics(out / "every60" / "metrics.jsonl") if record["step"] > 20]
+    return (sum(taken) + both - at_end) / len(taken)
+
+
 def timed(loop, count):
     start = time.perf_counter()
     loop.run(count)
@@ -131,16 +145,18 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--seconds", type=float, default=0.4, help="of work for each loop in each round")
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=["tiny", "small", "medium"])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
     answer = {}
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}; median of {options.rounds} rounds")
     print(f"{'step':8s} {'by hand':>12s} {'steps()':>20s} {'all of fit()':>22s}")
-    for name, (factory, batches) in CASES.items():
+    for name in options.cases:
+        factory, batches, dtype = CASES[name]
         out = Path(tempfile.mkdtemp())
-        run = Run(model=factory, loss=loss, optimizer=make_optimizer(), data=batches, steps=1, mesh=mesh, out=out)
-        loops = {"by hand": ByHand(factory, batches), "steps": Ours(run), "fit": Whole(run)}
+        run = Run(model=factory, loss=loss, optimizer=make_optimizer(), data=batches, steps=1, mesh=mesh, out=out, compute_dtype=dtype)
+        loops = {"by hand": ByHand(factory, batches, dtype), "steps": Ours(run), "fit": Whole(run)}
         for loop in loops.values():
             loop.run(3)
         count = max(20, int(options.seconds / timed(loops["by hand"], 20)))
@@ -153,8 +169,12 @@ def main():
             extra = statistics.median(r[key] - r["by hand"] for r in rounds)
             row |= {f"{key}_ratio": ratio, f"{key}_extra_s": extra}
             text += f"   {ratio:6.3f} x {extra * 1e6:+7.0f} us"
-        answer[name] = row
         print(text, flush=True)
+        if name == "gpt2":
+            del loops
+            row["with_checkpoint_ratio"] = whole_fit(run) / hand
+            print(f"fit() with data, log and a checkpoint in the middle: {row['with_checkpoint_ratio']:.3f} x", flush=True)
+        answer[name] = row
     if options.json:
         options.json.write_text(json.dumps(answer, indent=2) + "\n")
 

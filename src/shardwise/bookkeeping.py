@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +113,7 @@ class Bookkeeper:
 
     def _note_start(self) -> None:
         """The first step is done: how long each phase up to it took goes into `starting.jsonl`, a line for each start."""
-        ends = [moment for _, moment in self.phases[1:]] + [time.monotonic()]
-        for (name, begun), end in zip(self.phases, ends, strict=True):
+        for (name, begun), (_, end) in pairwise([*self.phases, ("", time.monotonic())]):
             self.starting[name] = self.starting.get(name, 0.0) + end - begun
         if self.log is not None and self.run.out is not None and self.starting:
             line = {"step": self.first - 1, "time": time.time(), "total": sum(self.starting.values()), "seconds": self.starting}
