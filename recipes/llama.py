@@ -23,8 +23,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from shardwise import Batches, Mean, Run, Tokens, open_tokens, optim
-from shardwise.models.attention import causal_attention, platform
+from shardwise.models.attention import causal_attention
 from shardwise.models.loss import cross_entropy
+from shardwise.models.sums import look_up
 from shardwise.sharding import constrain
 
 Array = jax.Array
@@ -80,23 +81,6 @@ def rotations(length: int, width: int, theta: float) -> tuple[Array, Array]:
     """Cosines and sines of the angles of each position, (T, K / 2)."""
     angles = jnp.arange(length)[:, None] * theta ** -(jnp.arange(0, width, 2) / width)
     return jnp.cos(angles), jnp.sin(angles)
-
-
-@jax.custom_vjp
-def lookup(table: Array, tokens: Array) -> Array:
-    """`table[tokens]`, whose gradient is a product with rows that are 1 where the token is: what TPUs do best.
-    Adding up row by row, XLA would hold the gradient of the whole table in float32."""
-    return jnp.take(table, tokens, axis=0)
-
-
-def _lookup_backward(saved: tuple[Array, Array], g: Array) -> tuple[Array, None]:
-    table, tokens = saved
-    ones = (tokens[..., None] == jnp.arange(table.shape[0])).astype(g.dtype)
-    over = tuple(range(tokens.ndim))
-    return jax.lax.dot_general(ones, g, ((over, over), ((), ()))), None
-
-
-lookup.defvjp(lambda table, tokens: (jnp.take(table, tokens, axis=0), (table, tokens)), _lookup_backward)
 
 
 class RMSNorm(nnx.Module):
@@ -178,8 +162,7 @@ class Llama(nnx.Module):
         """(B, T) -> (B, T, D), what the output layer sees."""
         c = self.config
         cos, sin = rotations(tokens.shape[1], c.width // c.num_heads, c.rope_theta)
-        take = lookup if platform() == "tpu" else partial(jnp.take, axis=0)
-        x = take(self.tokens[...], tokens)
+        x = look_up(self.tokens[...], tokens)
         block = remat(c)(lambda block, x: block(x, cos, sin))
         if c.scan_layers:
             x = nnx.scan(block, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.blocks, x)

@@ -11,11 +11,11 @@ ROOT = Path(shardwise.__file__).parent
 LEVELS = [
     {"errors", "metrics", "hardware", "flops", "hlo", "native", "models", "models.attention", "models.kernels", "data.shuffle"},
     {"tree", "report", "files", "signals", "resume", "roofline", "target", "jobfiles", "data.files"}
-    | {"models.norm", "models.activation", "models.loss"},
-    {"group", "launch", "programs", "saved", "data.sources", "data.records", "data.tokenizers", "models.gpt", "optim.schedules"},
-    {"mesh", "pace", "watch", "sharding", "data.batches", "data.packing", "data.prepare", "models.hf", "optim.groups"},
-    {"module", "export", "data.prefetch", "data.combine", "optim.parts", "optim.read", "optim.probe", "plan_picture"},
-    {"data", "state", "optim.recipes", "plan_page"},
+    | {"models.norm", "models.loss", "models.sums"},
+    {"group", "launch", "programs", "saved", "models.activation", "data.sources", "data.records", "data.tokenizers", "optim.schedules"},
+    {"mesh", "pace", "watch", "sharding", "data.batches", "data.packing", "data.prepare", "models.gpt", "optim.groups"},
+    {"module", "models.hf", "data.prefetch", "data.combine", "optim.parts", "optim.read", "optim.probe", "plan_picture"},
+    {"data", "state", "export", "optim.recipes", "plan_page"},
     {"step", "checkpoint", "initial", "findings", "optim"},
     {"loop", "explanation"},
     {"run"},
