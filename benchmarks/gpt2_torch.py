@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from benchmarks.text import batch
 
-WARMUP, CHUNK = 20, 20  # as in benchmarks/gpt2.py
+WARMUP, CHUNK = 100, 20  # as in benchmarks/gpt2.py
 
 
 class Block(nn.Module):
@@ -103,7 +103,7 @@ def measure(model: nn.Module, tokens: np.ndarray, rows: int, length: int, count:
 
     def step(n: int) -> torch.Tensor:
         for group in optimizer.param_groups:
-            group["lr"] = 3e-5 + (6e-4 - 3e-5) * min(n / WARMUP, 1)
+            group["lr"] = 3e-6 + (3e-4 - 3e-6) * min(n / WARMUP, 1)
         rows_ = batch(tokens, n, rows, length)
         inputs, labels = (torch.from_numpy(rows_[name]).long().to(device, non_blocking=True) for name in ("inputs", "labels"))
         with torch.autocast(device, dtype=torch.bfloat16):
