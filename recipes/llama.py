@@ -25,7 +25,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from shardwise import Batches, Mean, Run, Tokens, open_tokens, optim
 from shardwise.models.attention import causal_attention
 from shardwise.models.loss import cross_entropy
-from shardwise.models.sums import look_up
+from shardwise.models.table import look_up
 from shardwise.sharding import constrain
 
 Array = jax.Array

@@ -23,6 +23,7 @@ from shardwise.metrics import Mean
 from shardwise.module import AccessHook
 from shardwise.optim.parts import evaluation_params, live_values, norm, state_changes
 from shardwise.optim.read import read_chains
+from shardwise.precision import sums_in_float32
 from shardwise.sharding import activations_on, batch_spec, num_batch_shards, put
 from shardwise.state import StateSpec, TrainState
 from shardwise.tree import named_leaves
@@ -150,7 +151,7 @@ def make_train_step(
             means = as_means(loss(model, rows), num_rows(rows), mask)
         return means["loss"].total, (means, spec.definition.read_other(model))
 
-    gradient = jax.grad(objective, has_aux=True)
+    gradient = sums_in_float32(jax.grad(objective, has_aux=True))
 
     def accumulated(params: Any, other: Any, rows: Batch, mask: Any, key: jax.Array) -> Any:
         """The sums of `gradient` over the parts; row i goes to part i % accumulate, which moves no row off its device."""

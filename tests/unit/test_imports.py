@@ -9,10 +9,22 @@ import shardwise
 
 ROOT = Path(shardwise.__file__).parent
 LEVELS = [
-    {"errors", "metrics", "hardware", "flops", "hlo", "native", "models", "models.attention", "models.kernels", "data.shuffle"},
+    {
+        "errors",
+        "metrics",
+        "hardware",
+        "flops",
+        "hlo",
+        "native",
+        "precision",
+        "models",
+        "models.attention",
+        "models.kernels",
+        "data.shuffle",
+    },
     {"tree", "report", "files", "signals", "resume", "roofline", "target", "jobfiles", "data.files"}
-    | {"models.norm", "models.loss", "models.sums"},
-    {"group", "launch", "programs", "saved", "models.activation", "data.sources", "data.records", "data.tokenizers", "optim.schedules"},
+    | {"models.norm", "models.loss", "models.table", "models.activation"},
+    {"group", "launch", "programs", "saved", "data.sources", "data.records", "data.tokenizers", "optim.schedules"},
     {"mesh", "pace", "watch", "sharding", "data.batches", "data.packing", "data.prepare", "models.gpt", "optim.groups"},
     {"module", "models.hf", "data.prefetch", "data.combine", "optim.parts", "optim.read", "optim.probe", "plan_picture"},
     {"data", "state", "export", "optim.recipes", "plan_page"},

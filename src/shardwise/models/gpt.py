@@ -21,7 +21,7 @@ from flax import nnx
 from shardwise.models.activation import bias_gelu
 from shardwise.models.attention import causal_attention
 from shardwise.models.norm import ResidualNorm
-from shardwise.models.sums import add_bias, look_up
+from shardwise.models.table import look_up
 
 Array = jax.Array
 
@@ -58,7 +58,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(nnx.with_partitioning(nnx.initializers.zeros, names[len(ins) :])(rngs.params(), outs))
 
     def __call__(self, x: Array) -> Array:
-        return add_bias(project(x, self.kernel[...]), self.bias[...])
+        return project(x, self.kernel[...]) + self.bias[...]
 
 
 def project(x: Array, kernel: Array) -> Array:
@@ -100,7 +100,7 @@ class Attention(nnx.Module):
         # Three products, not one: their outputs need not be taken apart, nor the gradients put together.
         # Of matrices, not (N, H, K): then the products themselves add the biases.
         parts = [kernel[:, i].reshape(len(kernel), -1) for i in range(3)]
-        q, k, v = (add_bias(y, bias[i].reshape(-1)) for i, y in enumerate(products(x, parts)))
+        q, k, v = (y + bias[i].reshape(-1) for i, y in enumerate(products(x, parts)))
         q, k, v = (y.reshape(-1, length, *bias.shape[1:]) for y in (q, k, v))  # (B, T, H, K)
         mixed = causal_attention(q, k, v, segment_ids)
         return self.out(mixed.reshape(-1, *mixed.shape[2:]))
@@ -168,8 +168,7 @@ class GPT(nnx.Module):
         table = self.tokens[...]
         x = look_up(table, tokens.reshape(-1))
         if positions is None:
-            rows = add_bias(x.reshape(len(tokens), -1), self.positions[...][:length].reshape(-1))
-            x = rows.reshape(x.shape)
+            x = x + jnp.tile(self.positions[...][:length], (tokens.shape[0], 1))
         else:
             x = x + look_up(self.positions[...], positions.reshape(-1))
         x = self.dropout(x)

@@ -1,8 +1,8 @@
-"""Gradients that are sums over all tokens: of a bias, and of a row of a table for each time it was looked up.
+"""Rows of a table by index, with a gradient that is right and fast where some rows are looked up thousands of times.
 
-JAX adds them up in the dtype of the activations. In bfloat16, which has 8 bits, a sum stops growing when it is 256 times what
-is added; among tens of thousands of tokens the gradients of biases and of frequent words are then wrong. Here they are summed in
-float32 and rounded once.
+That gradient is a sum over the occurrences of each row, taken in float32. XLA adds them to the table one by one: on a GPU the threads
+that meet at the row of a frequent word wait for each other. GPT-2 124M with 65,536 bytes of text a step on an H200: 27 of 137 ms;
+sorted, 0.3 ms.
 """
 
 from functools import partial
@@ -14,19 +14,6 @@ from shardwise.models.attention import platform
 from shardwise.models.kernels import by_rows
 
 Array = jax.Array
-
-
-@jax.custom_vjp
-def add_bias(x: Array, bias: Array) -> Array:
-    """x (N, F) + bias (F,)."""
-    return x + bias
-
-
-def _add_bias_backward(bias: Array, g: Array) -> tuple[Array, Array]:
-    return g, g.sum(0, dtype=jnp.float32).astype(bias.dtype)
-
-
-add_bias.defvjp(lambda x, bias: (x + bias, bias), _add_bias_backward)
 
 
 @jax.custom_vjp

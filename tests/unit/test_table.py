@@ -1,4 +1,4 @@
-"""Gradients that are sums over all tokens, against the same in float64."""
+"""Rows of a table, and the gradient that they get back, against NumPy."""
 
 import re
 
@@ -12,14 +12,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import make_mesh
-from shardwise.models import sums
-from shardwise.models.sums import add_bias, look_up
+from shardwise.models import table as tables
+from shardwise.models.table import look_up
 
 
 @pytest.fixture(params=["cpu", "gpu", "tpu"])
 def where(request, monkeypatch):
     """As it is computed here, and as on a GPU and a TPU."""
-    monkeypatch.setattr(sums, "platform", lambda: request.param)
+    monkeypatch.setattr(tables, "platform", lambda: request.param)
 
 
 def table_gradient(indices, g, rows):
@@ -35,7 +35,7 @@ def test_rows_that_are_looked_up_get_what_flows_back(rows, tokens, seed):
     np.add.at(expected, indices, g)
     for at in ("cpu", "gpu", "tpu"):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sums, "platform", lambda at=at: at)
+            patch.setattr(tables, "platform", lambda at=at: at)
             np.testing.assert_allclose(table_gradient(jnp.asarray(indices), jnp.asarray(g), rows), expected, atol=1e-4)
     table = rng.normal(size=(rows, 3)).astype("f4")
     np.testing.assert_array_equal(look_up(table, indices), table[indices])
@@ -49,16 +49,6 @@ def test_a_frequent_word_in_bfloat16_is_summed_right(where):
     np.testing.assert_allclose(np.asarray(ours, np.float64), exact, rtol=2**-8)
     naive = jnp.zeros((2, 8), jnp.bfloat16).at[jnp.zeros(20000, int)].add(g)[0]
     assert (np.asarray(naive, np.float64) < 0.1 * exact).all()  # what JAX alone makes of it
-
-
-def test_the_gradient_of_a_bias_in_bfloat16_is_summed_right():
-    rng = np.random.default_rng(1)
-    g = jnp.asarray(rng.uniform(0.5, 1.5, (20000, 8)), jnp.bfloat16)
-    value, back = jax.vjp(add_bias, jnp.zeros((20000, 8), jnp.bfloat16), jnp.ones(8, jnp.bfloat16))
-    assert (value == 1).all()
-    to_x, to_bias = back(g)
-    assert (to_x == g).all()
-    np.testing.assert_allclose(np.asarray(to_bias, np.float64), np.asarray(g, np.float64).sum(0), rtol=2**-8)
 
 
 def test_each_device_sums_its_own_tokens(where):
