@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.record import describe
 
@@ -31,8 +32,10 @@ def shardwise_step(layers: int) -> Callable[[int], None]:
     from recipes.stdlib_gpt import recipe
     from shardwise import init_state
     from shardwise.models.gpt import GPT, PRESETS
+    from shardwise.native import keep_freed_memory
     from shardwise.run import prepare
 
+    keep_freed_memory()  # as the command line does
     config = replace(PRESETS["byte"], num_layers=layers)
     assert (config.vocab_size, config.max_length, config.num_heads, config.width) == (VOCAB, LENGTH, HEADS, WIDTH)
     prepared = prepare(replace(recipe(batch_size=ROWS, length=LENGTH), model=lambda rngs: GPT(config, rngs)))
@@ -69,43 +72,30 @@ def torch_step(layers: int, compiled: bool) -> Callable[[int], None]:
 
 
 def answer(side: str, layers: int) -> None:
-    """Compiles, says so, and then times as many steps as each line asks for."""
     steps = shardwise_step(layers) if side == "shardwise" else torch_step(layers, side == "compile")
-    steps(3)
-    print("ready", flush=True)
     for line in sys.stdin:
         count, start = int(line.split()[1]), time.perf_counter()
         steps(count)
         print((time.perf_counter() - start) / count, flush=True)
 
 
-def ask(child: subprocess.Popen[str], line: str | None = None) -> str:
-    assert child.stdin is not None
-    assert child.stdout is not None
-    if line is not None:
-        child.stdin.write(line + "\n")
-        child.stdin.flush()
-    said = child.stdout.readline().strip()
-    if not said:
-        raise SystemExit(f"a side ended without an answer: {child.args}")
-    return said
+def ask(child: Any, count: int) -> float:
+    print("go", count, file=child.stdin, flush=True)
+    return float(child.stdout.readline())
 
 
 def measure(layers: int, sides: dict[str, str], rounds: int, count: int) -> dict[str, list[float]]:
     """Seconds a step of each side, one for each round."""
     env = os.environ | {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": str(THREADS)}
-    children = {}
-    for side, python in sides.items():  # one after the other: compiling keeps the machine busy
-        command = [python, "-m", "benchmarks.cpu", "--answer", side, "--layers", str(layers)]
-        children[side] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
-        ask(children[side])
-    times: dict[str, list[float]] = {side: [] for side in sides}
-    for _ in range(rounds):
-        for side, child in children.items():
-            times[side].append(float(ask(child, f"go {count}")))
+    words = ["-m", "benchmarks.cpu", "--layers", str(layers), "--answer"]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": env}
+    children = {side: subprocess.Popen([python, *words, side], **pipes) for side, python in sides.items()}
+    for child in children.values():
+        ask(child, 3)  # compiles
+    found = [{side: ask(child, count) for side, child in children.items()} for _ in range(rounds)]
     for child in children.values():
         child.communicate()
-    return times
+    return {side: [times[side] for times in found] for side in sides}
 
 
 def main() -> None:

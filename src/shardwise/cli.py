@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import ConfigError, Parser, ShardwiseError, did_you_mean
 from shardwise.files import check_unlocked, check_writable
+from shardwise.native import has_accelerator, keep_freed_memory
 from shardwise.resume import ACCEPTABLE
 from shardwise.signals import stop_on_signals
 
@@ -162,6 +163,8 @@ def train(target: str, args: list[str], options: argparse.Namespace) -> tuple[di
         if (out := given.parse_known_args(args)[0].out) is not None and _seems_first(options):
             check_writable(out)  # what is wrong with it can be said before JAX is imported
             check_unlocked(out)
+        if options.cpu_devices or os.environ.get("JAX_PLATFORMS") == "cpu" or not has_accelerator():
+            keep_freed_memory()
         from shardwise.group import start_group
         from shardwise.watch import Watch
 

@@ -1,9 +1,11 @@
-"""The kernel for TPUs, carried out here step by step, against JAX's own attention; and the choice of a kernel."""
+"""The kernel for TPUs, carried out here step by step, and the code for CPUs, against JAX's own attention; and the choice between them."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from shardwise import make_mesh
@@ -38,6 +40,37 @@ def test_the_kernel_gives_the_values_and_gradients_of_plain_attention(heads, kv_
     segment_ids = jnp.array(np.sort(np.random.default_rng(1).integers(0, 3, (2, 256)), axis=1)) if packed else None
     for ours, plain in zip(value_and_grads(kernel, args, segment_ids), value_and_grads(causal_attention, args, segment_ids), strict=True):
         np.testing.assert_allclose(ours, plain, atol=3e-5)
+
+
+def plain(q, k, v, segment_ids):
+    mask = None if segment_ids is None else segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    rows=st.integers(1, 3),
+    length=st.integers(1, 40),
+    kv_heads=st.sampled_from([1, 2]),
+    groups=st.sampled_from([1, 3]),
+    width=st.sampled_from([1, 8, 24]),
+    packed=st.booleans(),
+)
+def test_on_cpus_values_and_gradients_are_those_of_jax(rows, length, kv_heads, groups, width, packed):
+    args = inputs(rows, length, kv_heads * groups, kv_heads, width)
+    segment_ids = jnp.array(np.sort(np.random.default_rng(1).integers(0, 3, (rows, length)), axis=1)) if packed else None
+    for ours, theirs in zip(value_and_grads(causal_attention, args, segment_ids), value_and_grads(plain, args, segment_ids), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=3e-5)
+
+
+def test_on_cpus_large_scores_overflow_nothing_and_half_precision_stays():
+    q, k, v = inputs(2, 32, 2, 2, 16)
+    for ours, theirs in zip(value_and_grads(causal_attention, (100 * q, k, v)), value_and_grads(plain, (100 * q, k, v)), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4, rtol=1e-4)
+    args = inputs(2, 32, 2, 2, 16, jnp.bfloat16)
+    for ours, theirs in zip(value_and_grads(causal_attention, args), value_and_grads(plain, args), strict=True):
+        assert ours.dtype == jnp.bfloat16
+        np.testing.assert_allclose(ours.astype(jnp.float32), theirs.astype(jnp.float32), atol=0.06)
 
 
 @pytest.mark.parametrize(

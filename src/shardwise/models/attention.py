@@ -8,6 +8,7 @@ On TPUs JAX's own attention keeps scores of shape (B, H, T, T); `tpu_attention` 
 
 import math
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -15,11 +16,14 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.lax import optimization_barrier
 from jax.sharding import PartitionSpec
 
 Array = jax.Array
 LANES = 128  # of a TPU's registers: widths and lengths of the kernel come in multiples of it
 BLOCK = 512  # queries, and keys, that the kernel works on at once
+PARTS = 2  # of the queries, on CPUs: what lies above the diagonal is a quarter less work
+HIDDEN = -1e30  # the score of a key that a query must not see
 BATCH = ("replica", "data", "dp", "batch", "fsdp")  # mesh axes that split rows, as in `shardwise.sharding.Rules`
 TENSOR = ("model", "tp", "tensor")  # mesh axes that split heads
 
@@ -40,10 +44,71 @@ def causal_attention(q: Array, k: Array, v: Array, segment_ids: Array | None = N
     in_step = not jax.sharding.get_abstract_mesh().empty  # elsewhere nothing says how the kernel for TPUs is to be cut
     if where == "tpu" and in_step and q.shape[1] % LANES == 0:
         return tpu_attention(q, k, v, segment_ids)
+    if where == "cpu":
+        k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+        return cpu_attention(q, k, v, segment_ids)
     mask = None if segment_ids is None else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])  # (B, 1, T, T)
     implementation: Any = "cudnn" if where == "gpu" and half else None
     out = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=implementation)
     return checkpoint_name(out, "attention")
+
+
+@jax.custom_vjp
+def cpu_attention(q: Array, k: Array, v: Array, segment_ids: Array | None = None) -> Array:
+    """As `causal_attention`, for as many heads of keys as of queries, with a backward pass that suits XLA's products on CPUs.
+
+    The queries come in parts, each of which looks at no keys behind its last.
+    """
+    return _cpu_forward(q, k, v, segment_ids)[0]
+
+
+def _parts(length: int) -> list[tuple[int, int]]:
+    edges = sorted({length * i // PARTS for i in range(PARTS + 1)})
+    return list(pairwise(edges))
+
+
+def _cpu_forward(q: Array, k: Array, v: Array, segment_ids: Array | None) -> tuple[Array, Any]:
+    q, k, v = optimization_barrier(tuple(x.swapaxes(1, 2) for x in (q * q.shape[3] ** -0.5, k, v)))  # (B, H, T, K)
+    parts = []
+    for start, end in _parts(q.shape[2]):
+        seen = jnp.arange(start, end)[:, None] >= jnp.arange(end)
+        if segment_ids is not None:
+            seen = seen & (segment_ids[:, None, start:end, None] == segment_ids[:, None, None, :end])
+        scores = jnp.einsum("bhtk,bhsk->bhts", q[:, :, start:end], k[:, :, :end], preferred_element_type=jnp.float32)
+        scores += jnp.where(seen, 0, HIDDEN)
+        weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+        total = weights.sum(-1, keepdims=True)
+        weights = weights.astype(v.dtype)
+        out = jnp.einsum("bhts,bhsk->bhtk", weights, v[:, :, :end], preferred_element_type=jnp.float32) / total
+        parts.append((weights, total, checkpoint_name(out.astype(v.dtype), "attention")))
+    return jnp.concatenate([out.swapaxes(1, 2) for *_, out in parts], axis=1), (q, k, v, parts)
+
+
+def _cpu_backward(saved: Any, grad: Array) -> tuple[Array, Array, Array, None]:
+    """The weights are not divided by their totals: the gradient is, which is smaller."""
+    q, k, v, parts = saved
+    dq, dk, dv = [], jnp.zeros_like(grad), jnp.zeros_like(grad)
+    for (start, end), (weights, total, out) in zip(_parts(q.shape[2]), parts, strict=True):
+        g = optimization_barrier((grad[:, start:end].swapaxes(1, 2) / total).astype(grad.dtype))
+        to_weights = jnp.einsum("bhtk,bhsk->bhts", g, v[:, :, :end], preferred_element_type=jnp.float32)
+        to_scores = (weights * (to_weights - (g * out).sum(-1, keepdims=True, dtype=jnp.float32))).astype(q.dtype)
+        dq.append(optimization_barrier(jnp.einsum("bhts,bhsk->bhtk", to_scores, k[:, :, :end]) * q.shape[3] ** -0.5).swapaxes(1, 2))
+        dk += _over_queries(to_scores, q[:, :, start:end], grad.shape[1])
+        dv += _over_queries(weights, g, grad.shape[1])
+    return jnp.concatenate(dq, axis=1), dk, dv, None
+
+
+def _over_queries(scores: Array, x: Array, length: int) -> Array:
+    """(B, H, T, S) and (B, H, T, K) -> (B, S, H, K), with zeros up to `length` keys.
+
+    The product leaves keys in the last dim: XLA's is twice as fast so. The barrier holds the transposed matrix where it is
+    small, or XLA would rather transpose the scores.
+    """
+    product = optimization_barrier(jnp.einsum("bhts,bhtk->bhks", scores, x))
+    return jnp.pad(product.transpose(0, 3, 1, 2), ((0, 0), (0, length - product.shape[3]), (0, 0), (0, 0)))
+
+
+cpu_attention.defvjp(_cpu_forward, _cpu_backward)
 
 
 def tpu_attention(

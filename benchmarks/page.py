@@ -1,0 +1,147 @@
+"""docs/performance.md and its picture, from the records: `python -m benchmarks.page`. No figure there is written by hand."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from benchmarks.record import RECORDS
+
+DOCS = RECORDS.parents[1] / "docs"
+
+
+def load(name: str) -> dict[str, Any]:
+    path = RECORDS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def table(columns: list[str], rows: list[list[str]]) -> str:
+    lines = [columns, ["---", *["--:"] * (len(columns) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def measured(entry: dict[str, Any]) -> str:
+    """With what an entry was measured, for small print."""
+    versions = entry["versions"]
+    names = [f"{name} {versions[name]}" for name in ("jax", "flax", "torch", "transformers") if name in versions]
+    return f"<sub>{entry['hardware']}; Python {versions['python']}, {', '.join(names)}; source {entry['source']}, {entry['date']}</sub>"
+
+
+def gpt2(entry: dict[str, Any]) -> str:
+    rows = []
+    best = entry[entry["best"]]["step_ms"]
+    for name, title in (("shardwise", "shardwise"), ("compact", "PyTorch, a compact model"), ("transformers", "PyTorch, `transformers`")):
+        one = entry[name]
+        mfu = f"{one['mfu']:.1%}" if one.get("mfu") else ""
+        ratio = f"{best / one['step_ms']:.2f}"
+        rows.append(
+            [
+                title,
+                f"{one['step_ms']:.1f} ms",
+                f"{one['tokens_per_s']:,.0f}",
+                ratio,
+                mfu,
+                f"{one['peak_gib']:.1f} GiB",
+                f"{one['compile_s']:.0f} s",
+            ]
+        )
+    ours, other = entry["shardwise"]["losses"], entry[entry["best"]]["losses"]
+    hub = entry["transformers" if entry["best"] == "compact" else "compact"]["losses"]
+
+    def apart(a: list[float], b: list[float]) -> str:
+        found = [abs(x - y) / y for x, y in zip(a, b, strict=True)]
+        return f"{sum(found) / len(found):.2%} (at most {max(found):.2%}; in the first 50 steps {max(found[:50]):.2%})"
+
+    head = table(
+        ["GPT-2 124M, 64 x 1024 tokens a step", "a step", "tokens/s", "times the faster PyTorch", "MFU", "memory", "compilation"], rows
+    )
+    return f"""{head}
+
+All three compute in bfloat16 over float32 weights with AdamW and clipping, flash attention and no dropout; PyTorch with `torch.compile` and
+its fused AdamW. They begin with the same weights and see the same text. Over {len(ours)} steps the losses of shardwise and of the faster
+PyTorch model differ by {apart(ours, other)} on average; those of the two PyTorch models by {apart(hub, other)}.
+
+![losses](performance.png)
+
+{measured(entry)}
+"""
+
+
+def picture(entry: dict[str, Any], path: Path) -> None:
+    figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
+    for name, label, style in (
+        ("shardwise", "shardwise", "-"),
+        ("compact", "PyTorch, compact", "--"),
+        ("transformers", "PyTorch, transformers", ":"),
+    ):
+        axes.plot(range(1, len(entry[name]["losses"]) + 1), entry[name]["losses"], style, label=label, linewidth=1.3)
+    axes.set(xlabel="step", ylabel="loss, nats a byte", ylim=(1.5, 7))
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def growth(entry: dict[str, Any]) -> str:
+    parts = []
+    for name, cases in entry["sizes"].items():
+        rows = [
+            [
+                f"{size}",
+                *(f"{row[key]:.2f} s" for key in ("prepare", "lower", "compile")),
+                f"{row['step'] * 1e3:.1f} ms",
+                f"{row['flops'] / row['step'] / 1e9:.1f} GFLOP/s",
+                f"{row['bytes'] / 2**20:.1f} MiB",
+            ]
+            for size, row in cases
+        ]
+        parts.append(table([name, "before XLA", "lowering", "compilation", "a step", "", "memory of a device"], rows))
+    rows = [
+        [
+            f"{row['layers']} layers{', scanned' if row['scan'] else ''}, {row['chips']} chips",
+            f"{row['compile']:.1f} s",
+            f"{row['peak'] / 2**30:.2f} GiB",
+            f"{row['step'] * 1e3:.1f} ms" if row["step"] else "",
+        ]
+        for row in entry["tpu"]
+    ]
+    parts.append(table(["GPT-2 compiled for TPU v5e, 4 rows a chip", "trace and compilation", "memory of a chip", "a step, planned"], rows))
+    return "\n\n".join(parts) + f"\n\n{measured(entry)}\n"
+
+
+def cpu(entry: dict[str, Any]) -> str:
+    rows = [
+        [row["name"], *(f"{row[key] * 1e3:.1f} ms" for key in ("shardwise_s", "torch_s")), f"{row['ratio']:.2f}"] for row in entry["rows"]
+    ]
+    return table(["on the CPU, a step", "shardwise", "PyTorch", "times PyTorch's speed"], rows) + f"\n\n{measured(entry)}\n"
+
+
+SECTIONS = [
+    ("GPT-2 124M on one GPU", "gpu", "gpt2", gpt2),
+    ("The same model on the CPU", "cpu", "torch", cpu),
+    ("How it grows", "cpu", "growth", growth),
+]
+
+
+def main() -> None:
+    parts = [
+        "# Performance",
+        "Made by `python -m benchmarks.page` from the records in benchmarks/records, which `make bench` and,\n"
+        "on a machine with a GPU, `python -m benchmarks.gpu` write. Ratios are measured in one run on one machine.",
+    ]
+    records = {name: load(name) for name in ("gpu", "cpu")}
+    for title, record, name, show in SECTIONS:
+        if name in records[record]:
+            parts.append(f"## {title}\n\n{show(records[record][name])}")
+    if "gpt2" in records["gpu"]:
+        picture(records["gpu"]["gpt2"], DOCS / "performance.png")
+    (DOCS / "performance.md").write_text("\n\n".join(parts).rstrip() + "\n")
+    print(DOCS / "performance.md")
+
+
+if __name__ == "__main__":
+    main()
