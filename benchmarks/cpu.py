@@ -27,15 +27,16 @@ MODELS = {"4 layers": 4, "the default recipe's": 2}  # layers
 
 
 def shardwise_step(layers: int) -> Callable[[int], None]:
+    from shardwise.native import keep_freed_memory
+
+    keep_freed_memory()  # as the command line does, before JAX is imported
     import jax
 
     from recipes.stdlib_gpt import recipe
     from shardwise import init_state
     from shardwise.models.gpt import GPT, PRESETS
-    from shardwise.native import keep_freed_memory
     from shardwise.run import prepare
 
-    keep_freed_memory()  # as the command line does
     config = replace(PRESETS["byte"], num_layers=layers)
     assert (config.vocab_size, config.max_length, config.num_heads, config.width) == (VOCAB, LENGTH, HEADS, WIDTH)
     prepared = prepare(replace(recipe(batch_size=ROWS, length=LENGTH), model=lambda rngs: GPT(config, rngs)))
