@@ -41,19 +41,22 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: bench-loop bench-optimizers bench-data bench-checkpoints
+# All that is claimed of a CPU, as one table and one record; TORCH names an interpreter that has PyTorch, to stand beside.
+bench: $(VENV)/.test
+	$(BIN)/python -m benchmarks.cpu $(if $(TORCH),--torch $(TORCH))
+	$(BIN)/python -m benchmarks.page
 
 bench-loop: $(VENV)/.run
-	$(BIN)/python benchmarks/loop.py
+	$(BIN)/python -m benchmarks.loop
 
 bench-optimizers: $(VENV)/.run
-	$(BIN)/python benchmarks/optimizers.py --preset byte
+	$(BIN)/python -m benchmarks.optimizers --preset byte
 
 bench-data: $(VENV)/.run
-	$(BIN)/python benchmarks/data.py
+	$(BIN)/python -m benchmarks.data
 
 bench-checkpoints: $(VENV)/.run
-	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python -m benchmarks.checkpoint
 
 # What plans say beside what runs take, on the accelerator at hand; then on paper, by libtpu: minutes to half an hour each.
 bench-plan: $(VENV)/.run

@@ -11,26 +11,15 @@ import argparse
 import json
 import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import RECORDS, describe, save
+from benchmarks.parts import Part, child, run_parts, start
 
-PYTHON = sys.executable
 LONG = {"16k": (4, 16384), "64k": (1, 65536)}
 
 
-def child(folder: Path, name: str, module: str, *args: object) -> dict[str, Any]:
-    """Runs `python -m module args --json FILE` and reads FILE; what it prints passes through."""
-    path = folder / f"{name}.json"
-    print(f"# {name}", flush=True)
-    subprocess.run([PYTHON, "-m", module, *map(str, args), "--json", str(path)], check=True)
-    return json.loads(path.read_text())
-
-
-def gpt2(folder: Path) -> dict[str, Any]:
+def gpt2(folder: Path, _: argparse.Namespace) -> dict[str, Any]:
     """124M, 64 x 1024: tokens a second beside both PyTorch models, and the losses of 200 steps from the same weights."""
     size = ("--rows", 64, "--steps", 200, "--share", folder / "share")
     ours = child(folder, "shardwise", "benchmarks.gpt2", *size)
@@ -44,13 +33,13 @@ def gpt2(folder: Path) -> dict[str, Any]:
     return answer
 
 
-def chunks(folder: Path) -> dict[str, Any]:
+def chunks(folder: Path, _: argparse.Namespace) -> dict[str, Any]:
     """The loss with 8 parts of the logits, one at a time, beside the whole."""
     whole, parts = (child(folder, f"chunks{n}", "benchmarks.gpt2", "--rows", 64, "--steps", 80, "--chunks", n) for n in (1, 8))
     return {"whole": whole, "parts": parts, "ratio": parts["step_ms"] / whole["step_ms"]}
 
 
-def long(folder: Path) -> dict[str, Any]:
+def long(folder: Path, _: argparse.Namespace) -> dict[str, Any]:
     """124M with rows of 16,384 and 65,536 tokens."""
     answer = {}
     for name, (rows, length) in LONG.items():
@@ -61,12 +50,12 @@ def long(folder: Path) -> dict[str, Any]:
     return answer
 
 
-def xl(folder: Path) -> dict[str, Any]:
+def xl(folder: Path, _: argparse.Namespace) -> dict[str, Any]:
     """1.5 billion parameters, with the largest batch that `shardwise plan` says will fit."""
     options = ("--preset", "gpt2-xl", "--remat", "block", "--loss-chunks", 8)
     path = folder / "plan.json"
     words = ["plan", "recipes/gpt2.py", *map(str, options), "--largest-batch", "--json", str(path)]
-    subprocess.run([PYTHON, "-m", "shardwise.cli", *words], check=True)
+    subprocess.run([sys.executable, "-m", "shardwise.cli", *words], check=True)
     plan = json.loads(path.read_text())["plan"]
     rows = plan["batch"]["inputs"][0]
     size = ("--preset", "gpt2-xl", "--remat", "block", "--chunks", 8, "--scan", "--rows", rows, "--steps", 60)
@@ -74,45 +63,35 @@ def xl(folder: Path) -> dict[str, Any]:
     return {"rows": rows, "planned_gib": plan["memory"]["peak"] / 2**30, "planned_ms": plan["times"]["total"] * 1e3, **ran}
 
 
-def loop(folder: Path) -> dict[str, Any]:
-    """`fit()` with data, log and checkpoints beside a jitted loop written by hand."""
-    return child(folder, "loop", "benchmarks.loop", "--cases", "gpt2", "--rounds", 5)
+PARTS: dict[str, Part] = {
+    "gpt2": gpt2,
+    "chunks": chunks,
+    "xl": xl,
+    "long": long,
+    "loop": lambda folder, _: child(folder, "loop", "benchmarks.loop", "--cases", "gpt2", "--rounds", 5),
+    "start": lambda folder, _: start(folder, "recipes/gpt2.py", "--batch-size", "32"),
+}
 
 
-def start(folder: Path) -> dict[str, Any]:
-    """The same run started twice, to its first step."""
-    words = ["train", "recipes/gpt2.py", "--steps", "3", "--batch-size", "32"]
-    seconds = []
-    for n in range(2):
-        out = folder / f"run{n}"
-        subprocess.run(
-            [PYTHON, "-m", "shardwise.cli", *words, "--out", str(out)],
-            check=True,
-            env={**__import__("os").environ, "XDG_CACHE_HOME": str(folder / "cache")},
-        )
-        seconds.append(json.loads((out / "starting.jsonl").read_text()))
-    return {"first": seconds[0], "second": seconds[1], "ratio": seconds[1]["total"] / seconds[0]["total"]}
-
-
-PARTS = {"gpt2": gpt2, "chunks": chunks, "xl": xl, "long": long, "loop": loop, "start": start}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--record", type=Path, default=RECORDS / "gpu.json")
-    options = parser.parse_args()
-    for name in options.parts:
-        began = time.time()
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                found = PARTS[name](Path(folder))
-            except subprocess.CalledProcessError as error:
-                print(f"# {name} failed: {error}", flush=True)
-                continue
-        save(options.record, name, {**found, **describe("gpu"), "seconds": round(time.time() - began)})
-        print(f"# {name}: {time.time() - began:.0f} s", flush=True)
+def ratios(record: dict[str, Any]) -> list[tuple[str, float, str]]:
+    """(what, how much, the goal) of all that the record holds."""
+    found = []
+    if entry := record.get("gpt2"):
+        found.append((f"tokens/s of GPT-2 124M, times the faster PyTorch ({entry['best']})", entry["ratio"], "at least 1.2"))
+        found.append(("largest relative difference of their losses", entry["largest_loss_difference"], "at most 0.01"))
+    if entry := record.get("chunks"):
+        found.append(("a step with the loss in 8 chunks, times whole", entry["ratio"], "at most 1.05"))
+    if entry := record.get("xl"):
+        found.append((f"MFU of GPT-2 1.5B with {entry['rows']} rows", entry["mfu"], "at least 0.5"))
+    for name, entry in record.get("long", {}).items():
+        if name in LONG:
+            found.append((f"tokens/s of rows of {name} tokens, times PyTorch", entry["ratio"], "at least 1"))
+    if entry := record.get("loop", {}).get("gpt2"):
+        found.append(("fit() with data, log and a checkpoint, times a loop by hand", entry["with_checkpoint_ratio"], "at most 1.01"))
+    if entry := record.get("start"):
+        found.append(("second start to the end of the first step, times the first", entry["ratio"], "at most 0.33"))
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    run_parts(__doc__, "gpu", PARTS, ratios)

@@ -16,7 +16,6 @@ import jax
 import numpy as np
 import optax
 
-from benchmarks.record import RECORDS, describe, save
 from shardwise import Batches, Mean, Run, Tokens, init_state, use_cpu_devices
 from shardwise.models.gpt import GPT, PRESETS, GPTConfig
 from shardwise.models.loss import cross_entropy
@@ -113,12 +112,10 @@ def _planned(layers: int, scan: bool, target: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", type=Path, default=RECORDS / "cpu.json")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     use_cpu_devices(8)
     found = {"sizes": sizes(), "tpu": on_tpu()}
-    save(options.record, "growth", {**found, **describe("cpu")})
     if options.json:
         options.json.write_text(json.dumps(found))
 

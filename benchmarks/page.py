@@ -113,16 +113,30 @@ def growth(entry: dict[str, Any]) -> str:
     return "\n\n".join(parts) + f"\n\n{measured(entry)}\n"
 
 
-def cpu(entry: dict[str, Any]) -> str:
-    rows = [
-        [row["name"], *(f"{row[key] * 1e3:.1f} ms" for key in ("shardwise_s", "torch_s")), f"{row['ratio']:.2f}"] for row in entry["rows"]
-    ]
-    return table(["on the CPU, a step", "shardwise", "PyTorch", "times PyTorch's speed"], rows) + f"\n\n{measured(entry)}\n"
+def torch(entry: dict[str, Any]) -> str:
+    names = {"shardwise": "shardwise", "eager": "PyTorch, eager", "compile": "PyTorch, `torch.compile`"}
+    rows = []
+    for row in entry["rows"]:
+        times = "" if row["side"] == "shardwise" else f"{row['shardwise_over_it']:.2f}"
+        rows.append([row["model"], names[row["side"]], f"{row['step_ms']:.1f} ms", times])
+    head = ["model of 16 x 128 bytes a step, width 128", "", "a step", "shardwise takes, times that"]
+    return f"{table(head, rows)}\n\n{measured(entry)}\n"
+
+
+def start(entry: dict[str, Any]) -> str:
+    names = list(entry["first"]["seconds"])
+    rows = []
+    for which in ("first", "second"):
+        seconds = [entry[which]["total"], *(entry[which]["seconds"].get(name, 0.0) for name in names)]
+        rows.append([f"{which} start", *(f"{s:.1f} s" for s in seconds)])
+    return f"{table(['to the end of the first step', 'in all', *names], rows)}\n\n{measured(entry)}\n"
 
 
 SECTIONS = [
     ("GPT-2 124M on one GPU", "gpu", "gpt2", gpt2),
-    ("The same model on the CPU", "cpu", "torch", cpu),
+    ("On the CPU, beside PyTorch", "cpu", "torch", torch),
+    ("Starting: the default recipe on the CPU", "cpu", "start", start),
+    ("Starting: GPT-2 124M on one GPU", "gpu", "start", start),
     ("How it grows", "cpu", "growth", growth),
 ]
 

@@ -13,9 +13,13 @@ RECORDS = Path(__file__).parent / "records"
 PACKAGES = ("shardwise", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "torch", "transformers")
 
 
-def describe(kind: str) -> dict[str, Any]:
-    """When, where and with what; `kind` is "gpu" or "cpu"."""
-    return {"date": time.strftime("%Y-%m-%d"), "hardware": _hardware(kind), "versions": _versions(), "source": _source()}
+def describe(kind: str, torch: str | None = None) -> dict[str, Any]:
+    """When, where and with what; `kind` is "gpu" or "cpu", and `torch` an interpreter that has PyTorch, if this one has not."""
+    versions = _versions()
+    if torch is not None:
+        words = [torch, "-c", "import torch; print(torch.__version__)"]
+        versions["torch"] = subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    return {"date": time.strftime("%Y-%m-%d"), "hardware": _hardware(kind), "versions": versions, "source": _source()}
 
 
 def save(path: Path, name: str, entry: dict[str, Any]) -> None:

@@ -1,0 +1,56 @@
+"""What benchmarks/cpu.py and benchmarks/gpu.py share: parts that run in processes of their own, and one record of what they found."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import RECORDS, describe, save
+
+Part = Callable[[Path, argparse.Namespace], dict[str, Any]]
+
+
+def child(folder: Path, name: str, module: str, *args: object) -> dict[str, Any]:
+    """Runs `python -m module args --json FILE` and reads FILE; what it prints passes through."""
+    path = folder / f"{name}.json"
+    print(f"# {name}", flush=True)
+    subprocess.run([sys.executable, "-m", module, *map(str, args), "--json", str(path)], check=True)
+    return json.loads(path.read_text())
+
+
+def start(folder: Path, *words: str) -> dict[str, Any]:
+    """The same run started twice, each to the end of its first step."""
+    found = []
+    for name in ("first", "second"):
+        command = [sys.executable, "-m", "shardwise.cli", "train", *words, "--steps", "2", "--out", str(folder / name)]
+        subprocess.run(command, check=True, env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache")})
+        found.append(json.loads((folder / name / "starting.jsonl").read_text()))
+    return {"first": found[0], "second": found[1], "ratio": found[1]["total"] / found[0]["total"]}
+
+
+def run_parts(about: str, kind: str, parts: dict[str, Part], ratios: Callable[[dict[str, Any]], list[tuple[str, float, str]]]) -> None:
+    """Runs the parts that are asked for; the others stay as they are in the record. Ends with one table of ratios."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=list(parts), default=list(parts))
+    parser.add_argument("--torch", metavar="PYTHON", help="an interpreter that has PyTorch, if it is another one")
+    parser.add_argument("--record", type=Path, default=RECORDS / f"{kind}.json")
+    options = parser.parse_args()
+    for name in options.parts:
+        began = time.time()
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                found = parts[name](Path(folder), options)
+            except subprocess.CalledProcessError as error:
+                print(f"# {name} failed: {error}", flush=True)
+                continue
+        if found:
+            save(options.record, name, {**found, **describe(kind, options.torch), "seconds": round(time.time() - began)})
+        print(f"# {name}: {time.time() - began:.0f} s", flush=True)
+    for what, ratio, goal in ratios(json.loads(options.record.read_text())):
+        print(f"{ratio:8.3f}  {what} (goal: {goal})")
