@@ -34,6 +34,9 @@ def _count_one(equation: Any) -> float:
     if name.startswith("dot_product_attention_fwd"):  # cuDNN's, opaque to the trace: q is (B, T, H, K), k is (B, S, H, K)
         q, k = (variable.aval.shape for variable in equation.invars[:2])
         return 4.0 * math.prod(q) * k[1]
+    if params.get("name") == "cpu_attention":  # leaves out keys that no query sees; counted like the others, which compute them
+        q, k = (variable.aval.shape for variable in equation.invars[:2])
+        return 4.0 * math.prod(q) * k[1]
     if name == "cond":
         return max(_count(branch.jaxpr) for branch in params["branches"])
     times = params["length"] if name == "scan" else 1

@@ -46,7 +46,7 @@ def causal_attention(q: Array, k: Array, v: Array, segment_ids: Array | None = N
         return tpu_attention(q, k, v, segment_ids)
     if where == "cpu":
         k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
-        return cpu_attention(q, k, v, segment_ids)
+        return jax.jit(cpu_attention)(q, k, v, segment_ids)  # a call that `count_flops` knows by its name
     mask = None if segment_ids is None else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])  # (B, 1, T, T)
     implementation: Any = "cudnn" if where == "gpu" and half else None
     out = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=implementation)
