@@ -19,8 +19,8 @@ def load(name: str) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def table(columns: list[str], rows: list[list[str]]) -> str:
-    lines = [columns, ["---", *["--:"] * (len(columns) - 1)], *rows]
+def table(columns: list[str], rows: list[list[str]], align: str = "--:") -> str:
+    lines = [columns, ["---", *[align] * (len(columns) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -151,6 +151,9 @@ def main() -> None:
     for title, record, name, show in SECTIONS:
         if name in records[record]:
             parts.append(f"## {title}\n\n{show(records[record][name])}")
+    changes = json.loads((RECORDS / "changes.json").read_text())
+    rows = [[c["where"], c["change"], c["predicted"], c["measured"], "kept" if c["kept"] else "not kept"] for c in changes]
+    parts.append(f"## What changes brought\n\n{table(['', 'change', 'predicted', 'measured', ''], rows, '---')}")
     if "gpt2" in records["gpu"]:
         picture(records["gpu"]["gpt2"], DOCS / "performance.png")
     (DOCS / "performance.md").write_text("\n\n".join(parts).rstrip() + "\n")
