@@ -343,7 +343,7 @@ def _train_layout(spec: StateSpec, loss: Loss, batch: Batch, accumulate: int) ->
     scalars = _without_rows(spec, loss, batch)
     if padded != rows:
         what = f"a batch of {rows} rows is not divisible by {unit} ({shards} shards of the batch x accumulate={accumulate})"
-        remedy = f"Use a batch of {max(padded - unit, unit)} or {padded} rows"
+        remedy = f"Use a batch of {' or '.join(map(str, sorted({max(padded - unit, unit), padded})))} rows"
         if scalars:
             names = " and ".join(repr(name) for name in scalars)
             raise ConfigError(

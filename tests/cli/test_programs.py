@@ -7,13 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
+
+from shardwise import programs as programs_module
+from shardwise.programs import use_program_cache
 
 ROOT = Path(__file__).parents[2]
 
 
 def train(folder, out, *words):
-    command = [sys.executable, "-m", "shardwise.cli", "train", ROOT / "recipes/stdlib_gpt.py", "--steps", "2"]
+    command = [sys.executable, "-m", "shardwise.cli", "train", ROOT / "tests/faults/recipe.py", "--steps", "2", "--cpu-devices", "1"]
     ended = subprocess.run(
         [*map(str, command), "--out", str(folder / out), *words],
         env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache")},
@@ -38,10 +42,22 @@ def test_a_second_start_compiles_nothing(tmp_path):
     assert second["total"] == pytest.approx(sum(second["seconds"].values()))
 
 
-def test_programs_that_others_could_have_written_are_not_run(tmp_path):
-    programs = tmp_path / "cache" / "shardwise" / "programs"
+def test_programs_that_others_could_have_written_are_not_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    programs = tmp_path / "shardwise" / "programs"
     programs.mkdir(parents=True)
     programs.chmod(0o777)
-    said, _ = train(tmp_path, "run")
-    assert f"{programs} may be written by others" in said
-    assert not list(programs.iterdir())
+    before = jax.config.jax_compilation_cache_dir
+    assert use_program_cache() == (
+        f"{programs} may be written by others, so no compiled programs are taken from there; chmod 700 it, or remove it"
+    )
+    assert jax.config.jax_compilation_cache_dir == before
+
+
+def test_what_was_not_used_for_longest_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(programs_module, "LIMIT", 250)
+    for age, name in enumerate(("new", "middle", "old")):
+        (tmp_path / name).write_bytes(bytes(100))
+        os.utime(tmp_path / name, (1e9 - age, 1e9))
+    programs_module._prune(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["middle", "new"]

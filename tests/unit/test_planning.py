@@ -60,7 +60,8 @@ def test_memory_by_kind_is_that_of_the_abstract_state_and_of_the_compiler(plan):
 
 
 def test_arithmetic_is_that_of_the_model_shared_among_the_devices(plan):
-    assert plan.flops * 8 == pytest.approx(plan.model_flops, rel=0.01)
+    # On CPUs attention leaves out keys that no query of a part sees.
+    assert plan.flops * 8 == pytest.approx(plan.model_flops, rel=0.03)
     assert plan.items == 16 * 32
 
 
