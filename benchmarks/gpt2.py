@@ -18,14 +18,12 @@ import jax
 import numpy as np
 import optax
 
-from benchmarks.text import batch, stdlib_tokens
+from benchmarks.text import CHUNK, FIRST_RATE, RATE, WARMUP, batch, stdlib_tokens
 from shardwise import Mean, Run, init_state, steps
 from shardwise.models.gpt import GPT, PRESETS, GPTConfig
 from shardwise.models.hf import params_to_hf
 from shardwise.models.loss import chunked_cross_entropy, cross_entropy
 from shardwise.run import prepare
-
-WARMUP, CHUNK = 100, 20  # steps of rising learning rate; steps between two looks at the clock
 
 
 def make_run(config: GPTConfig, rows: int, length: int, chunks: int = 1) -> Run:
@@ -37,7 +35,7 @@ def make_run(config: GPTConfig, rows: int, length: int, chunks: int = 1) -> Run:
             return Mean(cross_entropy(model(inputs), labels))
         return Mean(chunked_cross_entropy(*model.features(inputs), labels.reshape(-1), chunks), labels.size)
 
-    rate = optax.linear_schedule(3e-6, 3e-4, WARMUP)
+    rate = optax.linear_schedule(FIRST_RATE, RATE, WARMUP)
     return Run(
         model=lambda rngs: GPT(config, rngs),
         loss=loss,

@@ -19,9 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.text import batch
-
-WARMUP, CHUNK = 100, 20  # as in benchmarks/gpt2.py
+from benchmarks.text import CHUNK, FIRST_RATE, RATE, WARMUP, batch
 
 
 class Block(nn.Module):
@@ -98,12 +96,12 @@ def measure(model: nn.Module, tokens: np.ndarray, rows: int, length: int, count:
     model = model.to(device)
     compiled = torch.compile(model)
     fused = device == "cuda"
-    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=fused)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=fused)
     wait = torch.cuda.synchronize if fused else lambda: None
 
     def step(n: int) -> torch.Tensor:
         for group in optimizer.param_groups:
-            group["lr"] = 3e-6 + (3e-4 - 3e-6) * min(n / WARMUP, 1)
+            group["lr"] = FIRST_RATE + (RATE - FIRST_RATE) * min(n / WARMUP, 1)
         rows_ = batch(tokens, n, rows, length)
         inputs, labels = (torch.from_numpy(rows_[name]).long().to(device, non_blocking=True) for name in ("inputs", "labels"))
         with torch.autocast(device, dtype=torch.bfloat16):

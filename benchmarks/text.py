@@ -1,6 +1,9 @@
-"""Text for benchmarks, the same for every library: batch n is a function of n alone."""
+"""Text and schedule of benchmarks, the same for every library: batch n is a function of n alone."""
 
 import numpy as np
+
+FIRST_RATE, RATE, WARMUP = 3e-6, 3e-4, 100  # the learning rate rises gently: at a steep one two PyTorch models part by 2 % already
+CHUNK = 20  # steps between two looks at the clock
 
 
 def stdlib_tokens() -> np.ndarray:

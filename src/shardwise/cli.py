@@ -185,7 +185,7 @@ def _train(target: str, args: list[str], options: argparse.Namespace, watch: "Wa
     from shardwise.fitting import fit
     from shardwise.programs import use_program_cache
 
-    if why := use_program_cache():
+    if (why := use_program_cache()) and watch.group.is_first:
         print(f"shardwise: {why}.", file=sys.stderr)
 
     if run.out is None:
