@@ -17,6 +17,7 @@ FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id", "iota",
     "opt-barrier", "add-dependency", "copy-done", "bitcast-convert", "reshape", "domain",
 }  # fmt: skip
+FUSIONS = ("fusion", "fusion-start")  # the second goes on beside what follows, up to its fusion-done
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class Program:
 
     def inner(self, op: Op) -> Iterator[Computation]:
         """What a fusion or a call consists of."""
-        for key in ("calls", "to_apply") if op.opcode in ("fusion", "call", "async-start", "custom-call") else ():
+        for key in ("calls", "to_apply") if op.opcode in (*FUSIONS, "call", "async-start", "custom-call") else ():
             if (name := op.called(key)) is not None and name in self.computations:
                 yield self.computations[name]
 
@@ -190,7 +191,7 @@ class Program:
         return self.kernels.get(_kernel(op), 0.0) * causal
 
     def _bytes(self, computation: Computation, op: Op) -> float:
-        if op.opcode == "fusion":
+        if op.opcode in FUSIONS:
             inner = next(self.inner(op))
             read = 0.0
             for index, operand in enumerate(op.operands):
@@ -287,7 +288,10 @@ def _parse_op(line: str) -> Op | None:
         operands: tuple[str, ...] = (inside[:40],)
     else:
         operands = tuple(re.findall(r"%([\w.\-]+(?:#\d+)?)", inside))
-    return Op(found[2], opcode, tuple(_arrays(shape)), operands, rest[close_at + 1 :], bool(found[1]))
+    arrays = tuple(_arrays(shape))
+    if opcode == "fusion-start":  # its results stand between its operands and a number
+        arrays = arrays[len(operands) : -1]
+    return Op(found[2], opcode, arrays, operands, rest[close_at + 1 :], bool(found[1]))
 
 
 def _matching(text: str, at: int) -> int:

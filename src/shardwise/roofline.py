@@ -135,7 +135,7 @@ def _run(program: Program, computation: Computation, chip: Chip, wires: "_Wires"
 
 def _take(total: Estimate, work: Work, op: Op, chip: Chip) -> None:
     """One instruction, alone on the device."""
-    if chip.clock and op.opcode.endswith("-start"):  # a TPU fetches ahead, beside the arithmetic
+    if op.opcode == "fusion-start" or (chip.clock and op.opcode.endswith("-start")):  # runs beside the arithmetic
         total.bytes += work.bytes
         return
     share = chip.attention if work.kernel or work.attends else chip.products

@@ -139,6 +139,31 @@ def test_a_slice_of_a_large_array_counts_as_the_slice():
     assert layers * 2 * one <= counted(program).bytes <= layers * 6 * one  # far from layers x layers
 
 
+def test_a_fusion_that_runs_beside_others_counts_what_it_moves():
+    """GPUs put a layer's activations into the stack of all layers so."""
+    text = """HloModule m, is_scheduled=true
+
+%put (p: f32[12,64,8], i: s32[], x: f32[64,8]) -> f32[12,64,8] {
+  %p = f32[12,64,8]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %x = f32[64,8]{1,0} parameter(2)
+  %b = f32[1,64,8]{2,1,0} bitcast(%x)
+  %zero = s32[] constant(0)
+  ROOT %u = f32[12,64,8]{2,1,0} dynamic-update-slice(%p, %b, %i, %zero, %zero)
+}
+
+ENTRY %main (stack: f32[12,64,8], at: s32[], x: f32[64,8]) -> f32[12,64,8] {
+  %stack = f32[12,64,8]{2,1,0} parameter(0)
+  %at = s32[] parameter(1)
+  %x = f32[64,8]{1,0} parameter(2)
+  %s = ((f32[12,64,8]{2,1,0}, s32[], f32[64,8]{1,0}), f32[12,64,8]{2,1,0}, u32[]) fusion-start(%stack, %at, %x), kind=kLoop, calls=%put
+  ROOT %d = f32[12,64,8]{2,1,0} fusion-done(%s)
+}
+"""
+    found = counted(parse(text))
+    assert found.bytes == 2 * 64 * 8 * 4 + 4  # one layer read, one written, and the number of the layer
+
+
 def test_a_convolution_in_groups_of_rows_counts_every_product():
     """The gradient of a depthwise convolution, as TPUs write it: the rows of the result are those of one group."""
     text = """HloModule m
