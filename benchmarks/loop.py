@@ -25,18 +25,18 @@ from flax import nnx
 
 from shardwise import Batches, Mean, Run, Tokens, fit, init_state, steps
 from shardwise.bookkeeping import Bookkeeper
-from shardwise.metrics import read_metrics
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.models.loss import cross_entropy
 from shardwise.run import prepare
+from shardwise.step import COMPILER_OPTIONS
 
 
 def loss(model, batch):
     return Mean(cross_entropy(model(batch["inputs"]), batch["labels"]))
 
 
-def gpt(width: int, layers: int, rows: int, length: int, vocab: int = 256, heads: int = 2, dtype: str | None = None):
-    config = GPTConfig(vocab_size=vocab, max_length=length, num_layers=layers, num_heads=heads, width=width)
+def gpt(width: int, layers: int, rows: int, length: int, vocab: int = 256, heads: int = 2, dtype: str | None = None, scan: bool = False):
+    config = GPTConfig(vocab_size=vocab, max_length=length, num_layers=layers, num_heads=heads, width=width, scan_layers=scan)
     tokens = np.random.default_rng(0).integers(0, 256, 200_000)
     return (lambda rngs: GPT(config, rngs)), Batches(Tokens(tokens, length), rows), dtype
 
@@ -45,7 +45,7 @@ CASES = {  # name: model, data and dtype; from a step that is all overhead to on
     "tiny": gpt(width=8, layers=1, rows=2, length=8),
     "small": gpt(width=64, layers=1, rows=16, length=64),
     "medium": gpt(width=128, layers=2, rows=16, length=64),
-    "gpt2": gpt(width=768, layers=12, rows=32, length=1024, vocab=50304, heads=12, dtype="bfloat16"),
+    "gpt2": gpt(width=768, layers=12, rows=32, length=1024, vocab=50304, heads=12, dtype="bfloat16", scan=True),
 }
 
 
@@ -75,7 +75,7 @@ class ByHand:
             updates, opt_state = optimizer.update(grads, opt_state, params)
             return (optax.apply_updates(params, updates), opt_state), value
 
-        self.step = jax.jit(step, donate_argnums=0)
+        self.step = jax.jit(step, donate_argnums=0, compiler_options=COMPILER_OPTIONS.get(jax.default_backend()))
 
     def run(self, count):
         previous = None
@@ -127,12 +127,16 @@ def make_optimizer():
 
 
 def whole_fit(run):
-    """Seconds of a step of `fit()` as it is used: a log, data, and one save among 120 steps; without the first twenty, and
-    without the save at the end."""
-    out = Path(tempfile.mkdtemp())
-    at_end, both = (fit(replace(run, steps=120, out=out / f"every{every}", save_every=every)).seconds["save"] for every in (0, 60))
-    taken = [record["step_s"] for record in read_metrics(out / "every60" / "metrics.jsonl") if record["step"] > 20]
-    return (sum(taken) + both - at_end) / len(taken)
+    """Seconds of a step of `fit()` as it is used, by the times at which it asks for data: a log, and one save among the hundred
+    steps that count."""
+    asked = {}
+
+    def data(n):
+        asked[n] = time.perf_counter()
+        return run.data(n)
+
+    fit(replace(run, data=data, steps=130, out=Path(tempfile.mkdtemp()), save_every=60))
+    return (asked[119] - asked[19]) / 100
 
 
 def timed(loop, count):
