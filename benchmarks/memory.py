@@ -35,7 +35,10 @@ def main() -> None:
             row = {"parameters": count, "state": found.argument_size_in_bytes / count, "temporary": found.temp_size_in_bytes / count}
             row["total"] = row["state"] + row["temporary"] + (found.output_size_in_bytes - found.alias_size_in_bytes) / count
             answer[f"{preset} {dtype}"] = row
-            print(f"{preset:10s} {dtype:8s} {row['state']:6.2f} of state + {row['temporary']:6.2f} beside = {row['total']:6.2f} a parameter", flush=True)
+            print(
+                f"{preset:10s} {dtype:8s} {row['state']:6.2f} of state + {row['temporary']:6.2f} beside = {row['total']:6.2f} a parameter",
+                flush=True,
+            )
     if options.json:
         options.json.write_text(json.dumps(answer) + "\n")
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,8 @@ def run_parts(about: str, kind: str, parts: dict[str, Part], ratios: Callable[[d
         with tempfile.TemporaryDirectory() as folder:
             try:
                 found = parts[name](Path(folder), options)
-            except subprocess.CalledProcessError as error:
-                print(f"# {name} failed: {error}", flush=True)
+            except Exception:
+                traceback.print_exc()  # the other parts still count
                 continue
         if found:
             save(options.record, name, {**found, **describe(kind, options.torch), "seconds": round(time.time() - began)})

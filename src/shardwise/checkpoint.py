@@ -15,12 +15,12 @@ import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 
 from shardwise.errors import CheckpointError, ConfigError, columns
 from shardwise.files import fail_point, file_digest, read_manifest, sync, write_digests, write_manifest, wrong_files
@@ -69,13 +69,18 @@ class Checkpoints:
         self.directory = directory.resolve()
         self.keep = keep or Keep()
         self.group = (group or current_group()).within(f"checkpoints{next(NUMBERS)}")
-        self._orbax = ocp.AsyncCheckpointer(
-            ocp.StandardCheckpointHandler(), async_options=ocp.options.AsyncOptions(barrier_sync_fn=self._meet)
-        )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardwise-save")
         self._pending: Future[None] | None = None
         self._rounds = 0  # of everything that all processes do together
         self._saving = ""  # the name of the save that goes on
+
+    @cached_property
+    def _orbax(self) -> Any:
+        """Imported when the first state is saved or restored: a run that begins need not wait for it."""
+        import orbax.checkpoint as ocp
+
+        options = ocp.options.AsyncOptions(barrier_sync_fn=self._meet)
+        return ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler(), async_options=options)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -112,6 +117,8 @@ class Checkpoints:
 
     def save(self, state: TrainState, metadata: Mapping[str, Any]) -> None:
         """Starts to save; the state may be donated as soon as this returns. Waits for the save before, if it still goes on."""
+        import orbax.checkpoint as ocp
+
         self.wait()
         step, tree = int(state.step), _tree(state)
         self._saving = self._round()
@@ -165,7 +172,8 @@ class Checkpoints:
             self.wait()
         finally:
             self._thread.shutdown()
-            self._orbax.close()
+            if "_orbax" in vars(self):
+                self._orbax.close()
 
     def _commit(self, name: str, step: int, metadata: dict[str, Any], problem: str | None) -> None:
         """In the background: everything that makes a temporary directory a checkpoint. The first process does it, when all are ready."""
@@ -287,6 +295,8 @@ class Checkpoints:
 
     def restore(self, spec: StateSpec, step: int) -> TrainState:
         """The state of a step in the layout of `spec`, whatever mesh it was written on."""
+        import orbax.checkpoint as ocp
+
         self.wait()
         fail_point("restore")
         self.check_fits(spec, step)

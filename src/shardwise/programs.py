@@ -31,7 +31,7 @@ def use_program_cache() -> str | None:
     except OSError as error:
         return f"compiled programs are not kept: {error}"
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # a start compiles several small ones, 20 ms each
     return None
 
 

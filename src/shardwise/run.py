@@ -18,7 +18,6 @@ from shardwise.checkpoint import Keep
 from shardwise.data import Batches, as_batches
 from shardwise.data.batches import is_plain
 from shardwise.errors import ConfigError, ShardwiseError, where
-from shardwise.flops import count_flops
 from shardwise.hardware import find_chip
 from shardwise.initial import InitFrom
 from shardwise.mesh import mesh_text
@@ -26,7 +25,7 @@ from shardwise.module import ModelFactory, describe_model
 from shardwise.optim.read import read_chains, sample_rates
 from shardwise.sharding import Rules
 from shardwise.state import StateSpec, abstract_state
-from shardwise.step import Batch, EvalStep, Loss, TrainStep, as_means, make_eval_step, make_train_step
+from shardwise.step import Batch, EvalStep, Loss, TrainStep, make_eval_step, make_train_step
 from shardwise.tree import any_layer
 
 
@@ -101,10 +100,10 @@ def prepare(run: Run) -> Prepared:
     eval_step = None
     if run.eval_data is not None:
         batch = run.eval_data.example() if is_plain(run.eval_data) else next(run.eval_data.once())
-        eval_step = make_eval_step(spec, run.loss, batch, **options)
+        eval_step = make_eval_step(spec, run.loss, batch, traced=step.traced, **options)
     chip = find_chip(spec.mesh.devices.flat[0].device_kind)
     peak = chip.flops * spec.mesh.size if chip else None
-    return Prepared(spec, batches, step, eval_step, rates, 3 * _forward_flops(run, step), peak)
+    return Prepared(spec, batches, step, eval_step, rates, 3 * step.traced.flops, peak)
 
 
 def describe_state(run: Run) -> StateSpec:
@@ -122,7 +121,7 @@ def describe_run(run: Run, prepared: Prepared) -> dict[str, Any]:
     params = prepared.spec.abstract.params
     fingerprint = getattr(run.data, "fingerprint", None)
     return {
-        "model": describe_model(prepared.spec.module(prepared.spec.abstract)),
+        "model": _describe_model(prepared.spec),
         "data": fingerprint() if fingerprint is not None else "a function or an iterator, whose content is not known",
         "lr": prepared.rates,
         "optimizer": _describe_optimizer(run.optimizer, params),
@@ -134,6 +133,12 @@ def describe_run(run: Run, prepared: Prepared) -> dict[str, Any]:
     }
 
 
+def _describe_model(spec: StateSpec) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    jax.eval_shape(lambda: found.update(describe_model(spec.module(spec.abstract))))  # its random streams would compile programs
+    return found
+
+
 def _describe_optimizer(optimizer: Any, params: Any) -> dict[str, Any]:
     """For each parameter, layers taken together, what it goes through; learning rates are described apart."""
     described: dict[str, set[str]] = {}
@@ -141,18 +146,6 @@ def _describe_optimizer(optimizer: Any, params: Any) -> dict[str, Any]:
         if path:
             described.setdefault(any_layer(path), set()).add(" > ".join(str(part) for part in chain.parts if part.factor is None))
     return {path: " | ".join(sorted(texts)) for path, texts in described.items()}
-
-
-def _forward_flops(run: Run, step: TrainStep) -> float:
-    """Of the loss on one global batch."""
-    spec = step.spec
-
-    def forward(params: Any, other: Any, batch: Batch) -> Any:
-        model = spec.definition.merge(params, other, jax.random.key(0))
-        return as_means(run.loss(model, batch), 1)
-
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((step.layout.rows, *x.shape[1:]), x.dtype), step.batch)
-    return count_flops(forward, spec.abstract.params, spec.abstract.other, shapes)
 
 
 def _environment() -> dict[str, Any]:

@@ -19,9 +19,10 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwise.errors import ConfigError, DataError, ShardwiseError, where
+from shardwise.flops import count_flops
 from shardwise.metrics import Mean
 from shardwise.module import AccessHook
-from shardwise.optim.parts import evaluation_params, live_values, norm, state_changes
+from shardwise.optim.parts import evaluation_params, leaf_changes, live_values, norm
 from shardwise.optim.read import read_chains
 from shardwise.precision import sums_in_float32
 from shardwise.sharding import activations_on, batch_spec, num_batch_shards, put
@@ -101,6 +102,7 @@ class TrainStep:
     # The two halves of the step, each jitted alone and donating nothing: `update(state, *gradients(state, batch))` is the step.
     gradients: Callable[[TrainState, Batch], tuple[Any, dict[str, Mean], Any]]  # gradients, means of the loss, other variables
     update: Callable[[TrainState, Any, dict[str, Mean], Any], tuple[TrainState, dict[str, jax.Array]]]
+    traced: "TracedLoss"
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         return self.function(state, batch)
@@ -133,13 +135,8 @@ def make_train_step(
     compute_dtype: the dtype in which the model sees its parameters, such as "bfloat16"; None leaves them alone.
     norms: also measure updates and parameters, and all three for each group of the optimizer; GPT-2 124M is 1 % slower for it.
     """
-    if changes := state_changes(spec.optimizer, spec.abstract.params):
-        raise ConfigError(
-            "the state of the optimizer changes at an update, so it can be neither compiled once nor saved:\n  "
-            + "\n  ".join(changes[:5])
-            + "\nKeep float32 parameters, or wrap it: shardwise.optim.with_master(optimizer)."
-        )
-    layout = _train_layout(spec, loss, batch, accumulate)
+    traced = _trace_loss(spec, loss, batch)
+    layout = _train_layout(spec, traced, accumulate)
     hooks = access_hooks(spec, compute_dtype)
     optimizer = optax.with_extra_args_support(spec.optimizer)
     groups = {path: chain.groups for path, chain in read_chains(spec.optimizer, spec.abstract.params).items()} if norms else {}
@@ -185,6 +182,12 @@ def make_train_step(
         grad_norm = norm(grads)
         value = means["loss"].value
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params, value=value, grad=grads)
+        if changes := leaf_changes(state.opt_state, opt_state):  # while tracing: before anything is compiled
+            raise ConfigError(
+                "the state of the optimizer changes at an update, so it can be neither compiled once nor saved:\n  "
+                + "\n  ".join(changes[:5])
+                + "\nKeep float32 parameters, or wrap it: shardwise.optim.with_master(optimizer)."
+            )
         params = optax.apply_updates(state.params, updates)
 
         finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)
@@ -216,6 +219,7 @@ def make_train_step(
         layout.abstract(batch),
         gradients=jax.jit(gradients, in_shardings=(stored, batch_sharding), out_shardings=halves),
         update=jax.jit(update, in_shardings=(stored, *halves), out_shardings=(stored, whole)),
+        traced=traced,
     )
 
 
@@ -246,10 +250,11 @@ class EvalStep:
         return self.function(state, layout.place(batch), mask)
 
 
-def make_eval_step(spec: StateSpec, loss: Loss, batch: Batch, *, compute_dtype: Any = None) -> EvalStep:
+def make_eval_step(spec: StateSpec, loss: Loss, batch: Batch, *, compute_dtype: Any = None, traced: "TracedLoss | None" = None) -> EvalStep:
     """Builds the evaluation of `loss` for batches like `batch`, on the average of the weights if the optimizer keeps one.
 
     Random streams, if any are left, are the same each time.
+    traced: what a training step with the same loss has found; for batches of the same shapes the loss is not traced again.
     """
     hooks = access_hooks(spec, compute_dtype)
 
@@ -261,7 +266,9 @@ def make_eval_step(spec: StateSpec, loss: Loss, batch: Batch, *, compute_dtype: 
             return as_means(loss(model, rows), num_rows(rows), mask)
 
     function = jax.jit(step, out_shardings=spec.sharding(PartitionSpec()))
-    return EvalStep(function, spec, pads=not _without_rows(spec, loss, batch))
+    if traced is None or traced.shapes != _shapes(batch):
+        traced = _trace_loss(spec, loss, batch)
+    return EvalStep(function, spec, pads=not traced.scalars)
 
 
 def as_means(output: Any, rows: int, mask: Any = None) -> dict[str, Mean]:
@@ -332,15 +339,15 @@ def _sliced(layout: PartitionSpec, full: tuple[int, ...], shape: tuple[int, ...]
     return PartitionSpec(*(e if a == b else None for e, a, b in zip(entries[lost:], full[lost:], shape, strict=True)))
 
 
-def _train_layout(spec: StateSpec, loss: Loss, batch: Batch, accumulate: int) -> BatchLayout:
+def _train_layout(spec: StateSpec, traced: "TracedLoss", accumulate: int) -> BatchLayout:
     """Checks the batch against the mesh, and decides whether it must and may be padded."""
-    rows = num_rows(batch)
+    rows = num_rows(traced.shapes)
     shards = num_batch_shards(spec.mesh, spec.rules)
     if accumulate < 1 or accumulate > rows:
         raise ConfigError(f"accumulate={accumulate} does not split a batch of {rows} rows; it must be between 1 and {rows}.")
     unit = shards * accumulate
     padded = -(-rows // unit) * unit
-    scalars = _without_rows(spec, loss, batch)
+    scalars = traced.scalars
     if padded != rows:
         what = f"a batch of {rows} rows is not divisible by {unit} ({shards} shards of the batch x accumulate={accumulate})"
         remedy = f"Use a batch of {' or '.join(map(str, sorted({max(padded - unit, unit), padded})))} rows"
@@ -356,25 +363,37 @@ def _train_layout(spec: StateSpec, loss: Loss, batch: Batch, accumulate: int) ->
     return BatchLayout(rows, padded, spec.sharding(batch_spec(spec.mesh, spec.rules)))
 
 
-def _without_rows(spec: StateSpec, loss: Loss, batch: Batch) -> list[str]:
-    """The names, "loss" or a metric's, that come without an entry for each row; found by tracing, before anything is compiled."""
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, _device_dtype(x)), batch)
+@dataclass(frozen=True)
+class TracedLoss:
+    """What a trace tells of a loss, before anything is compiled."""
+
+    shapes: Batch  # of the batch that it was traced for
+    scalars: tuple[str, ...]  # the names, "loss" or a metric's, that come without an entry for each row
+    flops: float  # of a forward pass
+
+
+def _trace_loss(spec: StateSpec, loss: Loss, batch: Batch) -> TracedLoss:
+    shapes = _shapes(batch)
     rows = num_rows(batch)
     found: list[list[str]] = []
 
-    def trace(params: Any, other: Any, batch: Batch, key: jax.Array) -> Any:
+    def forward(params: Any, other: Any, batch: Batch, key: jax.Array) -> Any:
         output = loss(spec.definition.merge(params, other, key), batch)
-        as_means(output, rows)  # raises for what is no loss
+        means = as_means(output, rows)  # raises for what is no loss
         found.append([name for name, value in _named(output).items() if not (isinstance(value, Mean) and value.has_rows(rows))])
-        return ()
+        return means
 
     try:
-        jax.eval_shape(trace, spec.abstract.params, spec.abstract.other, shapes, jax.random.key(0))
+        flops = count_flops(forward, spec.abstract.params, spec.abstract.other, shapes, jax.random.key(0))
     except ShardwiseError:
         raise
     except Exception as error:
         raise ConfigError(f"the loss cannot be computed for a batch of {_show_batch(batch)}: {where(error)}") from error
-    return found[-1]
+    return TracedLoss(shapes, tuple(found[-1]), flops)
+
+
+def _shapes(batch: Batch) -> Batch:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, _device_dtype(x)), batch)
 
 
 def _show_batch(batch: Batch) -> str:

@@ -1,5 +1,6 @@
 """Sources: anything with a length that gives the rows of a list of indices as arrays."""
 
+import os
 import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -113,7 +114,11 @@ def stdlib_bytes(held_out_every: int = 20, max_bytes: int = 2**24) -> tuple[np.n
     Every `held_out_every`th file is held out, so no held-out text stands next to a training window.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(path for path in root.rglob("*.py") if not {"site-packages", "dist-packages", "test", "tests"} & set(path.parts))
+    files: list[Path] = []
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if name not in ("site-packages", "dist-packages", "test", "tests")]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    files.sort()
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     total = 0
     for number, path in enumerate(files):

@@ -8,11 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from shardwise.models.attention import platform
-from shardwise.models.kernels import by_rows, interpret
+from shardwise.models.kernels import by_rows, interpret, pl, triton
 
 Array = jax.Array
 ROOT = 0.7978845608028654  # of 2 / pi

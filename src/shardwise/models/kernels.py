@@ -4,6 +4,7 @@ XLA knows nothing of what a kernel does and would run all of it on every device.
 it may be cut: arrays that share the dim n are cut along it alike, and results without it are summed over the devices.
 """
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,19 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 Array = jax.Array
+
+
+class _Late:
+    """A module that is imported when something of it is used: Pallas takes 0.15 s of every start, and only GPUs need it."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(importlib.import_module(self._name), attribute)
+
+
+pl, triton = _Late("jax.experimental.pallas"), _Late("jax.experimental.pallas.triton")
 
 
 def by_rows(local: Callable[..., Any], rule: str, whole: str = "") -> Callable[..., Any]:

@@ -10,11 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from shardwise.models.attention import TENSOR, platform
-from shardwise.models.kernels import by_rows, interpret
+from shardwise.models.kernels import by_rows, interpret, pl, triton
 
 Array = jax.Array
 COLUMNS = 4096  # of the logits that a program looks at at once

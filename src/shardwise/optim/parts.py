@@ -89,7 +89,12 @@ def state_changes(tx: optax.GradientTransformation, params: Any) -> list[str]:
     update = optax.with_extra_args_support(tx).update
     before = jax.eval_shape(tx.init, params)
     once = lambda params, state: update(params, state, params, value=jnp.float32(1), grad=params)[1]  # noqa: E731
-    old, new = named_leaves(before), named_leaves(jax.eval_shape(once, params, before))
+    return leaf_changes(before, jax.eval_shape(once, params, before))
+
+
+def leaf_changes(before: Any, after: Any) -> list[str]:
+    """Leaves whose shape or dtype is another, or that are there in one of the trees only."""
+    old, new = named_leaves(before), named_leaves(after)
     changed = [path for path in old if path not in new or (old[path].shape, old[path].dtype) != (new[path].shape, new[path].dtype)]
     return [f"{path}: {old[path].dtype} becomes {new[path].dtype if path in new else 'nothing'}" for path in changed] + [
         f"{path}: is new" for path in new if path not in old

@@ -96,7 +96,8 @@ def sample_rates(tx: Any, params: Any, steps: np.ndarray) -> dict[str, dict[str,
 def evaluate(schedule: Schedule, steps: np.ndarray) -> np.ndarray:
     """The values of a schedule at all of these steps, also of one that takes one step at a time."""
     try:
-        values = np.asarray(jax.vmap(lambda n: jnp.asarray(schedule(n), jnp.float32))(jnp.asarray(steps)))
+        at_all = jax.jit(jax.vmap(lambda n: jnp.asarray(schedule(n), jnp.float32)))  # one program, where each operation would be one
+        values = np.asarray(at_all(steps))
     except Exception:  # whatever a schedule written by hand may raise for an array
         values = np.asarray([float(schedule(int(n))) for n in steps])
     return values
