@@ -14,6 +14,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -116,9 +117,10 @@ class Checkpoints:
     # Saving
 
     def save(self, state: TrainState, metadata: Mapping[str, Any]) -> None:
-        """Starts to save; the state may be donated as soon as this returns. Waits for the save before, if it still goes on."""
-        import orbax.checkpoint as ocp
+        """Starts to save; the state may be donated as soon as this returns. Waits for the save before, if it still goes on.
 
+        Where the devices have room for it, they copy the state, and the copy goes to the host while training goes on.
+        """
         self.wait()
         step, tree = int(state.step), _tree(state)
         self._saving = self._round()
@@ -127,14 +129,26 @@ class Checkpoints:
         problem = self._begin(step, temporary, size) if self.group.is_first else None
         if problem := self.group.share(f"{self._saving}/begin", problem):
             raise CheckpointError(problem)
+        copies: list[Any] = []
+        if all(self.group.union(f"{self._saving}/room", _has_room(tree))):
+            with suppress(jax.errors.JaxRuntimeError):  # room that is not in one piece
+                copies = [_copied(tree)]
+        if not copies:
+            problem = self._hand_over(step, tree)
+            if problem is not None and self.group.count == 1:
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise CheckpointError(f"{self.path(step)} could not be saved: {problem}")
+        self._pending = self._thread.submit(self._commit, self._saving, step, dict(metadata), copies, problem)
+
+    def _hand_over(self, step: int, tree: Any) -> str | None:
+        """Returns when Orbax has all arrays on the host, with what went wrong."""
+        import orbax.checkpoint as ocp
+
         try:
-            self._orbax.save(temporary / "state", args=ocp.args.StandardSave(tree))
+            self._orbax.save(self.path(step).with_suffix(".tmp") / "state", args=ocp.args.StandardSave(tree))
         except Exception as error:
-            problem = self._told(error)
-        if problem is not None and self.group.count == 1:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise CheckpointError(f"{self.path(step)} could not be saved: {problem}")
-        self._pending = self._thread.submit(self._commit, self._saving, step, dict(metadata), problem)
+            return self._told(error)
+        return None
 
     def _begin(self, step: int, temporary: Path, size: int) -> str | None:
         """Makes room for a save; why that is not possible, or None."""
@@ -175,10 +189,12 @@ class Checkpoints:
             if "_orbax" in vars(self):
                 self._orbax.close()
 
-    def _commit(self, name: str, step: int, metadata: dict[str, Any], problem: str | None) -> None:
+    def _commit(self, name: str, step: int, metadata: dict[str, Any], copies: list[Any], problem: str | None) -> None:
         """In the background: everything that makes a temporary directory a checkpoint. The first process does it, when all are ready."""
         temporary = self.path(step).with_suffix(".tmp")
         digests: dict[str, str] = {}
+        if copies:
+            problem = self._hand_over(step, copies.pop())  # which frees the memory of the devices
         try:
             fail_point("checkpoint.arrays")
             if problem is None:
@@ -328,6 +344,24 @@ def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[tup
 
     rows = [(path, show(saved.get(path)), show(wanted.get(path))) for path in sorted(saved.keys() | wanted.keys())]
     return [row for row in rows if row[1] != row[2]]
+
+
+def _has_room(tree: Any) -> bool:
+    """Whether a copy of the arrays fits beside the most that the devices of this process ever held. CPUs do not tell."""
+    needed: dict[jax.Device, int] = {}
+    for leaf in jax.tree.leaves(tree):
+        for shard in leaf.addressable_shards:
+            needed[shard.device] = needed.get(shard.device, 0) + shard.data.nbytes
+    for device, size in needed.items():
+        stats = device.memory_stats() or {}
+        if stats.get("bytes_limit", 0) - stats.get("peak_bytes_in_use", 0) < size:
+            return False
+    return True
+
+
+@jax.jit
+def _copied(tree: Any) -> Any:
+    return jax.tree.map(jnp.copy, tree)
 
 
 def _tree(state: TrainState) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardwise import Checkpoints, Rules, abstract_state, init_state, make_mesh
+from shardwise import Checkpoints, Rules, abstract_state, checkpoint, init_state, make_mesh
 from shardwise.checkpoint import Keep
 from shardwise.errors import CheckpointError
 from shardwise.tree import named_leaves
@@ -50,6 +50,39 @@ def test_it_restores_to_the_bit_onto_any_mesh(saved, mesh, devices):
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == spec.shardings
     for name, leaf in named_leaves(state).items():
         assert np.asarray(leaf).tobytes() == leaves[name].tobytes(), name
+
+
+def test_a_copy_on_the_devices_is_saved_while_training_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_has_room", lambda tree: True)  # CPUs never say so
+    spec = spec_for("data=2,fsdp=4")
+    state = init_state(spec, 5)
+    leaves = {name: np.array(leaf) for name, leaf in named_leaves(state).items()}
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(state, {})
+        for leaf in jax.tree.leaves(state):
+            leaf.delete()  # what a step does that takes the state over
+        checkpoints.wait()
+        restored = checkpoints.restore(spec, 0)
+    for name, leaf in named_leaves(restored).items():
+        assert np.asarray(leaf).tobytes() == leaves[name].tobytes(), name
+
+
+class Chip:
+    """A device with memory of its own."""
+
+    def __init__(self, limit, peak):
+        self.memory_stats = lambda: {"bytes_limit": limit, "peak_bytes_in_use": peak}
+
+    def hold(self, size):
+        return SimpleNamespace(addressable_shards=[SimpleNamespace(device=self, data=SimpleNamespace(nbytes=size))])
+
+
+def test_room_is_what_was_never_in_use():
+    roomy, full = Chip(100, 60), Chip(100, 99)
+    assert checkpoint._has_room([roomy.hold(30), roomy.hold(10)])
+    assert not checkpoint._has_room([roomy.hold(30), roomy.hold(11)])
+    assert not checkpoint._has_room([roomy.hold(30), full.hold(2)])
+    assert not checkpoint._has_room({"x": jnp.ones(3)})  # on a CPU
 
 
 def test_plain_orbax_reads_it(saved):
