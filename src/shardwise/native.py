@@ -8,7 +8,12 @@ import os
 import re
 import sys
 import threading
+from typing import Any
 
+COMPILED = "/backend_compile_duration"  # the end of the event that JAX records after a compilation
+PIECE, HEADER = 16 << 10, 32  # bytes that fill a gap, and at most between two of them that lie side by side
+ROW = 64  # pieces side by side: 1 MiB is no gap
+MAX_PIECES = 1 << 15
 NOISE = re.compile(
     rb"^$|.*(is connected to|peer ranks\. Expected number of connected)|^(\[Gloo\] Rank )+$"  # gloo's threads write into each other's lines
     rb"|^[WE]\d{4} .*(coordination_service|recoverable task)"  # what becomes of processes is told by shardwise
@@ -43,13 +48,45 @@ def keep_freed_memory() -> None:
 
     XLA takes the temporaries of a step in one piece and gives it back at its end. glibc takes large pieces from the system each time,
     and every page that is touched for the first time costs as much as computing on it: a fifth of a step of the default recipe.
+    All threads then share what a compilation has left in pieces, which is why its gaps are filled.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it
-    if mallopt is not None:
-        m_arena_max, m_mmap_max, m_trim_threshold = -8, -4, -1
-        mallopt(m_arena_max, 1)  # other arenas hold no more than 64 MiB
-        mallopt(m_mmap_max, 0)
-        mallopt(m_trim_threshold, -1)
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):  # glibc has it
+        return
+    m_arena_max, m_mmap_max, m_trim_threshold = -8, -4, -1
+    libc.mallopt(m_arena_max, 1)  # other arenas hold no more than 64 MiB
+    libc.mallopt(m_mmap_max, 0)
+    libc.mallopt(m_trim_threshold, -1)
+    from jax import monitoring
+
+    gaps = Gaps(libc)
+    monitoring.register_event_duration_secs_listener(lambda event, *_, **__: gaps.fill() if event.endswith(COMPILED) else None)
+
+
+class Gaps:
+    """Holds the free memory that lies between pieces in use, so that a search for some never passes it.
+
+    A compilation leaves thousands of such gaps. XLA's products ask for 2,000 buffers a step of the default recipe, and glibc looks
+    for each in a sorted list of them: a twelfth of the step.
+    """
+
+    def __init__(self, libc: Any):
+        self.malloc, self.free = libc.malloc, libc.free
+        self.malloc.restype, self.malloc.argtypes, self.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+        self.held: list[int] = []
+        self.lock = threading.Lock()
+
+    def fill(self) -> None:
+        """glibc gives the smallest gaps first. Where many pieces in a row lie side by side, there is no gap any more."""
+        with self.lock:
+            while self.held:
+                self.free(self.held.pop())
+            row = 0
+            while row < ROW and len(self.held) < MAX_PIECES and (at := self.malloc(PIECE)):
+                row = row + 1 if self.held and 0 < at - self.held[-1] <= PIECE + HEADER else 1
+                self.held.append(at)
+            for _ in range(row):
+                self.free(self.held.pop())
 
 
 def has_accelerator() -> bool:

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import make_mesh
-from shardwise.models.norm import ResidualNorm, fused_layer_norm, plain_layer_norm
+from shardwise.models.norm import ResidualNorm, cpu_layer_norm, fused_layer_norm, plain_layer_norm
 
 
 def flax_layer_norm(x, scale, bias, epsilon):
@@ -36,7 +36,7 @@ def inputs(rows, width, seed=0):
     return x, rng.normal(1, 0.1, width).astype("f4"), rng.normal(0, 0.1, width).astype("f4")
 
 
-@pytest.mark.parametrize("norm", [fused_layer_norm, plain_layer_norm])
+@pytest.mark.parametrize("norm", [fused_layer_norm, cpu_layer_norm, plain_layer_norm])
 @settings(max_examples=8)
 @given(rows=st.integers(1, 70), width=st.sampled_from([2, 8, 96, 130]), seed=st.integers(0, 2**31))
 def test_equal_to_flax_for_any_shape(norm, rows, width, seed):
@@ -62,7 +62,7 @@ def test_each_device_normalizes_its_own_rows():
 def test_bfloat16_is_rounded_once():
     x, scale, bias = (jnp.asarray(a, jnp.bfloat16) for a in inputs(40, 96))
     exact = plain_layer_norm(*(a.astype(jnp.float32) for a in (x, scale, bias)), 1e-5)[1].astype(jnp.bfloat16)
-    for norm in (fused_layer_norm, plain_layer_norm):
+    for norm in (fused_layer_norm, cpu_layer_norm, plain_layer_norm):
         normal = norm(x, scale, bias, 1e-5)[1]
         assert normal.dtype == jnp.bfloat16
         assert (normal == exact).mean() > 0.99
