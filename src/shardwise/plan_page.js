@@ -1,54 +1,7 @@
 "use strict";
-(() => {
-  const $ = (selector, within = document) => within.querySelector(selector);
-  const all = (selector, within = document) => [...within.querySelectorAll(selector)];
-  const unhide = (element) => { if (element) element.hidden = false; };
-
-  // The command
-  const copy = $("#copy");
-  unhide(copy);
-  copy.addEventListener("click", async () => {
-    const code = $("#command");
-    try {
-      await navigator.clipboard.writeText(code.textContent);
-      copy.textContent = "Copied";
-    } catch {
-      getSelection().selectAllChildren(code);
-      copy.textContent = document.execCommand("copy") ? "Copied" : "Selected";
-    }
-    setTimeout(() => { copy.textContent = "Copy"; }, 2000);
-  });
-
-  // Sorting by a click on the head of a column; rows of totals stay last
-  for (const table of all("table")) {
-    const body = table.tBodies[0];
-    all("th", table).forEach((head, column) => {
-      const number = body.rows[0]?.cells[column]?.matches(".num");
-      if (number) head.classList.add("num");
-      const button = document.createElement("button");
-      button.type = "button";
-      button.textContent = head.textContent;
-      head.replaceChildren(button);
-      button.addEventListener("click", () => {
-        const now = head.ariaSort;
-        const rising = now ? now === "descending" : !number;
-        all("th", table).forEach((other) => { other.ariaSort = null; });
-        head.ariaSort = rising ? "ascending" : "descending";
-        const key = (row) => number ? row.cells[column].dataset.key : row.cells[column].textContent;
-        const compare = (a, b) => {
-          const [x, y] = [key(a), key(b)];
-          if (!number) return (rising ? 1 : -1) * x.localeCompare(y, undefined, { numeric: true });
-          if (x === "" || y === "") return (x === "") - (y === "");
-          return (rising ? 1 : -1) * (x - y);
-        };
-        const rows = [...body.rows];
-        const total = rows.filter((row) => row.matches(".total"));
-        body.append(...rows.filter((row) => !row.matches(".total")).sort(compare), ...total);
-      });
-    });
-  }
-
-  // Choosing a parameter
+// How parameters are cut: choosing one
+enhancers.push((root) => {
+  if (!$("#leaves", root)) return;
   const mesh = $("#mesh");
   const rows = all("#leaves tbody tr");
   const sizes = mesh && mesh.dataset.sizes ? mesh.dataset.sizes.split(",").map(Number) : [];
@@ -105,7 +58,7 @@
     pictures.addEventListener("pointerleave", mark);
   }
 
-  // Filters
+  // The filter
   const find = $("#find");
   if (find) {
     unhide(find.parentElement);
@@ -118,8 +71,11 @@
       $("#found").textContent = words.length ? `${list.length} of ${rows.length}` : "";
     });
   }
+});
 
-  const statuses = $("#statuses");
+// The ranking
+enhancers.push((root) => {
+  const statuses = $("#statuses", root);
   if (statuses) {
     unhide(statuses);
     statuses.addEventListener("change", () => {
@@ -130,4 +86,4 @@
       $("#ranked").textContent = list.length < candidates.length ? `${list.length} of ${candidates.length}` : "";
     });
   }
-})();
+});

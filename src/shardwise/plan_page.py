@@ -4,18 +4,14 @@ The page is a single file that asks nothing of any network. All of it can be rea
 choosing, sorting and filtering. Whatever comes from a plan passes through `escape`, and none of it into the script.
 """
 
-import base64
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from shardwise.plan_picture import Point, escape, grid, scatter
-from shardwise.report import show_count, show_seconds
-from shardwise.sharding import show_bytes
-from shardwise.tree import any_layer
+from shardwise.page import Cell, Part, bar, code, command_box, escape, facts, page, row, stacked, swatch, table, tile
+from shardwise.plan_picture import Point, grid, scatter
+from shardwise.shown import NONE, TIMES, any_layer, show_bytes, show_count, show_share, show_short_time
 
 MEMORY_KINDS = {
     "parameters": "the weights, as they are stored",
@@ -52,47 +48,17 @@ STATUSES = ("compiled", "not compiled", "too large", "pruned", "refused")
 MOST_CANDIDATES = 400
 UNKNOWN = "this hardware's speed is not known"
 CHOSEN = '<b class="chosen-mark">chosen</b> '
-NONE = "\N{EN DASH}"
-TIMES = "\N{MULTIPLICATION SIGN}"
-
-Cell = str | tuple[float | None, str]  # markup, or a number to sort by and its markup
 
 
 def plan_page(plan: dict[str, Any], candidates: list[dict[str, Any]], title: str, command: str) -> str:
     """The page for `Plan.as_json()`; `candidates` is the ranking, best first, empty where nothing was compared."""
-    style, script = (Path(__file__).with_name(f"plan_page.{ending}").read_text(encoding="utf-8") for ending in ("css", "js"))
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    sections = {"Answer": _answer(plan), "Memory": _memory(plan), "Layout": _layout(plan), "Time": _time(plan)}
+    sections = {"Answer": _answer(plan), "Memory": memory_section(plan), "Layout": layout_section(plan), "Time": _time(plan)}
     sections["Ranking"] = _ranking(plan, candidates)
-    links = "".join(f'<a href="#{name.lower()}">{name}</a>' for name, section in sections.items() if section)
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="referrer" content="no-referrer">
-<meta name="color-scheme" content="light dark">
-<title>{escape(title)}</title>
-<style>{style}</style>
-</head>
-<body>
-<header>
-<p class="kind">Plan of a run</p>
-<h1>{escape(title)}</h1>
-<div class="command"><code id="command">{escape(command)}</code><button type="button" id="copy" hidden>Copy</button></div>
-<nav aria-label="Sections">{links}</nav>
-</header>
-<main>
-{"".join(sections.values())}
-</main>
-<footer>Compiled in {_time_text(plan["compile_seconds"])} with {show_bytes(plan["compile_memory"])} of this machine's memory.
-Nothing was allocated on any device.</footer>
-<script>{script}</script>
-</body>
-</html>
-"""
+    footer = (
+        f"Compiled in {show_short_time(plan['compile_seconds'])} with {show_bytes(plan['compile_memory'])} of this machine's memory.\n"
+        "Nothing was allocated on any device."
+    )
+    return page(title, "Plan of a run", command_box(command), sections, footer, ["page", "plan_page"])
 
 
 # The answer
@@ -105,29 +71,33 @@ def _answer(plan: dict[str, Any]) -> str:
         verdict, more = "Memory limit not known", f"{show_bytes(peak)} per device"
     elif plan["fits"]:
         verdict = "Fits, tightly" if peak > 0.95 * limit else "Fits"
-        more = f"{show_bytes(peak)} of {show_bytes(limit)} per device ({_share(peak, limit)}); {show_bytes(limit - peak)} are left"
+        more = f"{show_bytes(peak)} of {show_bytes(limit)} per device ({show_share(peak, limit)}); {show_bytes(limit - peak)} are left"
     else:
         verdict = "Does not fit"
-        more = f"{show_bytes(peak)} of {show_bytes(limit)} per device ({_share(peak, limit)}); {show_bytes(peak - limit)} too much"
+        more = f"{show_bytes(peak)} of {show_bytes(limit)} per device ({show_share(peak, limit)}); {show_bytes(peak - limit)} too much"
     state = "unknown" if not limited else "good" if plan["fits"] else "bad"
     sign = {"good": "✓", "bad": "✗", "unknown": "?"}[state]
     chips = f"{plan['num_devices']} {TIMES} {escape(plan['chip'])}"
     tiles = [
-        _tile(
-            "Peak memory per device", show_bytes(peak), f"{_share(peak, limit)} of {show_bytes(limit)}" if limited else "limit not known"
+        tile(
+            "Peak memory per device",
+            show_bytes(peak),
+            f"{show_share(peak, limit)} of {show_bytes(limit)}" if limited else "limit not known",
         ),
-        _tile("Step time", f"≈ {_time_text(times['total'])}", f"bound by {_bound(times['bound'])}")
+        tile("Step time", f"≈ {show_short_time(times['total'])}", f"bound by {_bound(times['bound'])}")
         if times
-        else _tile("Step time", NONE, UNKNOWN),
-        _tile(
+        else tile("Step time", NONE, UNKNOWN),
+        tile(
             "Throughput",
             f"≈ {show_count(plan['items_per_second'])} <small>{escape(plan['unit'])}/s</small>" if times else NONE,
             f"{plan['items']:,} {escape(plan['unit'])} a step",
         ),
-        _tile("MFU", f"≈ {_share(plan['mfu'], 1.0)}" if plan["mfu"] is not None else NONE, "of the peak, without what is computed twice"),
-        _tile("Chips", chips, f"target {escape(plan['target'])}"),
+        tile(
+            "MFU", f"≈ {show_share(plan['mfu'], 1.0)}" if plan["mfu"] is not None else NONE, "of the peak, without what is computed twice"
+        ),
+        tile("Chips", chips, f"target {escape(plan['target'])}"),
     ]
-    facts = {
+    known = {
         "mesh": escape(_mesh_text(plan["mesh"])),
         "options": escape(_options_text(plan["options"])),
         "batch": escape(", ".join(f"{name} {_shape(shape)}" for name, shape in plan["batch"].items())),
@@ -149,57 +119,40 @@ def _answer(plan: dict[str, Any]) -> str:
 <div class="tiles">{"".join(tiles)}</div>
 <p class="note">≈ marks an estimate by a model of the hardware. Memory is what the compiler has laid out.</p>
 <div class="note">{unknown}</div>
-<div class="columns"><div><h3>The run</h3>{_facts(facts)}</div><div><h3>Where the figures come from</h3>{_facts(sources)}</div></div>
+<div class="columns"><div><h3>The run</h3>{facts(known)}</div><div><h3>Where the figures come from</h3>{facts(sources)}</div></div>
 </section>
 """
-
-
-def _tile(label: str, value: str, note: str) -> str:
-    return f'<div class="tile"><h3>{label}</h3><p class="value">{value}</p><p>{note}</p></div>'
-
-
-def _facts(facts: Mapping[str, str]) -> str:
-    return f"<dl>{''.join(f'<dt>{name}</dt><dd>{value}</dd>' for name, value in facts.items())}</dl>"
 
 
 # Memory and time, as bars
 
 
-@dataclass(frozen=True)
-class Part:
-    label: str
-    value: float
-    shown: str
-    note: str
-    colour: str  # a class of plan_page.css: k0 to k7
-
-
-def _memory(plan: dict[str, Any]) -> str:
+def memory_section(plan: dict[str, Any]) -> str:
     memory, peak, limit = plan["memory"], plan["peak"], plan["limit"]
     parts = [Part(kind, memory[kind], show_bytes(memory[kind]), note, f"k{i}") for i, (kind, note) in enumerate(MEMORY_KINDS.items())]
     limited = 0 < limit < math.inf
     bars = ""
     if limited:
-        bars = f'<p class="bar-title">Against the limit of {show_bytes(limit)}</p>' + _stacked(parts, max(peak, limit), limit)
+        bars = f'<p class="bar-title">Against the limit of {show_bytes(limit)}</p>' + stacked(parts, max(peak, limit), limit)
     if not limited or peak < 0.6 * limit:
-        bars += f'<p class="bar-title">The peak of {show_bytes(peak)}, enlarged</p>' + _stacked(parts, peak)
+        bars += f'<p class="bar-title">The peak of {show_bytes(peak)}, enlarged</p>' + stacked(parts, peak)
     head = ["kind", "per device", "of the peak", *(["of the limit"] if limited else [])]
-    values = [(_swatch(part), part.value) for part in parts] + [("peak", peak)]
+    values = [(swatch(part), part.value) for part in parts] + [("peak", peak)]
     rows: list[list[Cell]] = [
-        [name, (value, show_bytes(value)), (value, _share(value, peak)), *([(value, _share(value, limit))] if limited else [])]
+        [name, (value, show_bytes(value)), (value, show_share(value, peak)), *([(value, show_share(value, limit))] if limited else [])]
         for name, value in values
     ]
     buffers = plan["buffers"]
     most = max((b["bytes"] for b in buffers), default=1.0)
-    largest = _table(
+    largest = table(
         "The largest buffers among the temporaries",
         ["made by", "shape", "bytes"],
-        [_row([_code(b["name"]), _code(b["shape"]), (b["bytes"], _bar(b["bytes"], most, show_bytes(b["bytes"])))]) for b in buffers],
+        [row([code(b["name"]), code(b["shape"]), (b["bytes"], bar(b["bytes"], most, show_bytes(b["bytes"])))]) for b in buffers],
     )
     return f"""<section id="memory" aria-labelledby="memory-title">
 <h2 id="memory-title">Memory of one device</h2>
 {bars}
-{_table("Memory by kind", head, [*map(_row, rows[:-1]), _row(rows[-1], 'class="total"')])}
+{table("Memory by kind", head, [*map(row, rows[:-1]), row(rows[-1], 'class="total"')])}
 {f"<h3>Largest buffers among the temporaries</h3>{largest}" if buffers else ""}
 </section>
 """
@@ -216,64 +169,41 @@ def _time(plan: dict[str, Any]) -> str:
             **{f"network on {axes}": (s, f"waiting for exchanges along {axes}") for axes, s in times["network"].items()},
         }
         parts = [
-            Part(name, value, f"≈ {_time_text(value)}", note, f"k{(i + 5) % 8}") for i, (name, (value, note)) in enumerate(seconds.items())
+            Part(name, value, f"≈ {show_short_time(value)}", note, f"k{(i + 5) % 8}")
+            for i, (name, (value, note)) in enumerate(seconds.items())
         ]
-        values = [(_swatch(part), part.value) for part in parts] + [("step", times["total"])]
+        values = [(swatch(part), part.value) for part in parts] + [("step", times["total"])]
         rows: list[list[Cell]] = [
-            [name, (value, f"≈ {_time_text(value)}"), (value, _share(value, times["total"]))] for name, value in values
+            [name, (value, f"≈ {show_short_time(value)}"), (value, show_share(value, times["total"]))] for name, value in values
         ]
-        body = f"""<p class="bar-title">A step of ≈ {_time_text(times["total"])}, bound by {_bound(times["bound"])}</p>
-{_stacked(parts, times["total"])}
-{_table("Parts of a step", ["part", "time", "share"], [*map(_row, rows[:-1]), _row(rows[-1], 'class="total"')])}"""
+        body = f"""<p class="bar-title">A step of ≈ {show_short_time(times["total"])}, bound by {_bound(times["bound"])}</p>
+{stacked(parts, times["total"])}
+{table("Parts of a step", ["part", "time", "share"], [*map(row, rows[:-1]), row(rows[-1], 'class="total"')])}"""
     head = ["exchange", "along", "over", "count", "bytes", "takes", "of it waited for"]
     exchanges = [
-        _row(
+        row(
             [
                 escape(t["kind"]),
-                _code(t["axes"]),
+                code(t["axes"]),
                 escape(t["link"]),
                 (t["count"], f"{t['count']:,}"),
                 (t["bytes"], show_bytes(t["bytes"])),
-                (t["seconds"], f"≈ {_time_text(t['seconds'])}" if times else NONE),
-                (t["waited"], f"≈ {_time_text(t['waited'])}" if times else NONE),
+                (t["seconds"], f"≈ {show_short_time(t['seconds'])}" if times else NONE),
+                (t["waited"], f"≈ {show_short_time(t['waited'])}" if times else NONE),
             ]
         )
         for t in plan["traffic"]
     ]
-    table = _table("Exchanges between devices in one step", head, exchanges) if exchanges else "<p>The devices exchange nothing.</p>"
+    exchanged = table("Exchanges between devices in one step", head, exchanges) if exchanges else "<p>The devices exchange nothing.</p>"
     return f"""<section id="time" aria-labelledby="time-title">
 <h2 id="time-title">Where the time goes</h2>
 {body}
 <h3>Exchanges between devices in one step</h3>
 <p class="note">Counts and bytes are the compiler's: whole arrays, as one device has them before or after.
 What runs beside arithmetic is not waited for.</p>
-{table}
+{exchanged}
 </section>
 """
-
-
-def _stacked(parts: Sequence[Part], whole: float, limit: float | None = None) -> str:
-    """A bar of all parts; with `limit`, a line where that is reached."""
-    whole = whole or 1.0
-    said = ", ".join(f"{part.label} {part.shown}" for part in parts)
-    pieces = "".join(
-        f'<span class="{part.colour}" style="width:{100 * part.value / whole:.3f}%">'
-        f"<b>{escape(part.label)}</b> <em>{part.shown}</em></span>"
-        for part in parts
-        if part.value > 0
-    )
-    line = f'<i class="limit" style="left:{100 * limit / whole:.3f}%"><b>limit</b></i>' if limit is not None else ""
-    return f'<div class="stacked{" limited" if line else ""}" role="img" aria-label="{escape(said)}">{pieces}{line}</div>'
-
-
-def _swatch(part: Part) -> str:
-    square = f'<span class="swatch {part.colour}" aria-hidden="true"></span>'
-    return f'<span class="named">{square}{escape(part.label)}</span><small>{escape(part.note)}</small>'
-
-
-def _bar(value: float, most: float, shown: str) -> str:
-    width = 100 * min(1.0, value / (most or 1.0))
-    return f'<span class="bar"><span style="width:{width:.1f}%"></span></span><span class="beside">{shown}</span>'
 
 
 # How parameters are cut
@@ -292,7 +222,7 @@ class Group:
         return self.paths[0] if len(self.paths) == 1 else any_layer(self.paths[0])
 
 
-def _layout(plan: dict[str, Any]) -> str:
+def layout_section(plan: dict[str, Any]) -> str:
     mesh = {name: size for name, size in plan["mesh"].items() if size > 1}
     groups = sorted(_group(plan["leaves"], list(mesh)), key=lambda group: -group.leaf["bytes"] * len(group.paths))
     sizes = list(mesh.values())
@@ -328,7 +258,7 @@ def _layout(plan: dict[str, Any]) -> str:
 <div class="tools" hidden><label for="find">Filter</label>
 <input id="find" type="search" placeholder="path, layout or reason" autocomplete="off" spellcheck="false">
 <output id="found" for="find"></output></div>
-{_table("Parameters and how they are cut", columns, rows, name="leaves")}
+{table("Parameters and how they are cut", columns, rows, name="leaves")}
 <p class="note">{count}. <span class="keys" hidden>Arrow keys move through the list.</span></p>
 </div>
 </div>
@@ -357,7 +287,7 @@ def _group(leaves: list[dict[str, Any]], axes: list[str]) -> list[Group]:
 
 def _leaf_row(group: Group, mesh: dict[str, int], key: str, chosen: bool) -> str:
     leaf, count = group.leaf, len(group.paths)
-    path = _code(group.path)
+    path = code(group.path)
     size = show_bytes(leaf["bytes"] * count)
     if count > 1:
         path += f"<small>{count} alike{escape(_numbers(group.paths))}</small>"
@@ -366,11 +296,11 @@ def _leaf_row(group: Group, mesh: dict[str, int], key: str, chosen: bool) -> str
     attributes = f'data-axes="{axes}" data-array="{key}" data-said="{escape(_said(group, mesh))}" aria-selected="{str(chosen).lower()}"'
     cells: list[Cell] = [
         path,
-        _code(f"{leaf['dtype']}{_shape(leaf['shape'])}"),
-        f"{_code(leaf['layout'])}<small>{escape(leaf['why'])}</small>",
+        code(f"{leaf['dtype']}{_shape(leaf['shape'])}"),
+        f"{code(leaf['layout'])}<small>{escape(leaf['why'])}</small>",
         (leaf["bytes"] * count, size),
     ]
-    return _row(cells, attributes)
+    return row(cells, attributes)
 
 
 def _numbers(paths: list[str]) -> str:
@@ -442,7 +372,7 @@ def _ranking(plan: dict[str, Any], candidates: list[dict[str, Any]]) -> str:
 <h2 id="ranking-title">Layouts compared</h2>
 {scatter(_points(shown), plan["limit"])}
 <fieldset class="tools" id="statuses" hidden><legend>Show</legend>{boxes}<output id="ranked"></output></fieldset>
-{_table("Layouts compared, best first", head, rows, name="candidates")}
+{table("Layouts compared, best first", head, rows, name="candidates")}
 {left_out}
 </section>
 """
@@ -455,7 +385,7 @@ def _points(candidates: list[dict[str, Any]]) -> list[Point]:
             c["seconds"],
             "chosen" if c["chosen"] else "compiled" if c["status"] == "compiled" else "grey",
             c["status"],
-            f"{c['mesh']}, {_options_text(c['options'])}: {_time_text(c['seconds'])}, {show_bytes(c['peak'])}, {c['status']}",
+            f"{c['mesh']}, {_options_text(c['options'])}: {show_short_time(c['seconds'])}, {show_bytes(c['peak'])}, {c['status']}",
         )
         for c in candidates
         if c["seconds"] is not None and c["peak"] is not None
@@ -468,44 +398,20 @@ def _candidate_row(number: int, candidate: dict[str, Any], slowest: float, limit
     bound = f"<small>bound by {_bound(candidate['bound'])}</small>" if candidate["bound"] else ""
     cells: list[Cell] = [
         (number, f"{number}"),
-        f"{_code(candidate['mesh'])}<small>{escape(_options_text(candidate['options']))}</small>",
+        f"{code(candidate['mesh'])}<small>{escape(_options_text(candidate['options']))}</small>",
         f"{CHOSEN if candidate['chosen'] else ''}{escape(candidate['status'])}<small>{escape(candidate['why'])}</small>",
-        (seconds, _bar(seconds, slowest, f"≈ {_time_text(seconds)}") + bound if seconds is not None else NONE),
-        (peak, NONE if peak is None else _bar(peak, limit, show_bytes(peak)) if limited else show_bytes(peak)),
+        (seconds, bar(seconds, slowest, f"≈ {show_short_time(seconds)}") + bound if seconds is not None else NONE),
+        (peak, NONE if peak is None else bar(peak, limit, show_bytes(peak)) if limited else show_bytes(peak)),
         (rate, f"≈ {show_count(rate)}" if rate is not None else NONE),
-        (mfu, f"≈ {_share(mfu, 1.0)}" if mfu is not None else NONE),
+        (mfu, f"≈ {show_share(mfu, 1.0)}" if mfu is not None else NONE),
     ]
     kind = "chosen" if candidate["chosen"] else "" if candidate["status"] == "compiled" else "grey"
-    return _row(
+    return row(
         cells, f'class="{kind}" data-status="{escape(candidate["status"])}"' + (' aria-current="true"' if candidate["chosen"] else "")
     )
 
 
 # Words and tables
-
-
-def _table(label: str, head: list[str], rows: list[str], name: str = "") -> str:
-    columns = "".join(f'<th scope="col">{escape(column)}</th>' for column in head)
-    known = f' id="{name}"' if name else ""
-    return (
-        f'<div class="scroll" role="region" aria-label="{escape(label)}" tabindex="0"><table{known}>'
-        f"<thead><tr>{columns}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
-    )
-
-
-def _row(cells: list[Cell], attributes: str = "") -> str:
-    shown = (
-        f"<td>{cell}</td>"
-        if isinstance(cell, str)
-        else f'<td class="num" data-key="{"" if cell[0] is None else repr(float(cell[0]))}">{cell[1]}</td>'
-        for cell in cells
-    )
-    return f"<tr {attributes}>{''.join(shown)}</tr>\n"
-
-
-def _code(value: object) -> str:
-    """As code, with places where a long path or shape may break."""
-    return f"<code>{escape(value).replace('/', '/<wbr>').replace(',', ',<wbr>')}</code>"
 
 
 def _shape(shape: Sequence[int]) -> str:
@@ -522,14 +428,3 @@ def _options_text(options: Mapping[str, Any]) -> str:
 
 def _bound(bound: str) -> str:
     return escape({"memory": "the memory's bandwidth"}.get(bound, bound))
-
-
-def _share(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else NONE
-
-
-def _time_text(seconds: float) -> str:
-    for scale, unit in ((1e6, "µs"), (1e3, "ms")):
-        if seconds * scale < 999.5:
-            return f"{seconds * scale:#.3g}".rstrip(".") + f" {unit}"
-    return f"{seconds:.2f} s" if seconds < 60 else show_seconds(seconds)

@@ -1,12 +1,12 @@
 """Drawings as SVG: a mesh or an array as nested blocks, and points against a limit. Knows nothing of plans."""
 
-import html
 import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shardwise.sharding import show_bytes
+from shardwise.page import escape
+from shardwise.shown import show_bytes
 
 DOTS = 22.0  # the room of what is left out
 LINE = 18.0
@@ -176,8 +176,3 @@ def _ticks(most: float) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
     return [step * i for i in range(math.ceil(most * 1.02 / step) + 1)]
-
-
-def escape(value: object) -> str:
-    """Anything as text that HTML cannot take for markup, in an attribute or out of it."""
-    return html.escape(str(value).encode("utf-8", "replace").decode(), quote=True)

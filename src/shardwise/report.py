@@ -1,6 +1,5 @@
 """What a run did, for people: its curve as a picture, its end as a few lines."""
 
-import datetime
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from shardwise.metrics import read_metrics
+from shardwise.shown import show_count as show_count
+from shardwise.shown import show_seconds as show_seconds
 
 
 def progress_bar(console: Console) -> Progress:
@@ -56,19 +57,6 @@ def smoothed(values: list[float], share: float = 0.05) -> list[float]:
         mean, weight = decay * mean + (1 - decay) * value, decay * weight + (1 - decay)
         out.append(mean / weight)
     return out
-
-
-def show_seconds(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 60 else str(datetime.timedelta(seconds=round(seconds)))
-
-
-def show_count(value: float, gap: str = "") -> str:
-    """Three digits and a prefix: 844k, 13.2M, 1.56G."""
-    for prefix in ("", "k", "M", "G", "T"):
-        if value < 999.5:
-            return f"{value:.3g}{gap}{prefix}"
-        value /= 1000
-    return f"{value:.3g}{gap}P"
 
 
 def show_metrics(metrics: dict[str, Any]) -> str:

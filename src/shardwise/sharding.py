@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.table import Table
 
 from shardwise.errors import ConfigError, did_you_mean
+from shardwise.shown import show_bytes as show_bytes
 from shardwise.tree import leaf_name, matches, num_bytes, owner_of
 
 Axes = str | tuple[str, ...] | None
@@ -282,14 +283,6 @@ def placement_table(placements: Iterable[Placement], title: str) -> Table:
         shape = " x ".join(map(str, p.shape)) or "scalar"
         table.add_row(p.path, shape, str(p.dtype), show_spec(p.spec), p.reason, show_bytes(p.bytes_per_device))
     return table
-
-
-def show_bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 def _placement(path: str, shape: tuple[int, ...], dtype: Any, dims: list[tuple[str, ...]], reason: str, mesh: Mesh) -> Placement:

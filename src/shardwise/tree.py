@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardwise.shown import any_layer as any_layer
+
 
 def leaf_name(path: tuple[Any, ...]) -> str:
     """The name of a leaf from its JAX key path: dictionary keys, indices and field names joined by slashes."""
@@ -35,11 +37,6 @@ def lookup(tree: Any, path: tuple[str, ...]) -> Any:
     for part in path:
         tree = tree[part]
     return tree
-
-
-def any_layer(path: str) -> str:
-    """The path with "*" for every number in it: the same for a parameter that every layer has."""
-    return "/".join("*" if part.isdigit() else part for part in path.split("/"))
 
 
 def owner_of(path: str, params: Collection[str]) -> str | None:

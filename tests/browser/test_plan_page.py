@@ -2,26 +2,20 @@
 
 import json
 import re
-import shutil
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from selenium import webdriver
 from selenium.webdriver import ActionChains, Keys
 from selenium.webdriver.common.by import By
 
-import shardwise.plan_page
-from shardwise.plan_page import NONE, TIMES, plan_page
+import shardwise.page
+from shardwise.plan_page import plan_page
 from shardwise.planning import Buffer, Leaf, Memory, Plan, Times, plan_run
 from shardwise.roofline import Traffic
+from shardwise.shown import NONE, TIMES
 from shardwise.target import find_target
 
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update "
-    "--disable-sync --window-size=1280,900"
-)
 HOSTILE = "</script><script>window.hacked=1</script>\"'><img src=x onerror=window.hacked=1><b onmouseover=window.hacked=1>&amp;"
 
 
@@ -83,21 +77,6 @@ RANKING = [
     candidate("data=16", "too large", 0.110, 1.8e10, "1.0 GiB more than there is"),
     candidate("model=16", "refused", None, None, "16 does not divide 12 heads"),
 ]
-
-
-@pytest.fixture(scope="module")
-def browser():
-    programs = [shutil.which(name) for name in ("chromium", "chromedriver")]
-    assert all(programs), "the tests look at pages in a browser: make browser installs chromium and chromedriver"
-    options = webdriver.ChromeOptions()
-    options.binary_location = programs[0]
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    with tempfile.TemporaryDirectory(prefix="shardwise-browser-") as profile:
-        for flag in [*FLAGS.split(), f"--user-data-dir={profile}"]:
-            options.add_argument(flag)
-        driver = webdriver.Chrome(options, webdriver.ChromeService(programs[1]))
-        yield driver
-        driver.quit()
 
 
 @pytest.fixture
@@ -358,7 +337,7 @@ def test_a_plan_that_was_compiled(browser, show):
 
 
 def test_colours_can_be_told_from_their_ground():
-    style = Path(shardwise.plan_page.__file__).with_suffix(".css").read_text()
+    style = Path(shardwise.page.__file__).with_suffix(".css").read_text()
     for scheme in re.findall(r":root \{(.*?)\}", style, re.DOTALL)[:2]:
         colours = dict(re.findall(r"--([\w-]+): (#\w{6})", scheme))
         for ink in ("ink", "soft", "link", "good", "bad", "limit"):
