@@ -17,8 +17,9 @@ import numpy as np
 import optax
 
 from shardwise import Batches, Mean, Run, Tokens, optim, stdlib_bytes
-from shardwise.models.gpt import GPT, PRESETS, generate
+from shardwise.models.gpt import GPT, PRESETS
 from shardwise.models.loss import cross_entropy
+from shardwise.models.sampling import generate
 
 
 def loss(model: GPT, batch: dict[str, jax.Array]) -> Mean:

@@ -1,11 +1,10 @@
-"""Weights of a checkpoint as safetensors: under our own names, or as a directory that `transformers` loads as GPT-2."""
+"""Weights of a checkpoint as safetensors: under our own names, or as a directory that `transformers` loads as GPT-2 or Llama."""
 
 import json
 import os
 import shutil
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,9 @@ import numpy as np
 
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.files import sync, write_whole
-from shardwise.models.hf import config_from_shapes, config_to_hf, params_to_hf
+from shardwise.models.hf import params_to_hf
+from shardwise.models.hf_config import Config, config_from_shapes, config_to_hf
+from shardwise.published import tokenizer_files, tokenizer_of
 from shardwise.saved import SavedStep, average_of, averages, in_groups, leaf_bytes, show_leaf
 from shardwise.tree import nest
 
@@ -47,26 +48,37 @@ def export_plain(saved: SavedStep, out: Path, *, average: bool = False) -> list[
     return list(tensors)
 
 
-def export_gpt2(saved: SavedStep, out: Path, *, average: bool = False, vocab_size: int | None = None) -> list[str]:
-    """A directory with model.safetensors and config.json for GPT2LMHeadModel; `vocab_size` leaves the rows from there on out."""
+def export_hf(saved: SavedStep, out: Path, *, average: bool = False, vocab_size: int | None = None) -> list[str]:
+    """A directory with model.safetensors and config.json for `transformers`, and with the run's tokenizer if it can be found.
+
+    `vocab_size` leaves the rows from there on out.
+    """
     _refuse_existing(out)
-    shapes = {path: tuple(saved.leaves[name].shape) for path, name in saved.variables.items()}
     try:
-        config = replace(config_from_shapes(shapes), dropout=_dropout(saved))
+        config = config_of(saved)
         params = nest({tuple(path.split("/")): value for path, value in read_variables(saved, average=average)})
         tensors = params_to_hf(params, config, vocab_size)
     except ValueError as error:
-        raise CheckpointError(f"{saved.directory} cannot be written as GPT-2: {error}") from error
+        raise CheckpointError(f"{saved.directory} cannot be written for transformers: {error}") from error
+    tokenizer = tokenizer_of(saved)
+    described = {"config.json": (json.dumps(config_to_hf(config, vocab_size), indent=2) + "\n").encode()}
     temporary = out.with_name(out.name + ".tmp")
     temporary.mkdir(parents=True)
     try:
-        write_whole(temporary / "config.json", json.dumps(config_to_hf(config, vocab_size), indent=2) + "\n")
+        for name, content in (described | (tokenizer_files(tokenizer, config.max_length) if tokenizer else {})).items():
+            write_whole(temporary / name, content.decode())
         write_safetensors(temporary / "model.safetensors", tensors, tensors.values(), {"format": "pt", **_origin(saved, average)})
         os.rename(temporary, out)
     except BaseException:
         shutil.rmtree(temporary)
         raise
     return list(tensors)
+
+
+def config_of(saved: SavedStep) -> Config:
+    """The configuration of the GPT or Llama in a checkpoint: from the shapes of its arrays, and what its run said where they are silent."""
+    shapes = {path: tuple(saved.leaves[name].shape) for path, name in saved.variables.items()}
+    return config_from_shapes(shapes, saved.metadata.get("model"))
 
 
 def read_variables(saved: SavedStep, *, average: bool = False) -> Iterator[tuple[str, np.ndarray]]:
@@ -112,14 +124,6 @@ def _origin(saved: SavedStep, average: bool) -> dict[str, str]:
     """Which checkpoint the weights are from; safetensors keeps text only."""
     step, averaged = str(saved.metadata.get("step")), {"average": "true"} if average else {}
     return {"step": step, "checkpoint_digest": saved.digest, "shardwise": version("shardwise"), **averaged}
-
-
-def _dropout(saved: SavedStep) -> float:
-    """As the run had it, if the checkpoint tells; the weights do not."""
-    model = saved.metadata.get("model")
-    config = model.get("config") if isinstance(model, dict) else None
-    value = config.get("dropout") if isinstance(config, dict) else None
-    return float(value) if isinstance(value, int | float) else 0.0
 
 
 def _refuse_existing(out: Path) -> None:

@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -15,9 +18,10 @@ from safetensors.numpy import load_file
 
 from shardwise import Checkpoints, InitFrom, Rules, TrainState, abstract_state, init_state, load_initial, make_mesh, optim
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.export import export_gpt2, export_plain, write_safetensors
-from shardwise.models.gpt import GPT, PRESETS
-from shardwise.models.hf import config_from_hf, config_from_shapes, config_to_hf, is_hf, params_from_hf
+from shardwise.export import export_hf, export_plain, write_safetensors
+from shardwise.models.gpt import GPT, PRESETS, GPTConfig
+from shardwise.models.hf import kind_of, params_from_hf
+from shardwise.models.hf_config import config_from_hf, config_from_shapes, config_to_hf
 from shardwise.module import describe_model
 from shardwise.optim.parts import evaluation_params
 from shardwise.saved import open_step
@@ -64,7 +68,7 @@ def gpt2(request, tmp_path_factory):
 
 def test_names_shapes_and_values_are_those_of_transformers(gpt2, tmp_path):
     step, config = gpt2
-    export_gpt2(open_step(step), tmp_path / "out")
+    export_hf(open_step(step), tmp_path / "out")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert tensors.keys() == WEIGHTS.keys()
     for name, tensor in tensors.items():
@@ -84,7 +88,7 @@ def test_names_shapes_and_values_are_those_of_transformers(gpt2, tmp_path):
 
 def test_what_was_exported_comes_back_to_the_bit_with_the_same_logits(gpt2, tmp_path):
     step, config = gpt2
-    export_gpt2(open_step(step), tmp_path / "out")
+    export_hf(open_step(step), tmp_path / "out")
     other = dataclasses.replace(config, scan_layers=not config.scan_layers, dropout=0.0)
     spec = gpt_spec(other, "data=4,fsdp=2")
     state, loaded = load_initial(InitFrom(tmp_path / "out"), spec, seed=0)
@@ -97,13 +101,13 @@ def test_what_was_exported_comes_back_to_the_bit_with_the_same_logits(gpt2, tmp_
 
 def test_rows_that_only_round_the_vocabulary_up_can_be_left_out(gpt2, tmp_path):
     saved = open_step(gpt2[0])
-    export_gpt2(saved, tmp_path / "out", vocab_size=90)
+    export_hf(saved, tmp_path / "out", vocab_size=90)
     assert load_file(tmp_path / "out" / "model.safetensors")["transformer.wte.weight"].shape == (90, 32)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 90
     with pytest.raises(CheckpointError, match="vocab_size is 98; the model has 97 rows"):
-        export_gpt2(saved, tmp_path / "more", vocab_size=98)
+        export_hf(saved, tmp_path / "more", vocab_size=98)
     with pytest.raises(ConfigError, match="is there already"):
-        export_gpt2(saved, tmp_path / "out")
+        export_hf(saved, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
@@ -139,8 +143,8 @@ def test_averages_and_every_kind_of_variable_in_a_plain_file(tmp_path, optimizer
 def test_what_is_no_gpt_or_keeps_no_average_is_refused(tmp_path):
     spec = abstract_state(Net, optax.sgd(0.1), make_mesh("data=8"))
     saved = open_step(save(tmp_path / "checkpoints", init_state(spec, 0)))
-    with pytest.raises(CheckpointError, match="cannot be written as GPT-2: these 10 parameters are not those of GPT"):
-        export_gpt2(saved, tmp_path / "out")
+    with pytest.raises(CheckpointError, match="cannot be written for transformers: these 10 parameters are neither those of GPT"):
+        export_hf(saved, tmp_path / "out")
     with pytest.raises(CheckpointError, match="keeps no average"):
         export_plain(saved, tmp_path / "out", average=True)
     assert not list(tmp_path.glob("out*"))
@@ -153,14 +157,13 @@ def test_the_configuration_is_in_the_shapes_and_in_config_json(preset, scan_laye
     shapes = {name: leaf.shape for name, leaf in named_leaves(gpt_spec(config, "data=8").abstract.params).items()}
     assert config_from_shapes(shapes) == config
     assert config_from_hf(config_to_hf(config)) == dataclasses.replace(config, scan_layers=False)
-    with pytest.raises(ValueError, match="not those of GPT"):
+    with pytest.raises(ValueError, match="neither those of GPT"):
         config_from_shapes({**shapes, "tokens": (0, config.width)})
 
 
 def test_gpt2_is_known_by_its_names():
-    assert is_hf(WEIGHTS)
-    assert is_hf(name.removeprefix("transformer.") for name in WEIGHTS)
-    assert not is_hf(["tokens", "positions", "wte.weight"])
+    assert kind_of(WEIGHTS) is kind_of(name.removeprefix("transformer.") for name in WEIGHTS) is GPTConfig
+    assert kind_of(["tokens", "positions", "wte.weight"]) is None
 
 
 def test_a_model_describes_itself():
@@ -178,3 +181,15 @@ def test_a_file_is_whole_or_not_there(tmp_path):
     write_safetensors(tmp_path / "a", arrays, arrays.values(), {"k": "v"})
     back = load_file(tmp_path / "a")
     assert all(np.array_equal(back[name], value) and back[name].dtype == value.dtype for name, value in arrays.items())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("TRANSFORMERS_PYTHON" not in os.environ, reason="TRANSFORMERS_PYTHON names no interpreter with torch and transformers")
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_the_real_transformers_loads_what_is_exported_and_writes_what_is_loaded(model, seed):
+    script = Path(__file__).parents[1] / "fixtures" / "check_export_with_transformers.py"
+    command = [os.environ["TRANSFORMERS_PYTHON"], script, "--shardwise-python", sys.executable, "--model", model, "--seed", str(seed)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "the greedy text is the same" in done.stdout

@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 
 from shardwise.data import Packed
 from shardwise.models.attention import PARTS
-from shardwise.models.gpt import GPT, PRESETS, GPTConfig, generate
-from shardwise.models.hf import config_from_hf, params_from_hf, params_to_hf
+from shardwise.models.gpt import GPT, PRESETS, GPTConfig
+from shardwise.models.hf import params_from_hf, params_to_hf
+from shardwise.models.hf_config import config_from_hf
 from shardwise.models.loss import cross_entropy
+from shardwise.models.sampling import generate
 from shardwise.module import build_module, split_module
 
 VARIANTS = [(scan_layers, remat) for scan_layers in (False, True) for remat in ("none", "block", "dots")]
@@ -201,12 +203,11 @@ def test_published_configuration_is_the_preset_with_the_published_vocabulary():
 
 def test_all_that_is_not_implemented_is_refused_at_once():
     wrong = {"activation_function": "gelu", "layer_norm_epsilon": 1e-6, "scale_attn_by_inverse_layer_idx": True}
-    wrong |= {"tie_word_embeddings": False, "n_inner": 100, "scale_attn_weights": False, "add_cross_attention": True, "model_type": "bert"}
+    wrong |= {"tie_word_embeddings": False, "n_inner": 100, "scale_attn_weights": False, "add_cross_attention": True}
     with pytest.raises(ValueError, match="does not describe") as caught:
         config_from_hf({name: value for name, value in (hf_config() | wrong).items() if name != "n_head"})
     assert [line.split()[0] for line in str(caught.value).splitlines()[1:]] == [
         "n_head",
-        "model_type",
         "activation_function",
         "layer_norm_epsilon",
         "n_inner",
@@ -216,6 +217,8 @@ def test_all_that_is_not_implemented_is_refused_at_once():
         "add_cross_attention",
     ]
     assert "activation_function is 'gelu'; only 'gelu_new' is implemented" in str(caught.value)
+    with pytest.raises(ValueError, match="of type 'bert'; gpt2 and llama are implemented"):
+        config_from_hf(hf_config() | {"model_type": "bert"})
 
 
 # The model itself

@@ -18,10 +18,10 @@ class Bytes:
 
     name, sha256, vocab_size = "bytes", None, 256
 
-    def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+    def encode(self, texts: Sequence[bytes], special_tokens: bool = False) -> list[np.ndarray]:
         return [np.frombuffer(text, np.uint8) for text in texts]
 
-    def decode(self, tokens: np.ndarray) -> str:
+    def decode(self, tokens: np.ndarray | Sequence[int]) -> str:
         return np.asarray(tokens).astype(np.uint8).tobytes().decode(errors="replace")
 
     def end_token(self, text: str | None) -> int | None:
@@ -31,7 +31,7 @@ class Bytes:
 
 
 class FromFile:
-    """A tokenizer.json. Truncation and padding that it may ask for are switched off, and no special tokens are added."""
+    """A tokenizer.json. Truncation and padding that it may ask for are switched off, and special tokens added only on request."""
 
     def __init__(self, path: Path):
         try:
@@ -49,12 +49,15 @@ class FromFile:
         self._vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(self._vocabulary.values()) + 1
 
-    def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        encodings = self._tokenizer.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
+    def encode(self, texts: Sequence[bytes], special_tokens: bool = False) -> list[np.ndarray]:
+        encodings = self._tokenizer.encode_batch_fast([text.decode() for text in texts], add_special_tokens=special_tokens)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
-    def decode(self, tokens: np.ndarray) -> str:
+    def decode(self, tokens: np.ndarray | Sequence[int]) -> str:
         return str(self._tokenizer.decode(np.asarray(tokens).tolist(), skip_special_tokens=False))
+
+    def id_of(self, name: str) -> int | None:
+        return self._vocabulary.get(name)
 
     def end_token(self, text: str | None) -> int | None:
         """That of the name, none for an empty name; when nothing is said, the first usual one that there is."""

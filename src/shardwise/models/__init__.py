@@ -1,1 +1,1 @@
-"""Models that come with shardwise. They are plain NNX modules and import nothing of it."""
+"""Models that come with shardwise. They are plain NNX modules; of shardwise they use at most `constrain`, which does nothing elsewhere."""

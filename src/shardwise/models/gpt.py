@@ -20,6 +20,7 @@ from flax import nnx
 
 from shardwise.models.activation import bias_gelu
 from shardwise.models.attention import causal_attention
+from shardwise.models.cache import Cache, cached_attention, empty_cache, longer
 from shardwise.models.norm import ResidualNorm
 from shardwise.models.table import look_up
 
@@ -96,14 +97,22 @@ class Attention(nnx.Module):
         self.out = Linear((c.num_heads, head), (c.width,), ("heads", None, "embed"), out_stddev, rngs)
 
     def __call__(self, x: Array, length: int, segment_ids: Array | None = None) -> Array:
+        mixed = causal_attention(*self.heads(x, length), segment_ids)
+        return self.out(mixed.reshape(-1, *mixed.shape[2:]))
+
+    def decode(self, x: Array, length: int, cache: Cache, layer: int | Array) -> tuple[Array, Cache]:
+        mixed, cache = cached_attention(*self.heads(x, length), cache, layer)
+        return self.out(mixed.reshape(-1, *mixed.shape[2:])), cache
+
+    def heads(self, x: Array, length: int) -> tuple[Array, Array, Array]:
+        """Queries, keys and values, each (B, T, H, K)."""
         kernel, bias = self.qkv.kernel[...], self.qkv.bias[...]
         # Three products, not one: their outputs need not be taken apart, nor the gradients put together.
         # Of matrices, not (N, H, K): then the products themselves add the biases.
         parts = [kernel[:, i].reshape(len(kernel), -1) for i in range(3)]
         q, k, v = (y + bias[i].reshape(-1) for i, y in enumerate(products(x, parts)))
-        q, k, v = (y.reshape(-1, length, *bias.shape[1:]) for y in (q, k, v))  # (B, T, H, K)
-        mixed = causal_attention(q, k, v, segment_ids)
-        return self.out(mixed.reshape(-1, *mixed.shape[2:]))
+        q, k, v = (y.reshape(-1, length, *bias.shape[1:]) for y in (q, k, v))
+        return q, k, v
 
 
 class MLP(nnx.Module):
@@ -128,6 +137,12 @@ class Block(nnx.Module):
         x, normal = self.norm1(x)
         x, normal = self.norm2(x + self.dropout(self.attn(normal, length, segment_ids)))
         return x + self.dropout(self.mlp(normal))
+
+    def decode(self, x: Array, length: int, cache: Cache, layer: int | Array) -> tuple[Array, Cache]:
+        x, normal = self.norm1(x)
+        mixed, cache = self.attn.decode(normal, length, cache, layer)
+        x, normal = self.norm2(x + mixed)
+        return x + self.mlp(normal), cache
 
 
 class GPT(nnx.Module):
@@ -180,6 +195,29 @@ class GPT(nnx.Module):
                 x = block(layer, x)
         return self.norm(x)[1], table
 
+    def empty_cache(self, rows: int, size: int) -> Cache:
+        c = self.config
+        return empty_cache(c.num_layers, rows, c.num_heads, size, c.width // c.num_heads, self.tokens[...].dtype)
+
+    def decode(self, tokens: Array, count: Array, cache: Cache) -> tuple[Array, Cache]:
+        """The next `count` of the tokens (B, T) -> logits (B, V) of what follows the last of them, and the cache with them in it.
+
+        There is no dropout. What stands behind the `count` tokens only fills the array up.
+        """
+        rows, length = tokens.shape
+        places = jnp.minimum(cache.length + jnp.arange(length), self.config.max_length - 1)
+        x = look_up(self.tokens[...], tokens.reshape(-1)) + jnp.tile(look_up(self.positions[...], places), (rows, 1))
+        if self.config.scan_layers:
+            decode = nnx.scan(
+                lambda block, layer, carry: block.decode(carry[0], length, carry[1], layer), in_axes=(0, 0, nnx.Carry), out_axes=nnx.Carry
+            )
+            x, cache = decode(self.blocks, jnp.arange(self.config.num_layers), (x, cache))
+        else:
+            for layer, block in enumerate(self.blocks):
+                x, cache = block.decode(x, length, cache, layer)
+        x = jax.lax.dynamic_index_in_dim(x.reshape(rows, length, -1), count - 1, axis=1, keepdims=False)
+        return self.norm(x)[1] @ self.tokens[...].T, longer(cache, count)
+
 
 REMAT: dict[str, Callable[[Any], Any]] = {
     "none": lambda f: f,
@@ -191,27 +229,3 @@ REMAT: dict[str, Callable[[Any], Any]] = {
         ),
     ),
 }
-
-
-def generate(model: GPT, prompt: Array, num_tokens: int, key: Array, temperature: float = 0.8) -> Array:
-    """`prompt` (B, P) continued by `num_tokens` tokens; sees at most the last `max_length`. Temperature 0 takes the likeliest."""
-    rows, length = prompt.shape
-    if length < 1:
-        raise ValueError("generate needs a prompt of at least one token")
-    graphdef, state = nnx.split(model)
-    buffer = jnp.zeros((rows, max(model.config.max_length, length + num_tokens)), prompt.dtype).at[:, :length].set(prompt)
-    for at in range(length, length + num_tokens):
-        buffer = _extend(graphdef, state, buffer, jnp.int32(at), jax.random.fold_in(key, at), temperature)
-    return buffer[:, : length + num_tokens]
-
-
-@partial(jax.jit, static_argnames=("graphdef", "temperature"), donate_argnames="buffer")
-def _extend(graphdef: Any, state: Any, buffer: Array, at: Array, key: Array, temperature: float) -> Array:
-    """`buffer` with one token more, at index `at`."""
-    model = nnx.merge(graphdef, state)
-    window = model.config.max_length
-    start = jnp.maximum(0, at - window)
-    logits = model(jax.lax.dynamic_slice_in_dim(buffer, start, window, axis=1))
-    last = jax.lax.dynamic_index_in_dim(logits, at - 1 - start, axis=1, keepdims=False).astype(jnp.float32)
-    choice = jax.random.categorical(key, last / temperature) if temperature else last.argmax(-1)
-    return jax.lax.dynamic_update_slice_in_dim(buffer, choice[:, None].astype(buffer.dtype), at, axis=1)

@@ -1,167 +1,107 @@
-"""Published GPT-2 weights in and out, by the names and shapes of `transformers`.
+"""Published GPT-2 and Llama weights in and out, by the names and shapes of `transformers`.
 
 Only NumPy arrays pass through here, so any reader of weight files serves and neither torch nor transformers is needed.
-`transformers` also keeps kernels as (in, out), so each tensor is a renamed reshape of ours and nothing is transposed.
+`transformers` keeps kernels of GPT-2 as (in, out) and those of Llama as (out, in); beyond that, each tensor is a renamed reshape of ours.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from shardwise.models.gpt import GPTConfig
+from shardwise.models.hf_config import NAME, Config, Shape, listing
+from shardwise.models.llama import LlamaConfig
 
-Shape = tuple[int, ...]
-
-PREFIX = "transformer."  # GPT2LMHeadModel writes it before every name, GPT2Model and the files of OpenAI's weights do not
-EMBEDDING = "wte.weight"
+# What stands before most names in files, but not in all of them: GPT2LMHeadModel writes it, GPT2Model and OpenAI's files do not.
+PREFIX = {GPTConfig: "transformer.", LlamaConfig: "model."}
+EMBEDDING = {GPTConfig: "wte.weight", LlamaConfig: "embed_tokens.weight"}
 HEAD = "lm_head.weight"
-BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # the causal mask, which older versions saved beside the weights
+BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # older versions saved them, too
 
 
-def config_from_hf(config: Mapping[str, Any]) -> GPTConfig:
-    """Our configuration from the dictionary in `config.json`; ValueError with all that this GPT does not compute.
+def kind_of(names: Iterable[str]) -> type[Config] | None:
+    """Which architecture of `transformers` tensors of these names are."""
+    given = set(names)
+    marks = {GPTConfig: "wpe.weight", LlamaConfig: "layers.0.self_attn.q_proj.weight"}
+    for kind, mark in marks.items():
+        if all({PREFIX[kind] + name, name} & given for name in (EMBEDDING[kind], mark)):
+            return kind
+    return None
 
-    The vocabulary is the published one, not rounded up, and dropout is off: it belongs to a run, not to the weights.
+
+def params_from_hf(tensors: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """The parameters of the model of `config`, as the nested dictionary that `split_module` yields; float32, or Llama's `param_dtype`.
+
+    Names may carry the usual prefix or not. `tensors` may be anything with a shape that NumPy can convert; one is converted at a
+    time. A vocabulary smaller than ours is filled up with the mean of its rows: such a token gets the mean of all logits, so at
+    most the average probability. Rows of zeros would get logit 0, which is very likely where published logits are all far below it.
     """
-    names = ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd")
-    problems = [f"{name} is missing" for name in names if name not in config]
-    inner = 4 * config["n_embd"] if "n_embd" in config else None
-    supported: dict[str, tuple[Any, ...]] = {  # the first value is what transformers takes for an absent key
-        "model_type": ("gpt2",),
-        "activation_function": ("gelu_new",),
-        "layer_norm_epsilon": (1e-5,),
-        "n_inner": (None, inner),
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "tie_word_embeddings": (True,),
-        "add_cross_attention": (False,),
-    }
-    for name, values in supported.items():
-        if (value := config.get(name, values[0])) not in values:
-            problems.append(f"{name} is {value!r}; only {' or '.join(map(repr, values))} is implemented")
-    if problems:
-        raise ValueError(_listing("this config.json does not describe a model that GPT computes", problems))
-    vocab_size, max_length, num_layers, num_heads, width = (int(config[name]) for name in names)
-    return GPTConfig(vocab_size=vocab_size, max_length=max_length, num_layers=num_layers, num_heads=num_heads, width=width)
-
-
-def config_to_hf(config: GPTConfig, vocab_size: int | None = None) -> dict[str, Any]:
-    """The dictionary for `config.json` with which GPT2LMHeadModel computes what GPT computes; the inverse of `config_from_hf`.
-
-    No token is named as the beginning or the end of a text: that belongs to the tokenizer.
-    """
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        "vocab_size": vocab_size or config.vocab_size,
-        "n_positions": config.max_length,
-        "n_layer": config.num_layers,
-        "n_head": config.num_heads,
-        "n_embd": config.width,
-        "n_inner": None,
-        "embd_pdrop": config.dropout,
-        "resid_pdrop": config.dropout,
-        "attn_pdrop": 0.0,
-        "tie_word_embeddings": True,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-
-
-def is_hf(names: Iterable[str]) -> bool:
-    """Whether tensors of these names are a GPT-2 of `transformers`."""
-    return {EMBEDDING, "wpe.weight"} <= {name.removeprefix(PREFIX) for name in names}
-
-
-def config_from_shapes(shapes: Mapping[str, Shape]) -> GPTConfig:
-    """The configuration of the GPT whose parameters, by path, have these shapes; ValueError if they are not those of a GPT.
-
-    All of it but dropout and remat, which leave no trace in the parameters.
-    """
-    stacked = shapes.get("blocks/attn/qkv/kernel")
-    kernel = shapes.get("blocks/0/attn/qkv/kernel") if stacked is None else stacked[1:]
-    tokens, positions = shapes.get("tokens", ()), shapes.get("positions", ())
-    if len(tokens) != 2 or len(positions) != 2 or kernel is None or len(kernel) != 4 or 0 in (*tokens, *positions, *kernel):
-        needed = "'tokens' and 'positions' of two dims and 'blocks/0/attn/qkv/kernel' of four"
-        raise ValueError(f"these {len(shapes)} parameters are not those of GPT, which has {needed}")
-    config = GPTConfig(
-        vocab_size=tokens[0],
-        max_length=positions[0],
-        num_layers=stacked[0] if stacked is not None else len({name.split("/")[1] for name in shapes if name.startswith("blocks/")}),
-        num_heads=kernel[2],
-        width=tokens[1],
-        scan_layers=stacked is not None,
-    )
-    if kernel[2] * kernel[3] != config.width:
-        raise ValueError(f"'blocks/0/attn/qkv/kernel' has {kernel[2]} heads of {kernel[3]}, which is not the width of {config.width}")
-    return config
-
-
-def params_from_hf(tensors: Mapping[str, np.ndarray], config: GPTConfig) -> dict[str, Any]:
-    """The parameters of `GPT(config)`, float32, as the nested dictionary that `split_module` yields.
-
-    Names may carry the prefix "transformer." or not. A vocabulary smaller than ours is filled up with the mean of
-    its rows: such a token gets the mean of all logits, so at most the average probability. Rows of zeros would get logit
-    0, which is very likely where published logits are all far below it.
-    """
+    prefix, embedding, model = PREFIX[type(config)], EMBEDDING[type(config)], NAME[type(config)]
     table = _table(config)
-    given: dict[str, np.ndarray] = {}
+    given: dict[str, Any] = {}
     problems = []
     for full_name, tensor in tensors.items():
-        name = full_name.removeprefix(PREFIX)
+        name = full_name.removeprefix(prefix)
         if BUFFERS.fullmatch(name):
             continue
         if name in given:
-            problems.append(f"twice: '{name}', with and without the prefix '{PREFIX}'")
-        given[name] = np.asarray(tensor)
-    head = given.pop(HEAD, None)
+            problems.append(f"twice: '{name}', with and without the prefix '{prefix}'")
+        given[name] = tensor
+    head = given.pop(HEAD, None) if HEAD not in table else None
     shapes = {name: entry.theirs for name, entry in table.items()}
-    rows = given[EMBEDDING].shape[:1] if EMBEDDING in given else ()
+    rows = tuple(given[embedding].shape[:1]) if embedding in given else ()
     if rows and 0 < rows[0] <= config.vocab_size:
-        shapes[EMBEDDING] = (*rows, config.width)
-    problems += _differences(shapes, {name: tensor.shape for name, tensor in given.items()})
-    if head is not None and EMBEDDING in given and not np.array_equal(head, given[EMBEDDING]):
-        problems.append(f"untied: '{HEAD}' is not equal to '{EMBEDDING}', and GPT uses the embedding as output layer")
+        shapes |= {name: (*rows, config.width) for name in (embedding, HEAD) if name in shapes}
+    problems += _differences(shapes, {name: tuple(tensor.shape) for name, tensor in given.items()})
+    if head is not None and embedding in given and not np.array_equal(np.asarray(head), np.asarray(given[embedding])):
+        problems.append(f"untied: '{HEAD}' is not equal to '{embedding}', and {model} uses the embedding as output layer")
     if problems:
-        raise ValueError(_listing("these tensors are not those of GPT with this configuration", problems))
+        raise ValueError(listing(f"these tensors are not those of {model} with this configuration", problems))
 
     params: dict[str, Any] = {}
+    dtype = jnp.dtype(getattr(config, "param_dtype", "float32"))
     for name, entry in table.items():
-        value = given[name].astype(np.float32)
-        if name == EMBEDDING:
-            value = np.concatenate([value, np.tile(value.mean(0), (config.vocab_size - len(value), 1))])
+        value = np.asarray(given[name]).astype(dtype)
+        if name in (embedding, HEAD) and len(value) < config.vocab_size:
+            mean = value.astype(np.float32).mean(0).astype(dtype)
+            value = np.concatenate([value, np.tile(mean, (config.vocab_size - len(value), 1))])
+        value = (value.T if entry.transposed else value).reshape(entry.ours)
         *parents, last = entry.path.split("/")
         node = params
         for part in parents:
             node = node.setdefault(part, {})
         if entry.layer is None:
-            node[last] = value.reshape(entry.ours)
+            node[last] = value
         else:
-            node.setdefault(last, np.empty((config.num_layers, *entry.ours), np.float32))[entry.layer] = value.reshape(entry.ours)
+            node.setdefault(last, np.empty((config.num_layers, *entry.ours), dtype))[entry.layer] = value
     return params
 
 
-def params_to_hf(params: Mapping[str, Any], config: GPTConfig, vocab_size: int | None = None) -> dict[str, np.ndarray]:
-    """The inverse of `params_from_hf`, under the names of GPT2LMHeadModel; `vocab_size` cuts the embedding to so many rows."""
+def params_to_hf(params: Mapping[str, Any], config: Config, vocab_size: int | None = None) -> dict[str, np.ndarray]:
+    """The inverse of `params_from_hf`, under the names of GPT2LMHeadModel or LlamaForCausalLM.
+
+    `vocab_size` cuts the embedding, and the output layer where there is one, to so many rows.
+    """
     if vocab_size is not None and not 0 < vocab_size <= config.vocab_size:
         raise ValueError(f"vocab_size is {vocab_size}; the model has {config.vocab_size} rows, so it must be from 1 to that")
     table = _table(config)
     shapes = {e.path: e.ours if e.layer is None else (config.num_layers, *e.ours) for e in table.values()}
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    given = {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf, np.float32) for path, leaf in leaves}
+    given = {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in leaves}
     if problems := _differences(shapes, {name: leaf.shape for name, leaf in given.items()}):
-        raise ValueError(_listing("these parameters are not those of GPT with this configuration", problems))
+        raise ValueError(listing(f"these parameters are not those of {NAME[type(config)]} with this configuration", problems))
     tensors = {}
     for name, entry in table.items():
-        leaf = given[entry.path]
-        value = (leaf if entry.layer is None else leaf[entry.layer]).reshape(entry.theirs)
-        tensors[PREFIX + name] = value[:vocab_size] if name == EMBEDDING else value
+        leaf = given[entry.path] if entry.layer is None else given[entry.path][entry.layer]
+        value = leaf.reshape(entry.theirs[::-1]).T if entry.transposed else leaf.reshape(entry.theirs)
+        full_name = name if name == HEAD else PREFIX[type(config)] + name
+        tensors[full_name] = value[:vocab_size] if name in (EMBEDDING[type(config)], HEAD) else value
     return tensors
 
 
@@ -173,36 +113,74 @@ class _Entry:
     layer: int | None
     theirs: Shape
     ours: Shape
+    transposed: bool = False
 
 
-def _table(config: GPTConfig) -> dict[str, _Entry]:
+def _table(config: Config) -> dict[str, _Entry]:
     """Every tensor by its name in transformers, without prefix."""
-    c, d, heads = config, config.width, (config.num_heads, config.width // config.num_heads)
-    block: dict[str, tuple[str, Shape, Shape]] = {
-        "ln_1.weight": ("norm1/scale", (d,), (d,)),
-        "ln_1.bias": ("norm1/bias", (d,), (d,)),
-        "attn.c_attn.weight": ("attn/qkv/kernel", (d, 3 * d), (d, 3, *heads)),
-        "attn.c_attn.bias": ("attn/qkv/bias", (3 * d,), (3, *heads)),
-        "attn.c_proj.weight": ("attn/out/kernel", (d, d), (*heads, d)),
-        "attn.c_proj.bias": ("attn/out/bias", (d,), (d,)),
-        "ln_2.weight": ("norm2/scale", (d,), (d,)),
-        "ln_2.bias": ("norm2/bias", (d,), (d,)),
-        "mlp.c_fc.weight": ("mlp/up/kernel", (d, 4 * d), (d, 4 * d)),
-        "mlp.c_fc.bias": ("mlp/up/bias", (4 * d,), (4 * d,)),
-        "mlp.c_proj.weight": ("mlp/down/kernel", (4 * d, d), (4 * d, d)),
-        "mlp.c_proj.bias": ("mlp/down/bias", (d,), (d,)),
+    before, layers, block, after = _gpt_table(config) if isinstance(config, GPTConfig) else _llama_table(config)
+    table = dict(before)
+    for i in range(config.num_layers):
+        for name, e in block.items():
+            path, layer = (f"blocks/{e.path}", i) if config.scan_layers else (f"blocks/{i}/{e.path}", None)
+            table[f"{layers}.{i}.{name}"] = _Entry(path, layer, e.theirs, e.ours, e.transposed)
+    return table | after
+
+
+_Table = tuple[dict[str, _Entry], str, dict[str, _Entry], dict[str, _Entry]]
+
+
+def _gpt_table(c: GPTConfig) -> _Table:
+    d, heads = c.width, (c.num_heads, c.width // c.num_heads)
+
+    def entry(path: str, theirs: Shape, ours: Shape | None = None) -> _Entry:
+        return _Entry(path, None, theirs, theirs if ours is None else ours)
+
+    block = {
+        "ln_1.weight": entry("norm1/scale", (d,)),
+        "ln_1.bias": entry("norm1/bias", (d,)),
+        "attn.c_attn.weight": entry("attn/qkv/kernel", (d, 3 * d), (d, 3, *heads)),
+        "attn.c_attn.bias": entry("attn/qkv/bias", (3 * d,), (3, *heads)),
+        "attn.c_proj.weight": entry("attn/out/kernel", (d, d), (*heads, d)),
+        "attn.c_proj.bias": entry("attn/out/bias", (d,)),
+        "ln_2.weight": entry("norm2/scale", (d,)),
+        "ln_2.bias": entry("norm2/bias", (d,)),
+        "mlp.c_fc.weight": entry("mlp/up/kernel", (d, 4 * d)),
+        "mlp.c_fc.bias": entry("mlp/up/bias", (4 * d,)),
+        "mlp.c_proj.weight": entry("mlp/down/kernel", (4 * d, d)),
+        "mlp.c_proj.bias": entry("mlp/down/bias", (d,)),
     }
-    table = {
-        EMBEDDING: _Entry("tokens", None, (c.vocab_size, d), (c.vocab_size, d)),
-        "wpe.weight": _Entry("positions", None, (c.max_length, d), (c.max_length, d)),
+    before = {"wte.weight": entry("tokens", (c.vocab_size, d)), "wpe.weight": entry("positions", (c.max_length, d))}
+    return before, "h", block, {"ln_f.weight": entry("norm/scale", (d,)), "ln_f.bias": entry("norm/bias", (d,))}
+
+
+def _llama_table(c: LlamaConfig) -> _Table:
+    d, head = c.width, c.width // c.num_heads
+
+    def scale(path: str) -> _Entry:
+        return _Entry(path, None, (d,), (d,))
+
+    def kernel(path: str, ins: Shape, outs: Shape) -> _Entry:
+        return _Entry(path, None, (math.prod(outs), math.prod(ins)), (*ins, *outs), transposed=True)
+
+    block = {
+        "self_attn.q_proj.weight": kernel("query", (d,), (c.num_heads, head)),
+        "self_attn.k_proj.weight": kernel("key", (d,), (c.num_kv_heads, head)),
+        "self_attn.v_proj.weight": kernel("value", (d,), (c.num_kv_heads, head)),
+        "self_attn.o_proj.weight": kernel("out", (c.num_heads, head), (d,)),
+        "mlp.gate_proj.weight": kernel("gate", (d,), (c.mlp_width,)),
+        "mlp.up_proj.weight": kernel("up", (d,), (c.mlp_width,)),
+        "mlp.down_proj.weight": kernel("down", (c.mlp_width,), (d,)),
+        "input_layernorm.weight": scale("norm1/scale"),
+        "post_attention_layernorm.weight": scale("norm2/scale"),
     }
-    for i in range(c.num_layers):
-        for name, (path, theirs, ours) in block.items():
-            entry = _Entry(f"blocks/{path}", i, theirs, ours) if c.scan_layers else _Entry(f"blocks/{i}/{path}", None, theirs, ours)
-            table[f"h.{i}.{name}"] = entry
-    table["ln_f.weight"] = _Entry("norm/scale", None, (d,), (d,))
-    table["ln_f.bias"] = _Entry("norm/bias", None, (d,), (d,))
-    return table
+    head_of = {} if c.tied else {HEAD: kernel("head", (d,), (c.vocab_size,))}
+    return (
+        {"embed_tokens.weight": _Entry("tokens", None, (c.vocab_size, d), (c.vocab_size, d))},
+        "layers",
+        block,
+        {"norm.weight": scale("norm/scale")} | head_of,
+    )
 
 
 def _differences(expected: Mapping[str, Shape], given: Mapping[str, Shape]) -> list[str]:
@@ -210,7 +188,3 @@ def _differences(expected: Mapping[str, Shape], given: Mapping[str, Shape]) -> l
     unexpected = [f"unexpected: '{name}' {shape}" for name, shape in given.items() if name not in expected]
     both = [(name, shape, given[name]) for name, shape in expected.items() if name in given]
     return missing + unexpected + [f"wrong shape: '{name}' is {got}, must be {want}" for name, want, got in both if got != want]
-
-
-def _listing(fact: str, problems: Iterable[str]) -> str:
-    return "\n  ".join([f"{fact}:", *problems])

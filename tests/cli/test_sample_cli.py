@@ -1,0 +1,189 @@
+"""`shardwise sample`: what it writes, what it refuses, and that it executes nothing that it was not told to."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from itertools import pairwise
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from shardwise import Checkpoints, abstract_state, make_mesh
+from shardwise.cli import main
+from shardwise.data.tokenizers import Bytes
+from shardwise.export import export_hf
+from shardwise.models.gpt import GPT, GPTConfig
+from shardwise.module import describe_model
+from shardwise.sample_command import _Out, _Text
+from shardwise.saved import open_step
+
+CONFIG = GPTConfig(vocab_size=256, max_length=32, num_layers=1, num_heads=2, width=16)
+RECIPE = """
+import jax, jax.numpy as jnp, numpy as np, optax
+from flax import nnx
+from shardwise import Batches, Run, Tokens
+
+class Model(nnx.Module):
+    def __init__(self, rngs, width):
+        self.table = nnx.Embed(256, width, rngs=rngs)
+        self.out = nnx.Linear(width, 256, rngs=rngs)
+        self.dropout = nnx.Dropout(0.9, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.out(self.dropout(self.table(tokens)))
+
+def recipe(width: int = 4) -> Run:
+    return Run(model=lambda rngs: Model(rngs, width), loss=lambda model, batch: model(batch["inputs"]).mean(), optimizer=optax.sgd(0.1),
+               data=Batches(Tokens(np.arange(99, dtype=np.uint8), 8), 2), steps=1)
+"""
+
+
+def save(folder, factory, **metadata):
+    """A run directory with random weights in it."""
+    spec = abstract_state(factory, optax.sgd(0.1), make_mesh("data=8"))
+    rng = np.random.default_rng(0)
+    arrays = jax.tree.map(lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(leaf.dtype), spec.abstract)
+    (folder / "checkpoints").mkdir(parents=True)
+    with Checkpoints(folder / "checkpoints") as checkpoints:
+        checkpoints.save(jax.device_put(replace(arrays, step=np.int32(0)), spec.shardings), metadata)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A run of a GPT of bytes, what it exports, and a run of a model that only its recipe knows."""
+    folder = tmp_path_factory.mktemp("sample")
+    bytes_of = {"source": {"length": 8, "tokens": {"shape": [99], "dtype": "uint8"}}}
+    gpt = lambda rngs: GPT(CONFIG, rngs)  # noqa: E731
+    trap = folder / "trap.py"
+    trap.write_text(f"open({str(folder / 'sprung')!r}, 'w')")
+    spec = abstract_state(gpt, optax.sgd(0.1), make_mesh("data=8"))
+    described = describe_model(spec.module(spec.abstract))
+    save(folder / "run", gpt, model=described, data=bytes_of, recipe=f"{trap}:recipe", arguments={"steps": "1"})
+    (folder / "run" / "run.json").write_text(json.dumps({"recipe": f"{trap}:recipe", "source": trap.read_text()}))
+    export_hf(open_step(folder / "run" / "checkpoints" / "0"), folder / "hub")
+    (folder / "own.py").write_text(RECIPE)
+    names = {}
+    exec(RECIPE, names)  # noqa: S102
+    save(folder / "own", lambda rngs: names["Model"](rngs, 6), data="a function")
+    return folder
+
+
+@pytest.fixture
+def sample(folder, monkeypatch, capsysbinary):
+    """Runs the command there; gives exit code, text, words on standard error, and the answer for programs."""
+    monkeypatch.chdir(folder)
+
+    def call(*args, stdin=b""):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        code = main(["sample", *args, "--json", "answer.json"])
+        said = capsysbinary.readouterr()
+        answer = json.loads((folder / "answer.json").read_text()) if code == 0 else None
+        return code, said.out.decode(), said.err.decode(), answer
+
+    return call
+
+
+def test_text_goes_on_and_is_the_same_without_cache_on_a_mesh_and_published(sample, folder):
+    code, out, err, answer = sample("run", "--prompt", "def ", "--tokens", "40", "--temperature", "0")
+    assert (code, err) == (0, "")
+    (written,) = answer["continuations"]
+    assert out == "def " + written["text"] + ("" if written["text"].endswith("\n") else "\n")
+    assert (len(written["tokens"]), answer["prompt_tokens"]) == (40, list(b"def "))
+    assert bytes(written["tokens"]).decode(errors="replace") == written["text"]
+    for args in (["run", "--no-cache"], ["run/checkpoints/0"], ["hub"], ["run", "--mesh", "data=4,model=2"]):
+        again = sample(*args, "--prompt", "-", "--tokens", "40", "--temperature", "0", stdin=b"def ")
+        assert again[3]["continuations"] == answer["continuations"], args
+    assert not (folder / "sprung").exists()
+
+
+def test_several_texts_come_at_once_and_the_first_does_not_depend_on_the_others(sample):
+    args = ["run", "--prompt", "x", "--tokens", "6", "--seed", "3"]
+    _, out, _, three = sample(*args, "--num", "3")
+    _, _, _, one = sample(*args)
+    texts = three["continuations"]
+    assert texts[0] == one["continuations"][0]
+    assert len({text["text"] for text in texts}) == 3
+    assert [line for line in out.splitlines() if line.startswith("---")] == ["--- 1 of 3", "--- 2 of 3", "--- 3 of 3"]
+    assert all(f"x{text['text']}" in out for text in texts)
+
+
+def test_any_model_is_sampled_by_its_recipe(sample):
+    args = ["own", "--prompt", "ab", "--tokenizer", "bytes", "--tokens", "20", "--temperature", "0"]
+    code, _, err, _ = sample(*args)
+    assert code == 4
+    assert "these 3 parameters are neither those of GPT" in err
+    assert "--recipe FILE.py" in err
+    code, _, err, _ = sample(*args, "--recipe", "own.py")
+    assert code == 4
+    assert "does not fit this model" in err
+    code, _, _, answer = sample(*args, "--recipe", "own.py", "--width", "6")
+    assert code == 0
+    tokens = answer["continuations"][0]["tokens"]
+    assert len(tokens) == 20
+    follows = dict(pairwise(tokens))
+    assert all(follows[a] == b for a, b in pairwise(tokens))  # each token decides the next: no dropout, no draws
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        (["run", "--top-p", "2"], 2, "top_p is 2.0; it must be above 0 and at most 1"),
+        (["run", "--tokens", "0"], 2, "--tokens 0: it must be at least 1"),
+        (["run", "--width", "6"], 2, "there is no argument --width 6; arguments of a recipe need --recipe"),
+        (["run", "--temprature", "1"], 2, "there is no argument --temprature"),
+        (["run", "--step", "7"], 4, "has no step 7; there are 0"),
+        (["nowhere"], 4, "nowhere is not there"),
+        (["own"], 2, "--tokenizer FILE, or --tokenizer bytes"),
+        (["hub", "--step", "3"], 2, "has neither steps nor averages"),
+        (["run", "--average"], 4, "keeps no average"),
+        (["run", "--prompt", ""], 2, "the prompt is empty"),
+        (["hub", "--tokenizer", "none.json"], 3, "there is no data file 'none.json'"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(sample, args, code, words):
+    found = sample("--prompt", "a", *args) if "--prompt" not in args else sample(*args)
+    assert found[0] == code
+    assert words in found[2]
+    assert "Traceback" not in found[2]
+
+
+def test_help_does_not_wait_for_jax_and_the_real_command_ends_with_its_reader(folder):
+    began = time.monotonic()
+    code = "import sys; from shardwise.cli import main\ntry: main(['sample', '--help'])\nfinally: sys.exit('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, "--top-p" in done.stdout) == (0, True), done.stderr
+    assert time.monotonic() - began < 3
+    command = f"{sys.executable} -m shardwise.cli sample run --prompt abc --tokens 3000 | head -c 3"
+    done = subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True, timeout=120)  # noqa: S602
+    assert (done.stdout, done.stderr) == ("abc", "")
+
+
+def test_a_character_is_written_when_it_is_whole():
+    text = "aé中😀b"
+    written = _Text(Bytes(), list(b"x"), None)
+    parts = [written.push(byte) for byte in text.encode()]
+    assert parts == ["a", "", "é", "", "", "中", "", "", "", "😀", "b"]
+    for byte in b"\xf0\x9f":
+        assert written.push(byte) == ""
+    written.flush()
+    assert (written.rest, written.text) == ("\ufffd", text + "\ufffd")
+    broken = _Text(Bytes(), list(b"x"), end=10)
+    assert "".join(broken.push(byte) for byte in b"\xff\xff\xff\xff\xffok\nmore").endswith("ok")
+    assert (broken.ended, broken.tokens[-1]) == (True, 10)
+
+
+def test_a_terminal_gets_no_commands():
+    master, slave = os.openpty()
+    with os.fdopen(slave, "w") as terminal:
+        _Out(terminal).write("a\x1b[2Jb\x9bc\td\u200de")
+        assert os.read(master, 100).decode() == "a\ufffd[2Jb\ufffdc\td\u200de"
+    os.close(master)
+    file = io.StringIO()
+    _Out(file).write("a\x1b[2J")
+    assert file.getvalue() == "a\x1b[2J"
