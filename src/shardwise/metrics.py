@@ -55,10 +55,11 @@ def _masked_sum(x: Any, mask: Any) -> jax.Array:
 
 
 class MetricsLog:
-    """`metrics.jsonl`: appended to while the run goes on, cut back to `step` when it resumes there."""
+    """`metrics.jsonl`, or another file of records with a "step": appended to while the run goes on, cut back when it resumes at `step`."""
 
     def __init__(self, path: Path, step: int = 0):
         lines = read_metrics(path) if path.exists() else []
+        self.seen = max((record["step"] for record in lines), default=0)  # the last step before it was cut
         self.kept = [record for record in lines if record["step"] <= step]
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_text("".join(json.dumps(record) + "\n" for record in self.kept))

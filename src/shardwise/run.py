@@ -2,7 +2,7 @@
 
 import math
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from shardwise.checkpoint import Keep
 from shardwise.data import Batches, as_batches
 from shardwise.data.batches import is_plain
-from shardwise.errors import ConfigError, ShardwiseError, where
+from shardwise.errors import ConfigError, ShardwiseError, did_you_mean, where
 from shardwise.hardware import find_chip
 from shardwise.initial import InitFrom
 from shardwise.mesh import mesh_text
@@ -26,6 +26,8 @@ from shardwise.optim.read import read_chains, sample_rates
 from shardwise.sharding import Rules
 from shardwise.state import StateSpec, abstract_state
 from shardwise.step import Batch, EvalStep, Loss, TrainStep, make_eval_step, make_train_step
+from shardwise.stopping import EarlyStop
+from shardwise.trackers import Tracker
 from shardwise.tree import any_layer
 
 
@@ -56,7 +58,11 @@ class Run:
     out: Path | None = None  # the run directory; None keeps nothing
     data_threads: int = 1  # that read batches ahead of need
     data_processes: int = 0  # or processes, for data that takes Python long to decode
-    sample: Callable[[nnx.Module], str] | None = None  # text to show at the end, from the trained model
+    sample: Callable[[nnx.Module], str] | None = None  # text from the model, at each evaluation and at the end
+    sample_every: int = 0  # steps, in place of evaluations; 0: with these
+    stop_when: EarlyStop | None = None  # ends the run before its last step, by what evaluations say
+    trackers: tuple[Tracker, ...] = ()  # TensorBoard(), WandB() ... beside metrics.jsonl
+    profile: tuple[int, int] | None = None  # the first and the last step to trace
     unit: str = "items"  # what the weight of the loss counts: tokens, images ...
 
 
@@ -79,6 +85,7 @@ def prepare(run: Run) -> Prepared:
         "steps": 1,
         "accumulate": 1,
         "eval_every": 0,
+        "sample_every": 0,
         "save_every": 0,
         "save_minutes": 0,
         "max_skips": 0,
@@ -93,10 +100,16 @@ def prepare(run: Run) -> Prepared:
     for group, values in rates.items():
         if wrong := [f"{rate} at update {at}" for at, rate in values.items() if not math.isfinite(rate)]:
             raise ConfigError(f"the learning rate of group '{group}' is {wrong[0]}.")
+    for name in ("trackers", "profile"):
+        if getattr(run, name) and run.out is None:
+            raise ConfigError(f"{name}: the run needs a directory for that; give it one (out).")
+    if run.profile is not None and not 1 <= run.profile[0] <= run.profile[1]:
+        raise ConfigError(f"profile={run.profile}: give the first and the last step to trace, counted from 1.")
     batches = as_batches(run.data)
     options = {"compute_dtype": run.compute_dtype}
     batch = batches.example() if is_plain(batches) else batches(0)
     step = make_train_step(spec, run.loss, batch, seed=run.seed, accumulate=run.accumulate, norms=run.norms, **options)
+    _check_metrics(run, step.traced.names)
     eval_step = None
     if run.eval_data is not None:
         batch = run.eval_data.example() if is_plain(run.eval_data) else next(run.eval_data.once())
@@ -104,6 +117,18 @@ def prepare(run: Run) -> Prepared:
     chip = find_chip(spec.mesh.devices.flat[0].device_kind)
     peak = chip.flops * spec.mesh.size if chip else None
     return Prepared(spec, batches, step, eval_step, rates, 3 * step.traced.flops, peak)
+
+
+def _check_metrics(run: Run, names: Sequence[str]) -> None:
+    """Refuses to choose checkpoints, or the end, by something that is not measured."""
+    known = [f"eval_{name}" for name in names]
+    wanted = {"stop_when": run.stop_when.metric if run.stop_when is not None else None}
+    wanted["keep"] = run.keep.metric if run.keep.best and run.keep.metric.startswith("eval_") else None
+    for name, metric in wanted.items():
+        if metric is not None and run.eval_data is None:
+            raise ConfigError(f"{name} goes by {metric!r}, and the run has no eval_data to measure it.")
+        if metric is not None and metric not in known:
+            raise ConfigError(f"{name} goes by {metric!r}; evaluations give {', '.join(known)}.{did_you_mean(metric, known)}")
 
 
 def describe_state(run: Run) -> StateSpec:
