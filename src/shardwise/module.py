@@ -6,8 +6,8 @@ understand without knowing Flax.
 """
 
 import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, is_dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from shardwise.tree import lookup, nest
 ModelFactory = Callable[[nnx.Rngs], nnx.Module]
 Pure = dict[str, Any]
 AccessHook = Callable[[nnx.Variable[Any], Any], Any]
+BASE = "lora_base"  # where NNX keeps a weight that has adapters beside it (finetune.py); names leave it out: the weight keeps its own
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,12 @@ class ModuleDef:
     params: Mapping[tuple[Any, ...], Leaf]
     other: Mapping[tuple[Any, ...], Leaf]
     rngs: tuple[RngLeaf, ...]
+    frozen: Mapping[tuple[Any, ...], Leaf] = field(default_factory=dict)  # parameters that are not trained
+    adapters: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # what `lora` notes of each weight that has adapters
 
-    def merge(self, params: Pure, other: Pure, key: jax.Array, hooks: Mapping[str, AccessHook] | None = None) -> nnx.Module:
+    def merge(
+        self, params: Pure, other: Pure, key: jax.Array, hooks: Mapping[str, AccessHook] | None = None, frozen: Pure | None = None
+    ) -> nnx.Module:
         """The module with these arrays, its random streams drawn from `key`.
 
         `hooks` maps names of variables to functions that every access passes through, also inside `nnx.scan` and
@@ -56,6 +61,7 @@ class ModuleDef:
         """
         flat = [(path, lookup(params, _parts(path))) for path in self.params]
         flat += [(path, lookup(other, _parts(path))) for path in self.other]
+        flat += [(path, lookup(frozen, _parts(path))) for path in self.frozen]
         flat += [(rng.path, rng.value(key)) for rng in self.rngs]
         module: nnx.Module = nnx.merge(self.graphdef, nnx.from_flat_state(flat))
         if hooks:
@@ -66,12 +72,21 @@ class ModuleDef:
 
     def read_other(self, module: nnx.Module) -> Pure:
         """The variables that are not parameters, after a forward pass; what the pass newly made is left behind."""
+        return self._read(module, self.other)
+
+    def read_frozen(self, module: nnx.Module) -> Pure:
+        return self._read(module, self.frozen)
+
+    def _read(self, module: nnx.Module, paths: Iterable[tuple[Any, ...]]) -> Pure:
         variables = dict(nnx.to_flat_state(nnx.state(module)))
-        return nest({_parts(path): variables[path].get_value() for path in self.other})
+        return nest({_parts(path): variables[path].get_value() for path in paths})
 
 
 def split_module(module: nnx.Module) -> tuple[ModuleDef, Pure, Pure]:
-    """(definition, parameters, other variables) of a module; parameters are what `nnx.Param` selects."""
+    """(definition, parameters, other variables) of a module; parameters are what `nnx.Param` selects.
+
+    A parameter whose metadata say `frozen` is neither: the definition reads it with `read_frozen`.
+    """
     graphdef, state = nnx.split(module)
     flat = dict(nnx.to_flat_state(state))
     if len({_parts(path) for path in flat}) < len(flat):
@@ -79,6 +94,8 @@ def split_module(module: nnx.Module) -> tuple[ModuleDef, Pure, Pure]:
     rngs: list[RngLeaf] = []
     params: dict[tuple[Any, ...], Leaf] = {}
     other: dict[tuple[Any, ...], Leaf] = {}
+    frozen: dict[tuple[Any, ...], Leaf] = {}
+    adapters: dict[str, dict[str, Any]] = {}
     for path, variable in flat.items():
         value = variable.get_value()
         if not hasattr(value, "shape"):
@@ -86,11 +103,15 @@ def split_module(module: nnx.Module) -> tuple[ModuleDef, Pure, Pure]:
         if isinstance(variable, nnx.RngState):
             rngs.append(RngLeaf(path, path_name(path), isinstance(variable, nnx.RngKey), value.shape))
         else:
-            leaf = Leaf(value.shape, value.dtype, annotation_of(variable.get_metadata()))
-            (params if isinstance(variable, nnx.Param) else other)[path] = leaf
+            metadata = variable.get_metadata()
+            part = frozen if metadata.get("frozen") else params if isinstance(variable, nnx.Param) else other
+            part[path] = Leaf(value.shape, value.dtype, annotation_of(metadata))
+            if "lora" in metadata:
+                adapters[path_name(path)] = dict(metadata["lora"])
     if not params:
-        raise ConfigError(f"the model {type(module).__name__} has no nnx.Param, so there is nothing to train.")
-    definition = ModuleDef(graphdef, params, other, tuple(rngs))
+        what = "no nnx.Param that is not frozen" if frozen else "no nnx.Param"
+        raise ConfigError(f"the model {type(module).__name__} has {what}, so there is nothing to train.")
+    definition = ModuleDef(graphdef, params, other, tuple(rngs), frozen, adapters)
     arrays = lambda leaves: nest({_parts(path): flat[path].get_value() for path in leaves})  # noqa: E731
     return definition, arrays(params), arrays(other)
 
@@ -109,7 +130,7 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 
 def _parts(path: tuple[Any, ...]) -> tuple[str, ...]:
-    return tuple(str(part) for part in path)
+    return tuple(str(part) for part in path if part != BASE)
 
 
 def describe_model(module: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ One description serves creation, planning and restoring. Another mesh is another
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -29,6 +29,7 @@ class TrainState:
     params: Pure
     other: Pure  # batch statistics and any other variable that is no parameter and no random stream
     opt_state: Any
+    frozen: Pure = field(default_factory=dict)  # parameters that are not trained: in no checkpoint, loaded at each start
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class StateSpec:
     params: Mapping[str, Placement]
     other: Mapping[str, Placement]
     opt_state: Mapping[str, Placement]
+    frozen: Mapping[str, Placement] = field(default_factory=dict)
 
     @property
     def shardings(self) -> TrainState:
@@ -54,19 +56,24 @@ class StateSpec:
 
     def at_use(self, path: str) -> NamedSharding:
         """The layout of a parameter where the loss uses it."""
-        return self.sharding(at_use(self.params[path].spec, self.rules))
+        return self.sharding(at_use({**self.params, **self.frozen}[path].spec, self.rules))
 
     def module(self, state: TrainState, key: jax.Array | None = None) -> nnx.Module:
         """The model with the arrays of `state`; `key` feeds its random streams, if it has any."""
-        return self.definition.merge(state.params, state.other, jax.random.key(0) if key is None else key)
+        return self.definition.merge(state.params, state.other, jax.random.key(0) if key is None else key, frozen=state.frozen)
 
     @property
     def bytes_per_device(self) -> int:
-        return sum(p.bytes_per_device for part in (self.params, self.other, self.opt_state) for p in part.values())
+        return sum(p.bytes_per_device for part in (self.params, self.frozen, self.other, self.opt_state) for p in part.values())
 
     @property
     def num_params(self) -> int:
+        """Those that are trained."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.abstract.params))
+
+    @property
+    def num_frozen(self) -> int:
+        return sum(leaf.size for leaf in jax.tree.leaves(self.abstract.frozen))
 
 
 def abstract_state(model: ModelFactory, optimizer: optax.GradientTransformation, mesh: Mesh | str, rules: Rules | None = None) -> StateSpec:
@@ -86,10 +93,9 @@ def abstract_state(model: ModelFactory, optimizer: optax.GradientTransformation,
 
     shapes = jax.eval_shape(create)
     definition = found[-1]
-    leaves = {path_name(path): leaf for path, leaf in {**definition.params, **definition.other}.items()}
-    placed = place_model(leaves, mesh, rules)
-    params = {path_name(path): placed[path_name(path)] for path in definition.params}
-    other = {path_name(path): placed[path_name(path)] for path in definition.other}
+    parts = (definition.params, definition.other, definition.frozen)
+    placed = place_model({path_name(path): leaf for part in parts for path, leaf in part.items()}, mesh, rules)
+    params, other, frozen = ({path_name(path): placed[path_name(path)] for path in part} for part in parts)
     opt_state = place_optimizer(shapes.opt_state, params, mesh, rules)
 
     def abstract(placements: Mapping[str, Placement], tree: Any) -> Any:
@@ -104,8 +110,9 @@ def abstract_state(model: ModelFactory, optimizer: optax.GradientTransformation,
         abstract(params, shapes.params),
         abstract(other, shapes.other),
         abstract(opt_state, shapes.opt_state),
+        abstract(frozen, shapes.frozen),
     )
-    return StateSpec(model, optimizer, mesh, rules, definition, state, params, other, opt_state)
+    return StateSpec(model, optimizer, mesh, rules, definition, state, params, other, opt_state, frozen)
 
 
 def init_state(spec: StateSpec, seed: int) -> TrainState:
@@ -133,4 +140,4 @@ def _create(factory: ModelFactory, optimizer: optax.GradientTransformation, key:
     except Exception as error:
         raise ConfigError(f"the model cannot be made: {where(error)}") from error
     definition, params, other = split_module(module)
-    return definition, TrainState(jnp.zeros((), jnp.int32), params, other, optimizer.init(params))
+    return definition, TrainState(jnp.zeros((), jnp.int32), params, other, optimizer.init(params), definition.read_frozen(module))

@@ -142,15 +142,15 @@ def make_train_step(
     groups = {path: chain.groups for path, chain in read_chains(spec.optimizer, spec.abstract.params).items()} if norms else {}
     micro_sharding = spec.sharding(PartitionSpec(None, *layout.sharding.spec))
 
-    def objective(params: Any, other: Any, rows: Batch, mask: Any, key: jax.Array) -> tuple[jax.Array, Any]:
-        model = spec.definition.merge(params, other, key, hooks)
+    def objective(params: Any, frozen: Any, other: Any, rows: Batch, mask: Any, key: jax.Array) -> tuple[jax.Array, Any]:
+        model = spec.definition.merge(params, other, key, hooks, frozen)
         with activations_on(spec.mesh, spec.rules):
             means = as_means(loss(model, rows), num_rows(rows), mask)
         return means["loss"].total, (means, spec.definition.read_other(model))
 
     gradient = sums_in_float32(jax.grad(objective, has_aux=True))
 
-    def accumulated(params: Any, other: Any, rows: Batch, mask: Any, key: jax.Array) -> Any:
+    def accumulated(params: Any, frozen: Any, other: Any, rows: Batch, mask: Any, key: jax.Array) -> Any:
         """The sums of `gradient` over the parts; row i goes to part i % accumulate, which moves no row off its device."""
 
         def parts(x: jax.Array) -> jax.Array:
@@ -160,12 +160,12 @@ def make_train_step(
         def one(carry: Any, part: Any) -> Any:
             sums, other = carry
             index, (rows, mask) = part
-            grads, (means, other) = gradient(params, other, rows, mask, jax.random.fold_in(key, index))
+            grads, (means, other) = gradient(params, frozen, other, rows, mask, jax.random.fold_in(key, index))
             return (jax.tree.map(jnp.add, sums, (grads, means)), other), None
 
         split = jax.tree.map(parts, (rows, mask))
         first = jax.tree.map(lambda x: x[0], split)
-        grads, (means, _) = jax.eval_shape(gradient, params, other, *first, key)
+        grads, (means, _) = jax.eval_shape(gradient, params, frozen, other, *first, key)
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (grads, means))
         zeros = (with_sharding_constraint(zeros[0], spec.shardings.params), zeros[1])
         ((grads, means), other), _ = jax.lax.scan(one, (zeros, other), (jnp.arange(accumulate), split))
@@ -174,7 +174,7 @@ def make_train_step(
     def gradients(state: TrainState, rows: Batch) -> tuple[Any, dict[str, Mean], Any]:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         compute = gradient if accumulate == 1 else accumulated
-        grads, (means, other) = compute(state.params, state.other, rows, layout.mask(), key)
+        grads, (means, other) = compute(state.params, state.frozen, state.other, rows, layout.mask(), key)
         grads = jax.tree.map(lambda g: g / means["loss"].weight.astype(g.dtype), grads)
         return with_sharding_constraint(grads, spec.shardings.params), means, other
 
@@ -192,7 +192,8 @@ def make_train_step(
 
         finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)
         keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)  # noqa: E731
-        new_state = TrainState(state.step + 1, keep(params, state.params), keep(other, state.other), keep(opt_state, state.opt_state))
+        kept = (keep(params, state.params), keep(other, state.other), keep(opt_state, state.opt_state))
+        new_state = TrainState(state.step + 1, *kept, state.frozen)
         metrics = {name: mean.value for name, mean in means.items()}
         metrics |= {"weight": means["loss"].weight, "grad_norm": grad_norm, "finite": finite, **live_values(opt_state)}
         if norms:
@@ -260,7 +261,7 @@ def make_eval_step(spec: StateSpec, loss: Loss, batch: Batch, *, compute_dtype: 
 
     def step(state: TrainState, rows: Batch, mask: Any) -> dict[str, Mean]:
         params = evaluation_params(state.opt_state, state.params)
-        model = spec.definition.merge(params, state.other, jax.random.key(0), hooks)
+        model = spec.definition.merge(params, state.other, jax.random.key(0), hooks, state.frozen)
         model.eval()
         with activations_on(spec.mesh, spec.rules):
             return as_means(loss(model, rows), num_rows(rows), mask)
@@ -304,15 +305,17 @@ def _norms(trees: dict[str, Any], groups: dict[str, tuple[str, ...]]) -> dict[st
 def access_hooks(spec: StateSpec, compute_dtype: Any = None) -> dict[str, AccessHook]:
     """For each variable, the function that its value passes through wherever the model reads it."""
     dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
-    hooks = {path: _gather_hook(spec, p.shape, p.spec, spec.at_use(path).spec, dtype) for path, p in spec.params.items()}
+    weights = {**spec.params, **spec.frozen}
+    hooks = {path: _gather_hook(spec, p.shape, p.spec, spec.at_use(path).spec, dtype) for path, p in weights.items()}
     return hooks | {path: _gather_hook(spec, p.shape, p.spec, PartitionSpec(), None) for path, p in spec.other.items()}
 
 
 def _gather_hook(spec: StateSpec, full: tuple[int, ...], stored: PartitionSpec, used: PartitionSpec, dtype: Any) -> AccessHook:
     """Forward: cast, then gather. Backward: cast back, and reduce straight into the stored layout."""
 
-    def hook(_: Any, value: jax.Array) -> jax.Array:
-        cast = dtype if dtype is not None and jnp.issubdtype(value.dtype, jnp.floating) else value.dtype
+    def hook(variable: Any, value: jax.Array) -> jax.Array:
+        is_cast = dtype is not None and jnp.issubdtype(value.dtype, jnp.floating) and not variable.get_metadata("keep_dtype", False)
+        cast = dtype if is_cast else value.dtype
         used_here, stored_here = (_sliced(layout, full, value.shape) for layout in (used, stored))
 
         @jax.custom_vjp
@@ -368,28 +371,31 @@ class TracedLoss:
     """What a trace tells of a loss, before anything is compiled."""
 
     shapes: Batch  # of the batch that it was traced for
-    scalars: tuple[str, ...]  # the names, "loss" or a metric's, that come without an entry for each row
+    names: tuple[str, ...]  # "loss" and those of further metrics
+    scalars: tuple[str, ...]  # those that come without an entry for each row
     flops: float  # of a forward pass
 
 
 def _trace_loss(spec: StateSpec, loss: Loss, batch: Batch) -> TracedLoss:
     shapes = _shapes(batch)
     rows = num_rows(batch)
-    found: list[list[str]] = []
+    found: list[tuple[list[str], list[str]]] = []
 
-    def forward(params: Any, other: Any, batch: Batch, key: jax.Array) -> Any:
-        output = loss(spec.definition.merge(params, other, key), batch)
+    def forward(state: TrainState, batch: Batch, key: jax.Array) -> Any:
+        output = loss(spec.module(state, key), batch)
         means = as_means(output, rows)  # raises for what is no loss
-        found.append([name for name, value in _named(output).items() if not (isinstance(value, Mean) and value.has_rows(rows))])
+        scalars = [name for name, value in _named(output).items() if not (isinstance(value, Mean) and value.has_rows(rows))]
+        found.append((list(means), scalars))
         return means
 
     try:
-        flops = count_flops(forward, spec.abstract.params, spec.abstract.other, shapes, jax.random.key(0))
+        flops = count_flops(forward, spec.abstract, shapes, jax.random.key(0))
     except ShardwiseError:
         raise
     except Exception as error:
         raise ConfigError(f"the loss cannot be computed for a batch of {_show_batch(batch)}: {where(error)}") from error
-    return TracedLoss(shapes, tuple(found[-1]), flops)
+    names, scalars = found[-1]
+    return TracedLoss(shapes, tuple(names), tuple(scalars), flops)
 
 
 def _shapes(batch: Batch) -> Batch:
