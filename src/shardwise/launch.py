@@ -185,7 +185,7 @@ class Launcher:
             env=environment,
             pass_fds=(writing,),
             start_new_session=True,  # Ctrl-C reaches the launcher alone, which passes it on once
-            preexec_fn=_end_with_parent,
+            preexec_fn=end_with_parent,
         )
         os.close(writing)
         assert child.stdout is not None
@@ -275,7 +275,7 @@ class _Bar:
             self.progress.update(self.task, description="training", total=total, completed=step, status=told.get("text", ""))
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """In the child: when the launcher dies, however that comes, it is asked to stop. Linux only."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)

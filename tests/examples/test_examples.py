@@ -19,7 +19,13 @@ def load(name: str) -> ModuleType:
 
 
 def test_every_example_is_tested_here():
-    assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == ["data_parallel_by_hand", "digits", "own_loop", "sharded_model"]
+    assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == [
+        "data_parallel_by_hand",
+        "digits",
+        "optuna_sweep",
+        "own_loop",
+        "sharded_model",
+    ]
 
 
 def test_digits_on_copies_and_on_pieces():
@@ -80,3 +86,17 @@ def test_a_user_can_start_an_example_from_anywhere(tmp_path):
     assert "{'fsdp': 8}" in done.stdout  # it has given itself eight devices
     assert "stopped after step" in done.stdout
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_optuna_searches_prunes_and_goes_on(tmp_path):
+    optuna = load("optuna_sweep")
+    storage = f"sqlite:///{tmp_path / 'digits.db'}"
+    study = optuna.main(5, storage)
+    assert len(study.trials) == 5
+    study = optuna.main(4, storage)  # the study is in the file
+    states = [trial.state.name for trial in study.trials]
+    assert len(states) == 9
+    assert set(states) == {"COMPLETE", "PRUNED"}
+    assert study.best_value < 0.6
+    assert all(trial.intermediate_values for trial in study.trials)

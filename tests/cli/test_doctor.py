@@ -1,0 +1,245 @@
+"""The doctor finds what is wrong, says what helps, and survives what is broken."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from shardwise import doctor_packages, doctor_system
+from shardwise.cli import main
+from shardwise.doctor import Probed, machine_findings, probe_findings, run_probe
+from shardwise.doctor_environment import environment_findings
+from shardwise.doctor_finding import others_can_write
+from shardwise.doctor_packages import gpu_findings, package_findings
+from shardwise.files import lock_directory
+from shardwise.programs import LIMIT
+
+RECIPE = """
+from pathlib import Path
+import numpy as np, optax
+from flax import nnx
+from shardwise import Batches, Run
+
+def recipe(steps: int = 4, out: Path | None = None) -> Run:
+    return Run(model=lambda rngs: nnx.Linear(4, 2, rngs=rngs), loss=lambda model, batch: (model(batch["x"]) ** 2).mean(),
+               optimizer=optax.sgd(0.1), data=Batches({"x": np.ones((64, 4), "f4")}, 8), steps=steps, out=out, save_every=2)
+"""
+
+
+def by_name(findings):
+    return {finding.name: finding for finding in findings}
+
+
+def tried_out(timeout=60.0, cpu_devices=None):
+    return by_name(probe_findings(run_probe(timeout, lambda text: None, cpu_devices), timeout))
+
+
+def test_the_command_here(tmp_path):
+    command = [sys.executable, "-m", "shardwise.cli", "doctor", "--cpu-devices", "2", "--json", "found.json"]
+    before = set(tmp_path.iterdir())
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    answer = json.loads((tmp_path / "found.json").read_text())
+    found = {finding["name"]: finding for finding in answer["findings"]}
+    assert done.returncode == (2 if answer["problem"] else 0)
+    assert set(tmp_path.iterdir()) - before == {tmp_path / "found.json"}
+    for name in ("Python", "jax", "flax", "optax", "orbax-checkpoint", "grain", "extras", "training step", "memory", "loopback", "disk"):
+        assert found[name]["state"] == "ok", found[name]
+    assert found["found by JAX"]["text"] == "2 cpu (cpu)"
+    assert "on 2 devices: first" in found["training step"]["text"]
+    assert "training step" in done.stdout
+    assert all(finding["remedy"] for finding in answer["findings"] if finding["state"] != "ok")
+
+
+def test_a_flag_that_xla_does_not_know(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_nonsense=3")
+    found = tried_out()["trying out"]  # XLA ends the whole process
+    assert found.state == "problem"
+    assert "Unknown flag in XLA_FLAGS: --xla_nonsense=3" in found.text
+    assert "unset XLA_FLAGS" in found.remedy
+
+
+def test_a_platform_that_is_not_there(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    found = tried_out()["trying out"]
+    assert found.state == "problem"
+    assert "unset JAX_PLATFORMS" in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("code", "timeout", "text", "remedy"),
+    [
+        ("raise ImportError('libfoo.so: cannot open')", 30, "importing jax: ImportError: libfoo.so: cannot open", "Reinstall"),
+        ("import time; time.sleep(1000)", 1.0, "importing jax: no answer for 1 s; the process was ended", "--timeout 600"),
+        ("import os; os.abort()", 30, "importing jax: ended by SIGABRT", "Reinstall"),
+        ("import sys; print('CUDA driver version is insufficient', file=sys.stderr); sys.exit(3)", 30, "insufficient", "nvidia-smi"),
+    ],
+)
+def test_a_broken_jax_is_told_and_not_suffered(tmp_path, monkeypatch, code, timeout, text, remedy):
+    (tmp_path / "jax.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    began = time.monotonic()
+    found = tried_out(timeout)
+    assert time.monotonic() - began < 10
+    assert list(found) == ["trying out"]
+    assert found["trying out"].state == "problem"
+    assert text in found["trying out"].text
+    assert remedy in found["trying out"].remedy
+
+
+def test_wrong_results_are_a_problem():
+    kinds = [{"kind": "odd", "is_right": False, "seconds": 1.0}]
+    step = {"count": 2, "falls": False, "losses": [1.0, 2.0], "first": 1.0, "second": 1.0}
+    found = by_name(probe_findings(Probed(found={"compute": {"kinds": kinds}, "step": step}), 1.0))
+    assert found["product"].state == found["training step"].state == "problem"
+
+
+@pytest.mark.parametrize(
+    ("variables", "name", "state", "words"),
+    [
+        ({"JAX_ENABEL_X64": "1"}, "JAX_ENABEL_X64", "warning", "Did you mean 'JAX_ENABLE_X64'"),
+        ({"JAX_ENABLE_X64": "true"}, "JAX_ENABLE_X64", "warning", "float64"),
+        ({"JAX_DISABLE_JIT": "1"}, "JAX_DISABLE_JIT", "warning", "many times as long"),
+        ({"JAX_PLATFORMS": "cudda"}, "JAX_PLATFORMS", "warning", "Did you mean 'cuda'"),
+        ({"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}, "XLA_FLAGS", "warning", "wait for ever"),
+        ({"XLA_FLAGS": "xla_gpu_x=1"}, "XLA_FLAGS", "problem", "no flag"),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "90"}, "XLA_PYTHON_CLIENT_MEM_FRACTION", "problem", "up to 1"),
+        ({"SHARDWISE_FAILPOINT": "x:1:kill"}, "SHARDWISE_FAILPOINT", "warning", "for tests"),
+        ({"SHARDWISE_JOBB": "1"}, "SHARDWISE_JOBB", "warning", "Did you mean 'SHARDWISE_JOB'"),
+    ],
+)
+def test_variables(variables, name, state, words):
+    settings = {"jax_enable_x64": False, "jax_platforms": None}
+    found = by_name(environment_findings(settings, variables))[name]
+    assert (found.state, bool(found.remedy)) == (state, True)
+    assert words in found.text
+
+
+def test_variables_that_are_off_or_fine_are_left_alone():
+    fine = {"JAX_ENABLE_X64": "0", "JAX_DISABLE_JIT": "False", "HOME": "/x", "SHARDWISE_JOB": "3", "XLA_PYTHON_CLIENT_MEM_FRACTION": ".9"}
+    assert list(environment_findings({"jax_enable_x64": False}, fine)) == []
+
+
+def test_versions_that_do_not_go_together(monkeypatch):
+    real = doctor_packages.version_of
+    monkeypatch.setattr(
+        doctor_packages, "version_of", lambda name: {"jaxlib": "0.4.1", "flax": "0.8.0", "grain": None}.get(name, real(name))
+    )
+    found = by_name(package_findings())
+    assert {found[name].state for name in ("jax", "flax", "grain")} == {"problem"}
+    assert found["rich"].state == "ok"
+    assert "does not go with jaxlib 0.4.1" in found["jax"].text
+    assert "0.8.0; shardwise needs >=0.12" in found["flax"].text
+    assert "not installed" in found["grain"].text
+
+
+@pytest.mark.parametrize(
+    ("plugins", "state", "words"),
+    [
+        ({"jax-cuda12-plugin": "0.9.0"}, "warning", "left unused with a warning, or crashes"),
+        ({"jax-cuda12-plugin": "X", "jax-cuda13-plugin": "X"}, "warning", "are both installed"),
+        ({"jax-metal": "0.1.1"}, "problem", "older releases"),
+    ],
+)
+def test_plugins(monkeypatch, plugins, state, words):
+    jaxlib = doctor_packages.version_of("jaxlib")
+    monkeypatch.setattr(doctor_packages, "installed_plugins", lambda: {name: v.replace("X", jaxlib) for name, v in plugins.items()})
+    assert any(finding.state == state and words in finding.text for finding in package_findings())
+
+
+NVIDIA_SMI = """#!/bin/sh
+case "$1" in
+  --query-gpu*) echo "0, NVIDIA H200, 470.57, 143771, 120000, 97" ;;
+  *) echo "{pid}, /usr/bin/python3, 119000" ;;
+esac
+"""
+
+
+def test_gpus_as_the_driver_sees_them(tmp_path, monkeypatch):
+    tool = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(doctor_packages, "installed_plugins", lambda: {"jax-cuda12-plugin": "1"})
+    tool.write_text(NVIDIA_SMI.format(pid=os.getpid()))
+    tool.chmod(0o755)
+    found = by_name(gpu_findings())
+    assert (found["NVIDIA driver"].state, found["GPU 0"].state) == ("problem", "warning")
+    assert "470.57 is too old for cuda12" in found["NVIDIA driver"].text
+    assert found[f"process {os.getpid()}"].text == "python3 (this user's) holds 119000 MiB of a GPU"
+    tool.write_text("#!/bin/sh\nexec sleep 100\n")
+    assert "the driver hangs" in by_name(gpu_findings(0.3))["NVIDIA driver"].text
+    tool.write_text("#!/bin/sh\necho 'Failed to initialize NVML'; exit 9\n")
+    assert "Failed to initialize NVML" in by_name(gpu_findings())["NVIDIA driver"].text
+
+
+def test_limits_of_a_container(tmp_path, monkeypatch):
+    for name, text in {"memory.max": "300000000", "memory.current": "200000000", "cpu.max": "50000 100000"}.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(doctor_system, "_cgroup_files", lambda new, old, kind: iter([tmp_path / new]))
+    found = by_name(doctor_system.memory_findings())
+    assert (found["memory"].state, found["processors"].state) == ("problem", "warning")
+    assert "95.4 MiB of 286.1 MiB free in this container" in found["memory"].text
+    assert "may use 0.5" in found["processors"].text
+
+
+def test_the_program_cache(tmp_path, monkeypatch):
+    assert doctor_system.LIMIT_OF_PROGRAMS == LIMIT
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert "is not there yet" in by_name(doctor_system.disk_findings())["program cache"].text
+    assert not list(tmp_path.iterdir())
+    folder = tmp_path / "shardwise" / "programs"
+    folder.mkdir(parents=True, mode=0o700)
+    (folder / "a").write_bytes(b"0" * 2048)
+    assert by_name(doctor_system.disk_findings())["program cache"].text.startswith("1 files, 2.0 KiB of at most 8.0 GiB")
+    folder.chmod(0o777)
+    found = by_name(doctor_system.disk_findings())["program cache"]
+    assert (found.state, found.remedy[:9]) == ("warning", "chmod 700")
+    assert [finding.state for finding in others_can_write("x", folder)] == ["warning"]
+
+
+def test_without_devices_nothing_is_started():
+    found = machine_findings(Console(quiet=True), None)
+    assert {finding.group for finding in found} == {"packages", "environment", "system", "disk"}
+
+
+def test_a_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.py").write_text(RECIPE)
+    assert main(["train", "tiny.py", "--out", "a"]) == 0
+
+    def look(code):
+        capsys.readouterr()
+        assert main(["doctor", "a", "--json", "found.json"]) == code
+        return [(f["name"], f["state"], f["text"], f["remedy"]) for f in json.loads(Path("found.json").read_text())["findings"]]
+
+    def said(name, state, words, code=0):
+        return any(row[:2] == (name, state) and words in row[2] for row in look(code))
+
+    files = {path: path.stat().st_mtime_ns for path in Path("a").rglob("*")}
+    assert said("next", "ok", "it has finished")
+    assert said("checkpoints", "ok", "step 4 is the newest of 2, and whole")
+    assert said("lock", "ok", "free")
+    assert files == {path: path.stat().st_mtime_ns for path in Path("a").rglob("*")}  # nothing was touched
+    with lock_directory(Path("a")):
+        assert said("lock", "ok", f"in use by process {os.getpid()}")
+    Path("a/lock").write_text(json.dumps({"pid": 1, "host": "far", "boot_id": "other", "started": 1.0}))
+    assert said("lock", "warning", "process 1 on far has not left it in order")
+    Path("a/stacks").mkdir()
+    Path("a/stacks/process-0.txt").write_text("Mon: saving step 3\nThread ...")
+    assert said("stacks", "warning", "process-0.txt: Mon: saving step 3")
+    Path("a/checkpoints/4/meta.json").write_text("{}")
+    assert said("checkpoints", "warning", "step 4: a/checkpoints/4/meta.json is not what was written")
+    assert said("checkpoints", "ok", "step 2 is whole, and is where the run would resume")
+    assert said("next", "ok", "the same command resumes at step 2")
+    Path("a/checkpoints/2/MANIFEST").unlink()
+    assert said("checkpoints", "problem", "step 2: ", code=2)
+
+
+def test_no_run(tmp_path, capsys):
+    assert main(["doctor", str(tmp_path / "nowhere")]) == 2
+    assert "there is no run directory" in capsys.readouterr().err
+    assert main(["doctor", str(tmp_path)]) == 2
+    assert "is no run directory" in capsys.readouterr().err
