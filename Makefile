@@ -6,13 +6,13 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The main job is sized for a laptop; say JAX_PLATFORMS=cuda make run to use a GPU.
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: run test browser slurm test-slow faults lint bench bench-loop bench-optimizers bench-data bench-checkpoints bench-plan bench-plan-scale bench-weak-scaling bench-plan-search bench-published compare-optimizers clean
+.PHONY: run test browser slurm test-slow test-trackers faults lint docs docs-serve bench bench-loop bench-optimizers bench-data bench-checkpoints bench-plan bench-plan-scale bench-weak-scaling bench-plan-search bench-published compare-optimizers clean
 
 run: $(VENV)/.run
 	$(BIN)/shardwise train recipes/stdlib_gpt.py
 
 test: browser $(VENV)/.test lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not faults"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not faults and not trackers"
 
 # A browser looks at the pages. Both commands are used where they are; else Debian's packages are installed.
 browser:
@@ -36,10 +36,26 @@ test-slow: slurm $(VENV)/.test
 faults: $(VENV)/.test
 	FAULTS_TABLE=docs/faults.md $(BIN)/python -m pytest tests/faults tests/hosts -m "faults or not faults" -s
 
+# Weights & Biases, MLflow and Trackio read back what a run wrote; half a gigabyte, so in an environment of its own.
+test-trackers:
+	$(PYTHON) -m venv $(VENV)-trackers
+	$(VENV)-trackers/bin/python -m pip install --quiet -r requirements-trackers.txt
+	$(VENV)-trackers/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	$(VENV)-trackers/bin/python -m pytest tests/trackers
+
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The documents as a site, in site/; docs-serve shows it while it is written.
+docs docs-serve: export NO_MKDOCS_2_WARNING := 1
+docs: $(VENV)/.test
+	$(BIN)/python -m mkdocs build --quiet --strict
+	@echo "open site/index.html"
+
+docs-serve: $(VENV)/.test
+	$(BIN)/python -m mkdocs serve
 
 # All that is claimed of a CPU, as one table and one record; TORCH names an interpreter that has PyTorch, to stand beside.
 bench: $(VENV)/.test
@@ -90,4 +106,4 @@ $(VENV)/.test: requirements-test.txt $(VENV)/.run
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-trackers build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

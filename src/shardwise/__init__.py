@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from shardwise.errors import ShardwiseError as ShardwiseError
     from shardwise.explanation import Explanation as Explanation
     from shardwise.explanation import explain as explain
+    from shardwise.finetune import freeze as freeze
+    from shardwise.finetune import lora as lora
     from shardwise.fitting import Result as Result
     from shardwise.fitting import fit as fit
     from shardwise.initial import InitFrom as InitFrom
@@ -48,9 +50,16 @@ if TYPE_CHECKING:
     from shardwise.state import init_state as init_state
     from shardwise.step import make_eval_step as make_eval_step
     from shardwise.step import make_train_step as make_train_step
+    from shardwise.stopping import EarlyStop as EarlyStop
     from shardwise.target import find_target as find_target
+    from shardwise.trackers import MLflow as MLflow
+    from shardwise.trackers import TensorBoard as TensorBoard
+    from shardwise.trackers import Trackio as Trackio
+    from shardwise.trackers import WandB as WandB
     from shardwise.verification import Verification as Verification
     from shardwise.verification import verify as verify
+
+    __version__: str
 
 _HOMES = {
     "checkpoint": ("Checkpoints", "Keep"),
@@ -76,6 +85,7 @@ _HOMES = {
     "initial": ("InitFrom", "load_initial"),
     "fitting": ("Result", "fit"),
     "loop": ("evaluate", "steps"),
+    "finetune": ("freeze", "lora"),
     "mesh": ("make_mesh", "mesh_text", "use_cpu_devices"),
     "metrics": ("Mean",),
     "planning": ("Plan", "plan_run"),
@@ -83,7 +93,9 @@ _HOMES = {
     "sharding": ("Rules", "constrain", "placement_table"),
     "state": ("TrainState", "abstract_state", "init_state"),
     "step": ("make_eval_step", "make_train_step"),
+    "stopping": ("EarlyStop",),
     "target": ("find_target",),
+    "trackers": ("MLflow", "TensorBoard", "Trackio", "WandB"),
     "verification": ("Verification", "verify"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -91,6 +103,8 @@ __all__ = sorted(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":  # said in one place, pyproject.toml
+        return importlib.import_module("importlib.metadata").version("shardwise")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'shardwise' has no attribute '{name}'")
     return getattr(importlib.import_module(f"shardwise.{_HOME_OF[name]}"), name)

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from shardwise.errors import CheckpointError, ConfigError, columns
 from shardwise.files import fail_point, file_digest, read_manifest, sync, write_digests, write_manifest, wrong_files
 from shardwise.group import Group, current_group, wait_for
-from shardwise.saved import read_json, read_step, refused, saved_steps, show_leaf
+from shardwise.saved import read_json, read_metric, read_step, refused, saved_steps, show_leaf
 from shardwise.sharding import show_bytes
 from shardwise.state import StateSpec, TrainState
 from shardwise.tree import named_leaves, num_bytes
@@ -261,21 +261,16 @@ class Checkpoints:
     def _delete_old(self) -> None:
         for path in self.directory.glob("*.deleted.tmp"):  # what an earlier deletion has left
             shutil.rmtree(path)
-        metrics = {}
-        for step in self.steps():
-            value = self._metric(step) if self.keep.best else None
-            metrics[step] = float(value) if isinstance(value, int | float) else None
+        metrics = self.metrics() if self.keep.best else dict.fromkeys(self.steps())
         for step in set(metrics) - self.keep.chosen(metrics):
             doomed = self.path(step).with_suffix(".deleted.tmp")  # a deletion that is cut short leaves no half checkpoint
             os.rename(self.path(step), doomed)
             fail_point("checkpoint.delete")
             shutil.rmtree(doomed)
 
-    def _metric(self, step: int) -> Any:
-        try:
-            return self.metadata(step)["metrics"][self.keep.metric]
-        except (CheckpointError, LookupError, TypeError):  # damaged, or not measured
-            return None
+    def metrics(self) -> dict[int, float | None]:
+        """What `keep.metric` was at each step; None where it was not measured, or is no number."""
+        return {step: read_metric(self.path(step), self.keep.metric) for step in self.steps()}
 
     # Reading
 

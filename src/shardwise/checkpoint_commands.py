@@ -17,6 +17,7 @@ from shardwise.errors import CheckpointError, ConfigError
 from shardwise.files import verify_manifest
 from shardwise.saved import (
     SavedStep,
+    best_step,
     directory_bytes,
     find_checkpoints,
     find_step,
@@ -27,6 +28,8 @@ from shardwise.saved import (
     read_json,
     saved_steps,
     show_leaf,
+    step_name,
+    what_is_best,
 )
 
 Answer = dict[str, Any]
@@ -54,13 +57,17 @@ def main(args: list[str], options: argparse.Namespace) -> tuple[Answer, int]:
     show.add_argument("--values", action="store_true", help="also the least, greatest and mean value of every array")
     diff = command(diff_steps, "diff", 2, "what differs between two steps, to the bit; exit code 1 if any array does")
     verify = command(verify_steps, "verify", None, "every file of all steps, or of one, against its digest; exit code 4 if any is damaged")
-    export = command(export_step, "export", None, "the weights as safetensors, or as a GPT-2 for transformers")
-    export.add_argument("--out", type=Path, required=True, help="the file, or with --format gpt2 the directory, to write")
-    export.add_argument("--format", choices=["safetensors", "gpt2"], default="safetensors")
+    export = command(export_step, "export", None, "the weights as safetensors, or as a GPT-2 or Llama for transformers")
+    export.add_argument("--out", type=Path, required=True, help="the file, or with --format hf the directory, to write")
+    export.add_argument(
+        "--format", choices=["safetensors", "hf", "gpt2"], default="safetensors", help="hf (gpt2 is the same): for transformers"
+    )
     export.add_argument("--average", action="store_true", help="the averaged weights that the optimizer keeps")
-    export.add_argument("--vocab-size", type=int, help="gpt2: leave out the rows of the embedding from here on")
+    export.add_argument("--base", help="where the frozen weights are that a fine-tuned run was trained beside, if they were moved")
+    export.add_argument("--trained-only", action="store_true", help="without those, and without merging adapters into them")
+    export.add_argument("--vocab-size", type=int, help="hf: leave out the rows of the embedding from here on")
     for verb in (show, diff, verify, export):
-        verb.add_argument("--step", type=int, help="this step of the run, rather than the newest")
+        verb.add_argument("--step", type=step_name, help="this step of the run, or 'best', rather than the newest")
     chosen = parser.parse_args(args)
     return chosen.call(chosen, Console(width=None if sys.stdout.isatty() else 160, markup=False, highlight=False))
 
@@ -76,6 +83,10 @@ class _Parser(argparse.ArgumentParser):
 def list_steps(chosen: argparse.Namespace, console: Console) -> tuple[Answer, int]:
     directory = find_checkpoints(chosen.target)
     rows = [_row(directory / str(step), chosen.verify) for step in saved_steps(directory)]
+    if (best := best_step(directory)) is not None and len(rows) > 1:
+        row = next(row for row in rows if row["step"] == str(best))
+        row["best"] = what_is_best(directory)[0]
+        row["state"] = ", ".join(filter(None, [row["state"], f"best {row['best']}"]))
     aside = [path for path in directory.iterdir() if path.is_dir() and not path.name.isdecimal()]
     for path in sorted(aside):
         state = "damaged, kept aside" if ".bad" in path.name else "left over, not finished" if path.suffix == ".tmp" else "no checkpoint"
@@ -270,16 +281,21 @@ def _same_bits(a: Any, b: Any) -> Iterator[Any]:
 
 
 def export_step(chosen: argparse.Namespace, console: Console) -> tuple[Answer, int]:
-    if chosen.vocab_size is not None and chosen.format != "gpt2":
-        raise ConfigError("--vocab-size belongs to --format gpt2.")
-    from shardwise.export import export_gpt2, export_plain
+    if chosen.vocab_size is not None and chosen.format == "safetensors":
+        raise ConfigError("--vocab-size belongs to --format hf.")
+    if chosen.trained_only and (chosen.base is not None or chosen.format != "safetensors"):
+        raise ConfigError("--trained-only is without a --base, and for --format safetensors alone.")
+    from shardwise.export import export_hf, export_plain
+    from shardwise.initial import merged_step
 
-    saved = _open(find_step(chosen.target, chosen.step), console)
+    found = _open(find_step(chosen.target, chosen.step), console)
+    saved = found if chosen.trained_only else merged_step(found, chosen.base, average=chosen.average)
+    average = chosen.average and saved is found  # those of adapters are merged already
     with console.status(f"writing {chosen.out}"):
-        if chosen.format == "gpt2":
-            names = export_gpt2(saved, chosen.out, average=chosen.average, vocab_size=chosen.vocab_size)
+        if chosen.format == "safetensors":
+            names = export_plain(saved, chosen.out, average=average)
         else:
-            names = export_plain(saved, chosen.out, average=chosen.average)
+            names = export_hf(saved, chosen.out, average=average, vocab_size=chosen.vocab_size)
     size = chosen.out.stat().st_size if chosen.out.is_file() else directory_bytes(chosen.out)
     _say(console, f"{len(names)} tensors of {saved.directory}, {decimal(size)}: {chosen.out}")
     return {"out": str(chosen.out), "tensors": names, "digest": saved.digest}, 0

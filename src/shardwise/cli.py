@@ -1,6 +1,7 @@
 """The command line. JAX is imported only when a recipe has been found."""
 
 import argparse
+import gc
 import importlib
 import io
 import json
@@ -12,8 +13,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,10 @@ from shardwise.files import check_unlocked, check_writable
 from shardwise.native import has_accelerator, keep_freed_memory
 from shardwise.resume import ACCEPTABLE
 from shardwise.signals import stop_on_signals
+from shardwise.trackers import TRACKERS, make_trackers
 
 if TYPE_CHECKING:
+    from shardwise.trackers import Tracker
     from shardwise.watch import Watch
 
 BEGAN = time.monotonic()
@@ -40,15 +43,23 @@ shardwise trains any Flax NNX model on any device mesh.
   shardwise launch --processes 2 -- train RECIPE ...    the same on several processes of this machine; or a job file for a cluster
   shardwise data prepare | show                         text to token files; statistics and examples of any batch
   shardwise checkpoint ls | show | diff | verify | export
+  shardwise report RUN [RUN ...] [--watch]              what a run did, as one page; several side by side; while it goes on
+  shardwise sample RUN --prompt TEXT                    text from a trained or published model
+  shardwise sweep RECIPE --lr 1e-4 3e-4 --seed 0 1 ...  the recipe for every combination, one after the other, and a page to compare
+  shardwise doctor [RUN]                                whether training can work here, or how a run stands, and what to do
 
 RECIPE is file.py or file.py:function; `shardwise train RECIPE --help` shows its arguments.
 
 before or after the verb:
   --cpu-devices N    use the CPU as N virtual devices
   --json FILE        write the answer for programs, too
+  --version          the version, and nothing else
+  --completion SHELL a script that makes bash, zsh or fish complete commands: eval "$(shardwise --completion bash)"
   --plot FILE        explain: a picture of the learning rate of every group
   --accept WHAT      train: resume although this has changed: lr, data, optimizer, seed or compute_dtype
   --force-unlock     train: take over a directory that a run on another machine has not left in order
+  --track NAME       train: also tell tensorboard, wandb, mlflow or trackio; may be given several times
+  --profile 10:15    train: trace these steps, for Perfetto or TensorBoard
   --no-plan          train: begin even if the step seems to need more memory than there is
   --watchdog S       train: end with exit code 6 after S seconds without progress (300 with several processes, 0: never)
   --coordinator HOST:PORT --num-processes N --process-id I
@@ -87,12 +98,19 @@ def _main(argv: list[str]) -> int:
         from shardwise.launch import main as launch
 
         return launch(argv[1:])
+    if argv[:1] == ["--completion"]:
+        from shardwise.completion import completion
+
+        print(completion(*(argv[1:3] or [""])), end="")
+        return 0
     parser = Parser(prog="shardwise", add_help=False, allow_abbrev=False)
     parser.add_argument("--cpu-devices", type=int)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--accept", action="append", default=[], choices=list(ACCEPTABLE))
     parser.add_argument("--force-unlock", action="store_true")
+    parser.add_argument("--track", action="append", default=[], choices=list(TRACKERS))
+    parser.add_argument("--profile", type=_window, metavar="FIRST:LAST")
     parser.add_argument("--no-plan", action="store_true")
     parser.add_argument("--watchdog", type=float)
     parser.add_argument("--coordinator")
@@ -104,6 +122,11 @@ def _main(argv: list[str]) -> int:
         print(HELP, end="")
         return 0 if rest else 2
     verb, *args = rest
+    if verb == "--version":
+        from importlib.metadata import version
+
+        print(f"shardwise {version('shardwise')}")
+        return 0
     if verb in TOOLS:
         return _answered(importlib.import_module(TOOLS[verb]).main(args, options), options)
     if verb not in VERBS:
@@ -115,6 +138,14 @@ def _main(argv: list[str]) -> int:
             return 0
         raise ConfigError(f"'shardwise {verb}' needs a recipe: shardwise {verb} file.py")
     return _answered(VERBS[verb](args[0], args[1:], options), options)
+
+
+def _window(text: str) -> tuple[int, int]:
+    """ "10:15" are the steps 10 to 15, "10" is one step."""
+    first, _, last = text.partition(":")
+    if not (first.isdecimal() and (last or first).isdecimal() and 1 <= int(first) <= int(last or first)):
+        raise ConfigError(f"--profile {text}: give the first and the last step to trace, such as 10:15.")
+    return int(first), int(last or first)
 
 
 def _answered(found: tuple[dict[str, Any], int], options: argparse.Namespace) -> int:
@@ -158,19 +189,37 @@ def train(target: str, args: list[str], options: argparse.Namespace) -> tuple[di
 
     with stop_on_signals(may_exit=True) as stop:
         find_recipe(target)
+        trackers = make_trackers(options.track)
         given = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         given.add_argument("--out", type=Path, nargs="?")
         if (out := given.parse_known_args(args)[0].out) is not None and _seems_first(options):
             check_writable(out)  # what is wrong with it can be said before JAX is imported
             check_unlocked(out)
-        if options.cpu_devices or os.environ.get("JAX_PLATFORMS") == "cpu" or not has_accelerator():
-            keep_freed_memory()
-        from shardwise.group import start_group
-        from shardwise.watch import Watch
+        with _without_collection():
+            if options.cpu_devices or os.environ.get("JAX_PLATFORMS") == "cpu" or not has_accelerator():
+                keep_freed_memory()
+            importlib.import_module("shardwise.fitting")
+            from shardwise.group import start_group
+            from shardwise.watch import Watch
 
         group = start_group(options.coordinator, options.num_processes, options.process_id, bind=options.bind)
         with Watch(group, stop, options.watchdog, BEGAN) as watch:
-            return _train(target, args, options, watch)
+            return _train(target, args, options, watch, trackers)
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """For imports: what they make is no garbage. Looking through it again and again takes an eighth of their time, and every full look
+    later on would go through all of it once more."""
+    is_fresh = "jax" not in sys.modules  # elsewhere there may be garbage already
+    if is_fresh:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if is_fresh:
+            gc.freeze()
+            gc.enable()
 
 
 def _seems_first(options: argparse.Namespace) -> bool:
@@ -179,7 +228,9 @@ def _seems_first(options: argparse.Namespace) -> bool:
     return options.process_id == 0 if options.process_id is not None else set(ranks) <= {"0"}
 
 
-def _train(target: str, args: list[str], options: argparse.Namespace, watch: "Watch") -> tuple[dict[str, Any], int]:
+def _train(
+    target: str, args: list[str], options: argparse.Namespace, watch: "Watch", trackers: tuple["Tracker", ...]
+) -> tuple[dict[str, Any], int]:
     run, described = _load("train", target, args, options, watch.group.is_first)
     _quiet_orbax()
     from shardwise.fitting import fit
@@ -192,9 +243,13 @@ def _train(target: str, args: list[str], options: argparse.Namespace, watch: "Wa
         stem = Path(target.partition(":")[0]).stem
         started = os.environ.get("SHARDWISE_STARTED") or time.strftime("%Y%m%d-%H%M%S")
         run = replace(run, out=Path("runs") / watch.group.share("out", f"{stem}-{started}"))
-    run = replace(run, accept=(*run.accept, *options.accept))
+    run = replace(run, accept=(*run.accept, *options.accept), trackers=(*run.trackers, *trackers))
+    if options.profile is not None:
+        run = replace(run, profile=options.profile)
     result = fit(run, describe=described, watch=watch, force_unlock=options.force_unlock, plan=not options.no_plan)
     answer = {"out": str(run.out), "metrics": result.metrics, "eval": result.eval_metrics, "seconds": result.seconds}
+    if result.stopped_early is not None:
+        answer["stopped_early"] = result.stopped_early
     if not watch.group.is_first:
         return answer, 0
     devices = f" --cpu-devices {options.cpu_devices}" if options.cpu_devices else ""
@@ -275,7 +330,14 @@ def plan(target: str, args: list[str], options: argparse.Namespace) -> tuple[dic
 
 
 VERBS = {"train": train, "plan": plan, "verify": verify, "explain": explain}
-TOOLS = {"data": "shardwise.data.commands", "checkpoint": "shardwise.checkpoint_commands"}
+TOOLS = {
+    "data": "shardwise.data.commands",
+    "checkpoint": "shardwise.checkpoint_commands",
+    "sample": "shardwise.sample_command",
+    "report": "shardwise.report_command",
+    "sweep": "shardwise.sweep",
+    "doctor": "shardwise.doctor",
+}
 
 if __name__ == "__main__":
     entry()

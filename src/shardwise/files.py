@@ -147,7 +147,8 @@ def check_writable(directory: Path) -> None:
 
 def check_links(directory: Path) -> None:
     """Refuses links in a run directory: what is written there, by a name that may come from a stranger, must stay there."""
-    for path in [*directory.glob("*"), *directory.glob("checkpoints/*")]:
+    places = ("*", "checkpoints/*", "tensorboard/*", "bad/*", "profile/**/*")
+    for path in (found for place in places for found in directory.glob(place)):
         if path.is_symlink():
             raise CheckpointError(f"{path} is a link; a run directory holds none. Remove it, or choose another with --out.")
 

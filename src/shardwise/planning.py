@@ -35,6 +35,7 @@ from shardwise.tree import named_leaves, num_bytes
 
 NO_CHIP = Chip("unknown", math.inf, math.inf, math.inf)  # counts without telling times
 KINDS = {"state.params": "parameters", "state.opt_state": "optimizer", "state.other": "other", "state.step": "other", "rows": "batch"}
+KINDS |= {"state.frozen": "parameters"}
 VALUE = re.compile(r" value: <\d+ ([\w.\-]+)(?:\{[\d,]*\})? @\d+> \(size=(\d+),offset=(\d+)\): (\S+)")
 
 
@@ -217,7 +218,8 @@ def compile_run(run: Run, prepared: Prepared) -> tuple[Plan, Prepared]:
             raise
         return make_plan(run, prepared, target, compile_and_read(lowered, kernels), {}, time.perf_counter() - begun), prepared
     m, spec = program.memory_analysis(), prepared.spec
-    params, optimizer, other = (float(sum(p.bytes_per_device for p in part.values())) for part in (spec.params, spec.opt_state, spec.other))
+    parts = ({**spec.params, **spec.frozen}, spec.opt_state, spec.other)
+    params, optimizer, other = (float(sum(p.bytes_per_device for p in part.values())) for part in parts)
     rows = prepared.step.layout.sharding
     batch = float(sum(num_bytes(rows.shard_shape(x.shape), x.dtype) for x in jax.tree.leaves(prepared.step.batch)))
     peak = m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.generated_code_size_in_bytes

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from rich.filesize import decimal
@@ -108,8 +108,14 @@ def is_step(path: Path) -> bool:
     return (path / MANIFEST).is_file() or (path / "state").is_dir()
 
 
-def find_step(target: Path, step: int | None = None) -> Path:
-    """The directory of one step: `target` itself if it is one, else this step, or the newest, of the run there."""
+def find_step(target: Path, step: int | Literal["best"] | None = None) -> Path:
+    """The directory of one step: `target` itself if it is one, else this step, or the best, or the newest, of the run there."""
+    if step == "best":
+        directory = find_checkpoints(target)
+        if (best := best_step(directory)) is None:
+            metric, _ = what_is_best(directory)
+            raise CheckpointError(f"{directory} has no step with '{metric}'; its steps were not evaluated. Name one with --step.")
+        return directory / str(best)
     if is_step(target):
         if step is not None and target.name != str(step):
             raise CheckpointError(f"{target} is one step already, and not step {step}; leave one of the two out.")
@@ -120,6 +126,36 @@ def find_step(target: Path, step: int | None = None) -> Path:
         there = f"there are {', '.join(map(str, steps))}" if steps else "there are none yet"
         raise CheckpointError(f"{directory} has no {'checkpoint' if step is None else f'step {step}'}; {there}.")
     return directory / str(steps[-1] if step is None else step)
+
+
+def step_name(text: str) -> int | Literal["best"]:
+    """The value of --step: a number, or "best"."""
+    return "best" if text == "best" else int(text)
+
+
+def best_step(directory: Path) -> int | None:
+    """Of the steps below a directory, the one that its run thinks best; None if none was evaluated."""
+    metric, largest = what_is_best(directory)
+    found = {step: value for step in saved_steps(directory) if (value := read_metric(directory / str(step), metric)) is not None}
+    return min(found, key=lambda step: (-found[step] if largest else found[step], step), default=None)
+
+
+def what_is_best(directory: Path) -> tuple[str, bool]:
+    """The metric that tells the best of these checkpoints, and whether more is better, as their run says; else the held-out loss."""
+    try:
+        keep = read_json(directory.parent / "run.json")["keep"]
+        return str(keep["metric"]), keep["largest"] is True
+    except (CheckpointError, LookupError, TypeError):
+        return "eval_loss", False
+
+
+def read_metric(step: Path, name: str) -> float | None:
+    """A metric of a step as it was saved; None where it was not measured, is no number, or cannot be read."""
+    try:
+        value = read_json(step / "meta.json")["metrics"][name]
+        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    except (CheckpointError, LookupError, TypeError, OverflowError):
+        return None
 
 
 def open_step(directory: Path) -> SavedStep:

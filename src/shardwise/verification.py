@@ -180,7 +180,7 @@ def find_meshes(spec: StateSpec, rules: Rules, devices: int) -> list[str]:
 
 def _tensor_axes(spec: StateSpec, rules: Rules) -> list[str]:
     """The axes that annotations and rules name and that split no batch; of those that mean the same, the first."""
-    leaves = {**spec.definition.params, **spec.definition.other}.values()
+    leaves = {**spec.definition.params, **spec.definition.frozen, **spec.definition.other}.values()
     entries = [entry for leaf in leaves for entry in leaf.annotation or ()] + [entry for _, axes in rules.paths for entry in axes]
     names = [name for entry in entries if entry is not None for name in ([entry] if isinstance(entry, str) else entry)]
     axes = []
@@ -264,7 +264,7 @@ def _placed(many: Side, first: Comparison) -> tuple[tuple[int, ...], str, str]:
     placements, leaf = places.get(first.kind, {}), first.leaf
     if first.kind == INITIAL:
         part, _, leaf = first.leaf.partition("/")
-        placements = {"params": spec.params, "other": spec.other, "opt_state": spec.opt_state}.get(part, {})
+        placements = {"params": spec.params, "frozen": spec.frozen, "other": spec.other, "opt_state": spec.opt_state}.get(part, {})
     if leaf not in placements:
         return (), "whole", "belongs to no leaf"
     placement = placements[leaf]

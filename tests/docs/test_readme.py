@@ -29,7 +29,7 @@ def test_the_python_of_the_readme_runs_and_learns():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_commands_exist(page):
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-        assert (page.parent / target).exists(), target
+        assert target.startswith("https://") or (page.parent / target).exists(), target
     for command in "".join(blocks(page, "console")).splitlines():
         words = command.removeprefix("$ ").split()
         if words[0] == "make":
@@ -38,8 +38,14 @@ def test_links_and_commands_exist(page):
             assert words[0] == "shardwise", command
             if words[1] == "launch":
                 words = ["shardwise", *words[words.index("--") + 1 :]]
+            if words[1] in ("--completion", "--version", "--help"):
+                continue
             assert words[1] in {**VERBS, **TOOLS}, command
-            assert words[2] in HELP.split() if words[1] in TOOLS else (ROOT / words[2].partition(":")[0]).exists(), command
+            if words[1] in ("sample", "report", "doctor"):  # of a run that another command of the page made
+                continue
+            if f"<!-- file: {words[2]} -->" in page.read_text():  # written on the page itself
+                continue
+            assert words[2] in HELP.split() if words[1] in ("data", "checkpoint") else (ROOT / words[2].partition(":")[0]).exists(), command
 
 
 def test_the_map_names_every_module():

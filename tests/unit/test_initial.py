@@ -19,7 +19,8 @@ from shardwise import Checkpoints, InitFrom, Rules, abstract_state, init_state, 
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.files import write_manifest
 from shardwise.models.gpt import GPT
-from shardwise.models.hf import config_from_hf, params_from_hf
+from shardwise.models.hf import params_from_hf
+from shardwise.models.hf_config import config_from_hf
 from shardwise.optim.parts import evaluation_params
 from shardwise.tree import named_leaves
 
@@ -315,7 +316,7 @@ def test_gpt2_may_be_a_part_of_the_model(published):
 def test_gpt2_with_other_heads_is_refused_though_all_shapes_fit(published):
     directory, _, config = published
     spec = abstract_state(lambda rngs: GPT(dataclasses.replace(config, num_heads=2), rngs), optax.sgd(0.1), make_mesh("data=8"))
-    with pytest.raises(CheckpointError, match="it has 4 heads, this model 2"):
+    with pytest.raises(CheckpointError, match="it has num_heads=4, this model num_heads=2"):
         load_initial(InitFrom(directory), spec, seed=0)
     (directory / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"config\.json cannot be read: No such file"):
