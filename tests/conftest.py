@@ -10,6 +10,8 @@ os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir()) / f"shardwise-tes
 
 import hypothesis
 import jax
+import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from shardwise import use_cpu_devices
 
@@ -20,6 +22,16 @@ hypothesis.settings.load_profile("shardwise")
 
 def pytest_sessionstart(session):
     assert jax.device_count() == 8, f"the tests need 8 CPU devices and found {jax.device_count()}"
+
+
+@pytest.fixture(autouse=True)
+def _programs_of_its_own():
+    """A command that runs within a test lets JAX keep its programs; the next test begins without."""
+    before = jax.config.jax_compilation_cache_dir
+    yield
+    if jax.config.jax_compilation_cache_dir != before:
+        jax.config.update("jax_compilation_cache_dir", before)
+        reset_cache()
 
 
 LONGEST_FIRST = (

@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import Mesh
 
 from shardwise.errors import ConfigError
@@ -263,7 +264,7 @@ def compile_and_read(lowered: Any, kernels: dict[str, float]) -> Compiled:
         folder = Path(name)
         code = 0.0
         cached = bool(jax.config.jax_enable_compilation_cache)  # type: ignore[attr-defined]
-        jax.config.update("jax_enable_compilation_cache", False)  # a program from JAX's own cache comes without a word about it
+        _use_cache(False)  # a program from JAX's own cache comes without a word about it
         try:
             compiled = lowered.compile(compiler_options={"xla_dump_to": name, "xla_dump_hlo_as_text": True})
             code = float(compiled.memory_analysis().generated_code_size_in_bytes)
@@ -271,7 +272,7 @@ def compile_and_read(lowered: Any, kernels: dict[str, float]) -> Compiled:
             if not _is_too_large(error):
                 raise ConfigError(f"the step cannot be compiled for this target: {str(error).strip().splitlines()[0]}") from error
         finally:
-            jax.config.update("jax_enable_compilation_cache", cached)
+            _use_cache(cached)
         text = _dumped(folder, ".after_codegen.txt") or _dumped(folder, "after_optimizations.txt")
         allocations = _dumped(folder, "after_optimizations-buffer-assignment.txt")
         if not allocations:
@@ -279,6 +280,11 @@ def compile_and_read(lowered: Any, kernels: dict[str, float]) -> Compiled:
         program = parse(text, kernels)
         memory, buffers = read_allocations(allocations, program)
     return Compiled(program, replace(memory, other=memory.other + code), buffers)
+
+
+def _use_cache(value: bool) -> None:
+    jax.config.update("jax_enable_compilation_cache", value)
+    reset_cache()  # or it goes on as at the first compilation of the process
 
 
 def _is_too_large(error: Exception) -> bool:

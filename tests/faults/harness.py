@@ -251,7 +251,7 @@ def bits(value: object) -> str:
     return struct.pack("<d", value).hex() if isinstance(value, float) else str(value)
 
 
-TIMES = ("step_s", "tokens_per_s", "mfu", "data_s", "wait_s")
+TIMES = ("time", "step_s", "tokens_per_s", "mfu", "data_s", "wait_s")
 
 
 def losses(out: Path, merged: bool = False) -> dict[tuple[int, str], str]:
