@@ -37,9 +37,7 @@ def _programs_of_its_own():
 LONGEST_FIRST = (
     "tests/tpu",
     "tests/mesh/test_layouts.py",
-    "tests/docs/test_optimizers_page.py",
     "tests/processes",
-    "tests/docs/test_processes_page.py",
 )
 
 

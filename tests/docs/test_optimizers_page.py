@@ -4,11 +4,14 @@ import inspect
 import re
 from pathlib import Path
 
+import pytest
+
 from shardwise import explanation, findings
 
 PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
 
 
+@pytest.mark.slow
 def test_the_python_of_the_page_runs_and_prints_what_is_shown(capsys):
     text = PAGE.read_text()
     names = {}

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "processes.md"
 
@@ -22,6 +24,7 @@ def call(words, tmp_path):
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_page_run(tmp_path):
     commands = [line.removeprefix("$ shardwise ").split() for line in PAGE.read_text().splitlines() if line.startswith("$ ")]
     launch, slurm, kubernetes = commands

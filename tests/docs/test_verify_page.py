@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "verify.md"
 COMMAND = re.compile(r"^```console\n\$ shardwise (.*?)(?:\s+# exit code (\d))?\n```\n\n```text\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -16,6 +18,7 @@ def without_numbers(text):
     return re.sub(r"\d[\d.]*(e[+-]\d+)?", "#", text).split()
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_page_print_what_is_shown():
     commands = COMMAND.findall(PAGE.read_text())
     assert [code for _, code, _ in commands] == ["", "5"]
