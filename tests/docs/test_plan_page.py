@@ -50,6 +50,7 @@ def test_too_large_is_answered_as_shown(tmp_path):
         assert line in shown
 
 
+@pytest.mark.slow
 def test_the_code_of_the_page_runs(capsys):
     (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     exec(compile(code, PAGE, "exec"), {"run": make_run("data=8")})  # noqa: S102

@@ -28,6 +28,7 @@ def test_every_example_is_tested_here():
     ]
 
 
+@pytest.mark.slow
 def test_digits_on_copies_and_on_pieces():
     digits = load("digits")
     copies, pieces = digits.main("data=8"), digits.main("fsdp=8")

@@ -415,6 +415,7 @@ def label_loss(model, batch):
     return optax.softmax_cross_entropy_with_integer_labels(model(batch["tokens"]), batch["tokens"][:, 0] % 3).mean()
 
 
+@pytest.mark.slow
 def test_a_new_head_begins_afresh_by_pattern_and_nothing_else_is_skipped(base, tmp_path):
     model = lora(net(classes=3), KERNELS, rank=2, train=("head/*",))
     init = InitFrom(base, rename={"head/*": None})
