@@ -31,7 +31,7 @@ def loss(model: GPT, batch: dict[str, jax.Array]) -> Mean:
 
 
 def make_run(config: GPTConfig, rows: int, mesh: Any) -> Run:
-    tokens = np.random.default_rng(0).integers(0, 256, 100_000)
+    tokens = np.random.default_rng(0).integers(0, 256, 2 * rows * config.max_length)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     data = Batches(Tokens(tokens, config.max_length), rows)
     return Run(model=lambda rngs: GPT(config, rngs), loss=loss, optimizer=optimizer, data=data, steps=1, mesh=mesh)

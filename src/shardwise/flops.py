@@ -37,6 +37,8 @@ def _count_one(equation: Any) -> float:
     if params.get("name") == "cpu_attention":  # leaves out keys that no query sees; counted like the others, which compute them
         q, k = (variable.aval.shape for variable in equation.invars[:2])
         return 4.0 * math.prod(q) * k[1]
+    if name == "mpmd_map":  # a kernel in Mosaic GPU: `product_...` multiplies its first two arguments, of which the first is (N, D)
+        return 2.0 * math.prod(equation.invars[0].aval.shape) * equation.outvars[0].aval.shape[1] if _is_product(params) else 0.0
     if name == "cond":
         return max(_count(branch.jaxpr) for branch in params["branches"])
     times = params["length"] if name == "scan" else 1
@@ -49,12 +51,16 @@ def count_kernels(jaxpr: core.Jaxpr) -> dict[str, float]:
     """Arithmetic of one call of each Pallas kernel in `jaxpr`, by the kernel's name: compilers see only that it is called."""
     found: dict[str, float] = {}
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "pallas_call":
+        if equation.primitive.name in ("pallas_call", "mpmd_map"):
             found[_kernel_name(equation.params)] = _count_one(equation)
         else:
             for inner in _inner(equation.params):
                 found.update(count_kernels(inner))
     return found
+
+
+def _is_product(params: dict[str, Any]) -> bool:
+    return _kernel_name(params).startswith("product_")
 
 
 def _kernel_name(params: dict[str, Any]) -> str:

@@ -339,8 +339,8 @@ def _kernel(op: Op) -> str:
     target = re.search(r'custom_call_target="([^"]*)"', op.attributes)
     if target is None or not ("tpu_custom_call" in target[1] or "triton" in target[1] or "mosaic" in target[1]):
         return ""
-    found = re.search(r'\bname = "([^"]+)"', op.attributes)
-    parts = [part for part in op.op_name.split("/") if part != "pallas_call"]
+    found = None if "mosaic_gpu" in target[1] else re.search(r'\bname = "([^"]+)"', op.attributes)
+    parts = [part for part in op.op_name.split("/") if part not in ("pallas_call", "mpmd_map")]
     return found[1] if found else parts[-1] if parts else op.name
 
 

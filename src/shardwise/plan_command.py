@@ -190,8 +190,8 @@ def _largest(recipe: Recipe, on: Target, compile_one: CompileOne, console: Conso
 
 
 def largest_batch(compile_rows: Callable[[int], Plan], unit: int, first: int) -> tuple[int, Plan | None]:
-    """The largest multiple of `unit` rows whose plan fits, or None beside `unit`. Memory grows almost evenly with the rows, so
-    between one that fits and one that does not, a straight line says where the limit will be."""
+    """The largest multiple of `unit` rows whose plan fits, or None beside `unit`. Memory grows almost evenly with the rows, from the
+    state alone, so a straight line through two plans, or through that and one, says where the limit will be."""
     known: dict[int, Plan] = {}
     rows, low, width = max(first // unit, 1) * unit, 0, math.inf
     while rows > 0:
@@ -200,12 +200,9 @@ def largest_batch(compile_rows: Callable[[int], Plan], unit: int, first: int) ->
         low, high = fit[-1] if fit else 0, large[0] if large else math.inf
         if high - low <= unit:
             break
-        ends = [low, large[0]] if fit and large else fit[-2:]
-        if len(ends) == 2:
-            peaks = [known[n].memory.peak for n in ends]
-            guess = ends[0] + (ends[1] - ends[0]) * (plan.limit - peaks[0]) / max(peaks[1] - peaks[0], 1)
-        else:
-            guess = 2 * low or high / 2
+        ends = [low, large[0]] if fit and large else [0, *(fit or large[:1])][-2:]
+        peaks = [known[n].memory.peak if n else plan.memory.state for n in ends]
+        guess = ends[0] + (ends[1] - ends[0]) * (plan.limit - peaks[0]) / max(peaks[1] - peaks[0], 1)
         if fit and large and high - low > width / 2:  # not even halved by the last line
             guess = (low + high) / 2
         width = high - low

@@ -51,8 +51,13 @@ class Memory:
     temporaries: float = 0.0  # activations kept for the backward pass, gradients, scratch
 
     @property
+    def state(self) -> float:
+        """What does not grow with the batch."""
+        return self.parameters + self.optimizer + self.other
+
+    @property
     def peak(self) -> float:
-        return self.parameters + self.optimizer + self.other + self.batch + self.temporaries
+        return self.state + self.batch + self.temporaries
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ of a bias is a sum over all tokens, that of a word a sum over all its occurrence
 first and 97 % of the second on a CPU. Products are not concerned: they are accumulated in float32 everywhere.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 SUMS = ("reduce_sum", "scatter-add", "cumsum")
-OPAQUE = ("pallas_call",)  # kernels say themselves how they sum
+OPAQUE = ("pallas_call", "mpmd_map")  # kernels say themselves how they sum
 HALF = (jnp.bfloat16, jnp.float16)
 
 
@@ -22,31 +23,40 @@ def sums_in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def widened(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
-        found = jaxpr_as_fun(_widen(closed))(*jax.tree.leaves(args))
+        found = jaxpr_as_fun(_widen(closed, {}))(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shape), found)
 
     return widened
 
 
-def _widen(closed: ClosedJaxpr) -> ClosedJaxpr:
-    return closed.replace(jaxpr=_widen_open(closed.jaxpr))
+def _widen(closed: ClosedJaxpr, done: dict[Jaxpr, Jaxpr]) -> ClosedJaxpr:
+    jaxpr = _widen_open(closed.jaxpr, done)
+    return closed if jaxpr is closed.jaxpr else closed.replace(jaxpr=jaxpr)
 
 
-def _widen_open(jaxpr: Jaxpr) -> Jaxpr:
-    return jaxpr.replace(eqns=[_widen_one(eqn) for eqn in jaxpr.eqns])
+def _widen_open(jaxpr: Jaxpr, done: dict[Jaxpr, Jaxpr]) -> Jaxpr:
+    """A program that stands in several places stays one, as does one without such sums: JAX then lowers it once."""
+    if jaxpr not in done:
+        eqns = [_widen_one(eqn, done) for eqn in jaxpr.eqns]
+        same = all(map(operator.is_, eqns, jaxpr.eqns))
+        done[jaxpr] = jaxpr if same else jaxpr.replace(eqns=eqns)
+    return done[jaxpr]
 
 
-def _widen_one(eqn: Any) -> Any:
+def _widen_one(eqn: Any, done: dict[Jaxpr, Jaxpr]) -> Any:
     if eqn.primitive.name in SUMS and eqn.outvars[0].aval.dtype in HALF:
         return _in_float32(eqn)
     if eqn.primitive.name in OPAQUE:
         return eqn
     is_program = lambda x: isinstance(x, ClosedJaxpr | Jaxpr)  # noqa: E731
-    inner = {name: value for name, value in eqn.params.items() if any(map(is_program, jax.tree.leaves(value, is_leaf=is_program)))}
-    if not inner:
-        return eqn
-    change = lambda x: _widen(x) if isinstance(x, ClosedJaxpr) else _widen_open(x) if isinstance(x, Jaxpr) else x  # noqa: E731
-    return eqn.replace(params={**eqn.params, **jax.tree.map(change, inner, is_leaf=is_program)})
+    change = lambda x: _widen(x, done) if isinstance(x, ClosedJaxpr) else _widen_open(x, done) if isinstance(x, Jaxpr) else x  # noqa: E731
+    changed = {}
+    for name, value in eqn.params.items():
+        before, structure = jax.tree.flatten(value, is_leaf=is_program)
+        after = [change(x) for x in before]
+        if not all(map(operator.is_, before, after)):
+            changed[name] = jax.tree.unflatten(structure, after)
+    return eqn.replace(params={**eqn.params, **changed}) if changed else eqn
 
 
 def _in_float32(eqn: Any) -> Any:

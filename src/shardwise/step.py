@@ -31,8 +31,9 @@ from shardwise.tree import named_leaves
 
 Batch = Any  # a pytree of arrays whose first dimension is the rows
 Loss = Callable[[nnx.Module, Batch], Any]
-# XLA's own kernels for products know nothing of the epilogues of cuBLAS, which add biases and residuals on the way.
-COMPILER_OPTIONS: dict[str, dict[str, Any]] = {"gpu": {"xla_gpu_enable_triton_gemm": False}}
+# XLA's own kernels for products know nothing of the epilogues of cuBLAS, which add biases and residuals on the way. And where a scan
+# over layers keeps a product, XLA would compute it twice: once for the layer, once into the stack of all layers.
+COMPILER_OPTIONS: dict[str, dict[str, Any]] = {"gpu": {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_dynamic_slice_fusion": False}}
 RESERVED = ("loss", "weight", "grad_norm", "clipped_norm", "update_norm", "param_norm", "finite", "skipped", "lr", "step")
 
 

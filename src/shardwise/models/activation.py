@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardwise.models import hopper
 from shardwise.models.attention import platform
 from shardwise.models.kernels import by_rows, interpret, pl, triton
 
@@ -28,6 +29,49 @@ def bias_gelu(x: Array, bias: Array) -> Array:
 @jax.checkpoint
 def plain_bias_gelu(x: Array, bias: Array) -> Array:
     return jax.nn.gelu((x + bias).astype(jnp.float32), approximate=True).astype(x.dtype)
+
+
+def bias_gelu_between(x: Array, up: Array, bias: Array, down: Array) -> Array:
+    """gelu(x @ up + bias) @ down for x (N, D), up (D, F), down (F, D)."""
+    fused = platform() == "gpu" and hopper.is_here() and x.dtype in (jnp.bfloat16, jnp.float16)
+    return (fused_between if fused else plain_between)(x, up, bias, down)
+
+
+def plain_between(x: Array, up: Array, bias: Array, down: Array) -> Array:
+    return bias_gelu(x @ up, bias) @ down
+
+
+@jax.custom_vjp
+def fused_between(x: Array, up: Array, bias: Array, down: Array) -> Array:
+    """The GELU and its slope are applied to the products before these go to memory. (The value; differentiated, it is the rules.)"""
+    return plain_between(x, up, bias, down)
+
+
+def _between_forward(x: Array, up: Array, bias: Array, down: Array) -> tuple[Array, Any]:
+    product, y = by_rows(_product_gelu, "n d, d f, f -> n f, n f", whole="d")(x, up, bias)
+    return y @ down, (x, up, bias, down, product, y)
+
+
+def _between_backward(saved: Any, g: Array) -> tuple[Array, Array, Array, Array]:
+    x, up, bias, down, product, y = saved
+    dproduct, dbias = by_rows(_product_slope, "n d, f d, f, n f -> n f, f", whole="d")(g, down, bias, product)
+    return dproduct @ up.T, x.T @ dproduct, dbias.astype(bias.dtype), y.T @ g
+
+
+fused_between.defvjp(_between_forward, _between_backward)
+
+
+def _product_gelu(x: Array, up: Array, bias: Array) -> tuple[Array, Array]:
+    if hopper.can_multiply(x, up.shape[1]):
+        return hopper.product_gelu(x, up, bias)
+    product = x @ up
+    return product, *_forward(product, bias)
+
+
+def _product_slope(g: Array, down: Array, bias: Array, product: Array) -> tuple[Array, Array]:
+    if hopper.can_multiply(g, down.shape[0]):
+        return hopper.product_slope(g, down, bias, product)
+    return _backward(product, bias, g @ down.T)
 
 
 @jax.custom_vjp

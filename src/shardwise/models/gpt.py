@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from shardwise.models.activation import bias_gelu
+from shardwise.models.activation import bias_gelu_between, plain_between
 from shardwise.models.attention import causal_attention
 from shardwise.models.cache import Cache, cached_attention, empty_cache, longer
 from shardwise.models.norm import ResidualNorm
@@ -120,9 +120,11 @@ class MLP(nnx.Module):
         c = config
         self.up = Linear((c.width,), (4 * c.width,), ("embed", "mlp"), 0.02, rngs)
         self.down = Linear((4 * c.width,), (c.width,), ("mlp", "embed"), 0.02 / math.sqrt(2 * c.num_layers), rngs)
+        self.is_kept = c.remat == "dots"  # the product alone, so that the GELU can be computed again from it
 
     def __call__(self, x: Array) -> Array:
-        return self.down(bias_gelu(project(x, self.up.kernel[...]), self.up.bias[...]))
+        between = plain_between if self.is_kept else bias_gelu_between
+        return between(x, self.up.kernel[...], self.up.bias[...], self.down.kernel[...]) + self.down.bias[...]
 
 
 class Block(nnx.Module):

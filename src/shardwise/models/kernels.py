@@ -26,6 +26,7 @@ class _Late:
 
 
 pl, triton = _Late("jax.experimental.pallas"), _Late("jax.experimental.pallas.triton")
+gpu = _Late("jax.experimental.pallas.mosaic_gpu")
 
 
 def by_rows(local: Callable[..., Any], rule: str, whole: str = "") -> Callable[..., Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardwise.models import hopper
 from shardwise.models.attention import TENSOR, platform
 from shardwise.models.kernels import by_rows, interpret, pl, triton
 
@@ -91,6 +92,8 @@ def _kernel(x_ref: Any, label_ref: Any, gradient_ref: Any, nats_ref: Any) -> Non
 
 
 def _fused(logits: Array, labels: Array) -> tuple[Array, Array]:
+    if hopper.is_here() and hopper.holds_row(logits):
+        return hopper.cross_entropy(logits, labels)
     shapes = jax.ShapeDtypeStruct(logits.shape, logits.dtype), jax.ShapeDtypeStruct(labels.shape, jnp.float32)
     return pl.pallas_call(
         _kernel,
