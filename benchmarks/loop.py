@@ -136,6 +136,8 @@ def whole_fit(run):
         return run.data(n)
 
     fit(replace(run, data=data, steps=130, out=Path(tempfile.mkdtemp()), save_every=60))
+    waits = sorted(((asked[n + 1] - asked[n], n) for n in range(19, 119)), reverse=True)
+    print("longest: " + ", ".join(f"{seconds * 1e3:.0f} ms at step {n}" for seconds, n in waits[:5]), flush=True)
     return (asked[119] - asked[19]) / 100
 
 

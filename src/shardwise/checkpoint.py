@@ -31,6 +31,7 @@ from shardwise.sharding import show_bytes
 from shardwise.state import StateSpec, TrainState
 from shardwise.tree import named_leaves, num_bytes
 
+SHOWN = 12  # leaves that do not fit; the others are counted
 NUMBERS = itertools.count()  # of the objects of this process that save; the same in all
 
 
@@ -321,10 +322,12 @@ class Checkpoints:
     def check_fits(self, spec: StateSpec, step: int) -> None:
         """Compares the paths, shapes and dtypes of a step with those of `spec`, before anything is loaded."""
         if problems := differences(read_step(self.path(step)).leaves, named_leaves(_tree(spec.abstract))):
+            first = sorted(problems, key=lambda row: not row[0].startswith("params/"))[:SHOWN] if len(problems) > SHOWN else problems
+            more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
             raise CheckpointError(
                 f"checkpoint {self.path(step)} does not fit this run:\n"
-                + columns([("path", "saved", "wanted"), *problems])
-                + "\nNothing was loaded. Give the arguments the run had, or start from its weights with init_from in another --out."
+                + columns([("path", "saved", "wanted"), *first])
+                + f"{more}\nNothing was loaded. Give the arguments the run had, or start from its weights with init_from in another --out."
             )
 
 

@@ -3,11 +3,13 @@
 import argparse
 import difflib
 import os
+import sysconfig
 import traceback
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 PACKAGE = os.path.dirname(__file__)
+LIBRARIES = (PACKAGE, sysconfig.get_path("stdlib"), "<frozen ")
 
 
 class ShardwiseError(Exception):
@@ -72,7 +74,7 @@ class Parser(argparse.ArgumentParser):
 def where(error: BaseException) -> str:
     """An exception in a line: what it is, and the last place in code that is not a library's."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "site-packages" not in frame.filename and not frame.filename.startswith(PACKAGE)] or frames
+    own = [frame for frame in frames if "site-packages" not in frame.filename and not frame.filename.startswith(LIBRARIES)] or frames
     return f"{type(error).__name__}: {error} ({own[-1].filename}, line {own[-1].lineno})"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @jax.tree_util.register_dataclass
@@ -39,6 +40,14 @@ class Mean:
     def has_rows(self, rows: int) -> bool:
         """Whether there is an entry for each row."""
         return all(jnp.ndim(x) > 0 and jnp.shape(x)[0] == rows for x in (self.total, self._weights()))
+
+    @property
+    def items(self) -> int | None:
+        """What the weights add up to as far as it is known while tracing: a mask counts as if it were all ones. None if it is not."""
+        entries = max(jnp.size(self.total), jnp.size(self.weight))
+        if isinstance(self.weight, jax.core.Tracer):
+            return entries if jnp.ndim(self.weight) else None
+        return round(float(np.mean(self.weight)) * entries)
 
     def _weights(self) -> Any:
         if jnp.ndim(self.weight) >= jnp.ndim(self.total):

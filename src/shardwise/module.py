@@ -117,11 +117,15 @@ def split_module(module: nnx.Module) -> tuple[ModuleDef, Pure, Pure]:
 
 
 def build_module(factory: ModelFactory, key: Any) -> nnx.Module:
-    """Calls the user's factory so that annotations stay metadata; meant to run while tracing."""
+    """Calls the user's factory so that annotations stay metadata; meant to run while tracing. What was built for no mode is to train."""
     with nnx.use_eager_sharding(False):
         module = factory(nnx.Rngs(key))
     if not isinstance(module, nnx.Module):
         raise ConfigError(f"the model factory returned a {type(module).__name__}; it must return an nnx.Module.")
+    for _, part in nnx.iter_modules(module):
+        for mode in ("deterministic", "use_running_average"):
+            if getattr(part, mode, False) is None:  # it was not told; NNX would refuse to compute
+                setattr(part, mode, False)
     return module
 
 

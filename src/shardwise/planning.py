@@ -379,10 +379,12 @@ def _batch_shapes(prepared: Prepared) -> dict[str, Any]:
 
 
 def _items(run: Run, prepared: Prepared) -> int:
-    """What the loss counts in a step: rows, or of tokens as many as the longest of the batch's matrices of whole numbers has."""
+    """What the loss counts in a step. Where only computing tells: rows, or of tokens as many as the longest matrix of whole numbers has."""
+    if (items := prepared.step.traced.items) is not None:
+        return items
     leaves = jax.tree.leaves(prepared.step.batch)
     lengths = [leaf.shape[1] for leaf in leaves if leaf.ndim == 2 and jnp.issubdtype(leaf.dtype, jnp.integer)]
-    return prepared.step.layout.rows * (max(lengths, default=1) if run.unit == "tokens" else 1)
+    return prepared.step.layout.rows * (max(lengths, default=1) if run.unit in ("tokens", "bytes", "characters") else 1)
 
 
 def _leaves(prepared: Prepared) -> list[Leaf]:

@@ -375,18 +375,20 @@ class TracedLoss:
     names: tuple[str, ...]  # "loss" and those of further metrics
     scalars: tuple[str, ...]  # those that come without an entry for each row
     flops: float  # of a forward pass
+    items: int | None  # what its weights of a batch add up to, masks aside; None if only computing tells
 
 
 def _trace_loss(spec: StateSpec, loss: Loss, batch: Batch) -> TracedLoss:
     shapes = _shapes(batch)
     rows = num_rows(batch)
-    found: list[tuple[list[str], list[str]]] = []
+    found: list[tuple[list[str], list[str], int | None]] = []
 
     def forward(state: TrainState, batch: Batch, key: jax.Array) -> Any:
         output = loss(spec.module(state, key), batch)
         means = as_means(output, rows)  # raises for what is no loss
         scalars = [name for name, value in _named(output).items() if not (isinstance(value, Mean) and value.has_rows(rows))]
-        found.append((list(means), scalars))
+        first = next(iter(_named(output).values()))
+        found.append((list(means), scalars, first.items if isinstance(first, Mean) else rows))
         return means
 
     try:
@@ -395,8 +397,8 @@ def _trace_loss(spec: StateSpec, loss: Loss, batch: Batch) -> TracedLoss:
         raise
     except Exception as error:
         raise ConfigError(f"the loss cannot be computed for a batch of {_show_batch(batch)}: {where(error)}") from error
-    names, scalars = found[-1]
-    return TracedLoss(shapes, tuple(names), tuple(scalars), flops)
+    names, scalars, items = found[-1]
+    return TracedLoss(shapes, tuple(names), tuple(scalars), flops, items)
 
 
 def _shapes(batch: Batch) -> Batch:

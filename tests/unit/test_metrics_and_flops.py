@@ -26,6 +26,18 @@ def test_parts_of_a_mean_add_up_to_the_whole(pairs, data):
     np.testing.assert_allclose(Mean(totals, weights).summed(mask).total, totals[:cut].sum(dtype="f8"), rtol=1e-4, atol=1e-4)
 
 
+def test_what_a_mean_counts_is_known_before_it_is_computed():
+    known = []
+
+    def trace(nats, mask):
+        known.extend(mean.items for mean in (Mean(nats), Mean(nats, mask), Mean(nats, 0.5), Mean(nats.sum(), nats.size)))
+        known.append(Mean(nats.sum(), mask.sum()).items)
+        known.append(Mean(nats, np.arange(4)).items)
+
+    jax.eval_shape(trace, jnp.zeros((4, 6)), jnp.zeros((4, 6)))
+    assert known == [24, 24, 12, 24, None, 36]
+
+
 def test_the_log_is_cut_back_to_the_step_it_resumes_at_and_survives_a_torn_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path)

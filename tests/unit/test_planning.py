@@ -26,7 +26,7 @@ def loss(model, batch):
 
 
 def make_run(mesh="data=8", rows=16, **changes):
-    config = replace(PRESETS["byte"], **{"max_length": 32, "width": 64, "vocab_size": 64, **changes})
+    config = replace(PRESETS["byte"], **{"max_length": 32, "width": 64, "vocab_size": 64, "num_layers": 2, **changes})
     tokens = np.random.default_rng(0).integers(0, 64, 5000).astype(np.uint16)
     data = Batches(Tokens(tokens, 32), rows)
     return Run(model=lambda rngs: GPT(config, rngs), loss=loss, optimizer=optax.adamw(1e-3), data=data, steps=2, mesh=mesh, unit="tokens")
@@ -83,7 +83,7 @@ def test_accumulation_moves_gradients_once_and_parameters_in_every_part():
 
 def test_what_cannot_fit_is_said_with_the_largest_buffers(plan):
     small = replace(find_target("cpu:8"), limit=1e6)
-    found = plan_run(make_run("data=8"), small)
+    found = plan_run(make_run("data=8", num_layers=1), small)
     assert not found.fits
     assert found.buffers
     assert found.buffers == sorted(found.buffers, key=lambda b: -b.bytes)
@@ -109,8 +109,13 @@ def test_a_plan_is_kept_and_found_again(tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_the_step_that_was_planned_is_the_step_that_runs():
-    run = replace(make_run(num_layers=1), mesh=make_mesh("data=4,model=2"))
+def narrow_gpt_run():
+    return replace(make_run(num_layers=1), mesh=make_mesh("data=4,model=2"))
+
+
+@pytest.mark.parametrize("make", [tiny_run, pytest.param(narrow_gpt_run, marks=pytest.mark.slow)], ids=["tiny", "gpt"])
+def test_the_step_that_was_planned_is_the_step_that_runs(make):
+    run = make()
     plain = prepare(run)
     plan, planned = compile_run(run, prepare(run))
     assert plan.fits
@@ -192,11 +197,24 @@ def test_what_a_tpu_compiler_refuses_as_too_large_is_refused_with_numbers(monkey
         check_fits(plan)
 
 
-def test_tokens_are_counted_where_there_are_tokens():
+class Bigrams(nnx.Module):
+    def __init__(self, rngs):
+        self.logits = nnx.Embed(64, 64, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.logits(tokens)
+
+
+def test_a_plan_counts_what_the_loss_counts():
     tokens = np.zeros((16, 33), "i4")
 
     def data(n):
         return {"a": np.ones(16, "f4"), "inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
 
-    assert plan_run(replace(make_run(num_layers=1), data=data), "cpu:8").items == 16 * 32
-    assert plan_run(replace(make_run(num_layers=1), data=data, unit="rows"), "cpu:8").items == 16
+    run = replace(make_run(), model=Bigrams, data=data)
+    assert plan_run(run, "cpu:8").items == 16 * 32
+    assert plan_run(replace(run, unit="bytes"), "cpu:8").items == 16 * 32  # a unit is only a name
+    by_row = replace(run, loss=lambda model, batch: model(batch["inputs"]).mean(), unit="rows")
+    assert plan_run(by_row, "cpu:8").items == 16
+    masked = replace(run, loss=lambda model, batch: Mean(model(batch["inputs"]).sum(), (batch["labels"] > 0).sum()))
+    assert plan_run(replace(masked, unit="tokens"), "cpu:8").items == 16 * 32

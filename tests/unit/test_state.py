@@ -104,3 +104,23 @@ def test_variables_of_every_kind_have_their_place():
 def test_what_is_no_model_is_refused(factory, words):
     with pytest.raises(ConfigError, match=words):
         abstract_state(factory, optax.sgd(0.1), make_mesh("data=8"), Rules())
+
+
+def test_what_was_built_for_no_mode_trains_and_is_evaluated():
+    """NNX refuses to compute where neither the module nor its caller says which; a mode that was chosen stays."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.attention = nnx.MultiHeadAttention(2, 8, decode=False, dropout_rate=0.5, rngs=rngs)
+            self.frozen = nnx.BatchNorm(8, use_running_average=True, rngs=rngs)
+
+        def __call__(self, x):
+            return self.frozen(self.attention(x))
+
+    x = jnp.ones((2, 3, 8))
+    model = build_module(Model, jax.random.key(0))
+    assert model.frozen.use_running_average
+    first, second = model(x), model(x)
+    assert not jnp.allclose(first, second)
+    model.eval()
+    assert jnp.array_equal(model(x), model(x))
