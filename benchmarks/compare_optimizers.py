@@ -16,7 +16,8 @@ import jax
 
 from shardwise import fit
 from shardwise.metrics import read_metrics
-from shardwise.report import line_picture, smoothed
+from shardwise.report import line_picture
+from shardwise.shown import smoothed
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
@@ -59,7 +60,7 @@ def run_one(name: str, steps: int, folder: Path) -> dict:
 def draw(found: dict[str, dict], picture: Path) -> None:
     with line_picture(picture, xlabel="step", ylabel="training loss, nats a byte, smoothed", ylim=(1.2, 4.0)) as axes:
         for name, each in sorted(found.items(), key=lambda item: item[1]["held_out"]):
-            axes.plot(smoothed(each["losses"]), linewidth=1.8, label=f"{name}, held out {each['held_out']:.3f}")
+            axes.plot(smoothed(each["losses"], 0.05), linewidth=1.8, label=f"{name}, held out {each['held_out']:.3f}")
 
 
 def main() -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.run_files import Column, RunRecord, is_finite, moment
+from shardwise.metrics_file import Column, is_finite
+from shardwise.run_files import RunRecord, moment
 
 STARTING = {  # phases of a start as fitting.py names them, and what people call them
     "importing": "importing",

@@ -131,10 +131,13 @@ def _main(argv: list[str]) -> int:
         return _answered(importlib.import_module(TOOLS[verb]).main(args, options), options)
     if verb not in VERBS:
         commands = [*VERBS, "launch", *TOOLS]
-        raise ConfigError(f"there is no command '{verb}'; there are {', '.join(commands)}.{did_you_mean(verb, commands)}")
+        inner = next((f"{tool} {verb}" for tool, verbs in INNER.items() if verb in verbs), None)
+        hint = f" Did you mean '{inner}'?" if inner else did_you_mean(verb, commands)
+        raise ConfigError(f"there is no command '{verb}'; there are {', '.join(commands)}.{hint}")
     if not args or args[0].startswith("-"):
         if {"-h", "--help"} & set(args):
-            print(HELP, end="")
+            module, name = VERB_HELP.get(verb, (__name__, "HELP"))
+            print(getattr(importlib.import_module(module), name), end="")
             return 0
         raise ConfigError(f"'shardwise {verb}' needs a recipe: shardwise {verb} file.py")
     return _answered(VERBS[verb](args[0], args[1:], options), options)
@@ -257,9 +260,13 @@ def _train(
     again = " ".join([target, *kept, *([] if "--out" in args else ["--out", str(run.out)])])
     command = "shardwise" if shutil.which("shardwise") or Path(sys.argv[0]).name != "shardwise" else sys.argv[0]
     if watch.group.count == 1:
+        from shardwise.sample_command import can_sample
+
+        sample = f'  {command} sample {run.out} --prompt "..."   # text from it\n' if can_sample(Path(str(run.out))) else ""
         print(
-            f"next:\n  {command} train {again} --steps {2 * run.steps} --accept lr{devices}   # go on from here, with a longer schedule\n"
-            f"  {command} explain {target} --mesh data=4,model=2 --cpu-devices 8   # another layout, before paying for it",
+            f"next:\n  {command} report {run.out}   # one page: curves, where the time went, the layout\n{sample}"
+            f"  {command} train {again} --steps {2 * run.steps} --accept lr{devices}   # go on from here, with a longer schedule\n"
+            f"  {command} explain {target} --mesh data=2,fsdp=4 --cpu-devices 8   # another layout, before paying for it",
             file=sys.stderr,
         )
     return answer, 0
@@ -329,6 +336,8 @@ def plan(target: str, args: list[str], options: argparse.Namespace) -> tuple[dic
     return plan_recipe(target, args, options)
 
 
+VERB_HELP = {"plan": ("shardwise.plan_command", "USAGE"), "verify": ("shardwise.verify_command", "HELP")}
+INNER = {"checkpoint": ("ls", "show", "diff", "export"), "data": ("prepare",)}  # asked for without the first word
 VERBS = {"train": train, "plan": plan, "verify": verify, "explain": explain}
 TOOLS = {
     "data": "shardwise.data.commands",

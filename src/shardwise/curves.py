@@ -1,4 +1,4 @@
-"""Curves as SVG, drawn by plain functions. `report_page.js` draws the same from the same numbers when something is changed."""
+"""Curves as SVG, drawn by plain functions. `curves.js` draws the same from the same numbers when something is changed."""
 
 import math
 from collections.abc import Sequence
@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from shardwise.metrics_file import Column
 from shardwise.page import escape
-from shardwise.run_files import Column
-from shardwise.shown import NONE, show_number
+from shardwise.shown import NONE, SMOOTH, show_number, smoothed
 
 WIDTH, HEIGHT = 620.0, 250.0
 LEFT, RIGHT, TOP, BOTTOM = 58.0, 14.0, 12.0, 26.0
 LARGEST, SMALLEST = 1e100, 1e-100  # beyond these a value is told of, not drawn
-SMOOTH = 0.02  # of the points of a curve, the weight of the mean's memory
 NUM_STYLES = 8
 
 
@@ -115,16 +114,6 @@ def _short(values: Any) -> list[float]:
     return [float(f"{value:.6g}") for value in values.tolist()]
 
 
-def smoothed(values: Sequence[float], share: float) -> list[float]:
-    """Exponential mean over about `share` of the points, corrected for its start."""
-    decay = 1 - 1 / max(1.0, share * len(values))
-    mean, weight, out = 0.0, 0.0, []
-    for value in values:
-        mean, weight = decay * mean + (1 - decay) * value, decay * weight + (1 - decay)
-        out.append(mean / weight)
-    return out
-
-
 @dataclass(frozen=True)
 class Scale:
     low: float
@@ -152,6 +141,17 @@ def ticks(low: float, high: float, is_log: bool, count: float) -> list[float]:
     step = next(power * f for f in (1, 2, 2.5, 5, 10) if power * f >= rough * 0.999)
     first = math.ceil(low / step - 1e-6)
     return [step * i for i in range(first, math.floor(high / step + 1e-6) + 1)]
+
+
+def tick_labels(found: Sequence[float]) -> list[str]:
+    """Short where that tells them apart, else with as many digits as are needed."""
+    shown = [show_number(tick) for tick in found]
+    if len(set(shown)) == len(shown):
+        return shown
+    digits = max(0, -math.floor(math.log10(found[1] - found[0]) + 1e-6))
+    if digits > 6 or abs(found[-1]) >= 1e9:
+        return shown
+    return [f"{tick:,.{digits}f}".replace("-", "\N{MINUS SIGN}") for tick in found]
 
 
 def ranges(chart: Chart, is_log: bool, everything: bool) -> tuple[float, float, int]:
@@ -188,13 +188,15 @@ def draw(chart: Chart, smooth: float = SMOOTH, is_log: bool = False, width: floa
     across = Scale(left, right, False, LEFT, width - RIGHT)
     up = Scale(low, high, is_log, HEIGHT - BOTTOM, TOP)
     marks = []
-    for tick in ticks(low, high, is_log, 5):
+    places = ticks(low, high, is_log, 5)
+    for tick, text in zip(places, tick_labels(places), strict=True):
         y = f"{up.at(tick):.1f}"
         marks.append(f'<path class="rule" d="M{LEFT:.0f} {y}H{width - RIGHT:.0f}"/>')
-        marks.append(f'<text class="place end" x="{LEFT - 8:.0f}" y="{y}">{show_number(tick)}</text>')
-    for tick in ticks(left, right, False, max(2.0, width / 110)):
-        marks.append(f'<text class="place" x="{across.at(tick):.1f}" y="{HEIGHT - 10:.0f}">{show_number(tick)}</text>')
-    marks.append(f'<text class="place end" x="{LEFT - 8:.0f}" y="{HEIGHT - 10:.0f}">step</text>')
+        marks.append(f'<text class="place end" x="{LEFT - 8:.0f}" y="{y}">{text}</text>')
+    places = ticks(left, right, False, max(2.0, width / 110))
+    for tick, text in zip(places, tick_labels(places), strict=True):
+        marks.append(f'<text class="place" x="{across.at(tick):.1f}" y="{HEIGHT - 10:.0f}">{text}</text>')
+    marks.append(f'<text class="place end across" x="{LEFT - 14:.0f}" y="{HEIGHT - 10:.0f}">step</text>')
     marks.append(f'<path class="frame" d="M{LEFT:.0f} {HEIGHT - BOTTOM:.1f}H{width - RIGHT:.0f}"/>')
     curves = []
     for s, line in zip(chart.series, lines, strict=True):
@@ -240,6 +242,14 @@ def sample(series: Series) -> str:
     colour, dash = f"s{series.style % NUM_STYLES}", f"d{(series.style + series.style // NUM_STYLES) % NUM_STYLES}"
     mark = f'<use href="#mark{series.style % 4}" class="mark {colour}" x="16" y="6"/>' if series.marked else ""
     return f'<svg class="sample" viewBox="0 0 32 12" aria-hidden="true"><path class="line {colour} {dash}" d="M0 6H32"/>{mark}</svg>'
+
+
+def run_mark(i: int) -> str:
+    """Of the run with this number among several: its line, with a mark."""
+    return (
+        f'<svg class="sample" viewBox="0 0 32 12" aria-hidden="true"><path class="line s{i % 8} d{(i + i // 8) % 8}" d="M0 6H32"/>'
+        f'<use href="#mark{i % 4}" class="mark s{i % 8}" x="16" y="6"/></svg> '
+    )
 
 
 def told(chart: Chart) -> str:

@@ -10,8 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from rich.text import Text
 from shardwise.errors import ConfigError, Parser
 from shardwise.jobfiles import Job, kubernetes, slurm
 from shardwise.report import progress_bar
+from shardwise.signals import noted_signals
 
 HELP = """\
 shardwise launch --processes N [--restarts R] -- train RECIPE [arguments]    on this machine
@@ -103,7 +104,7 @@ class Launcher:
     started: str = field(default_factory=lambda: time.strftime("%Y%m%d-%H%M%S"))
 
     def run(self) -> int:
-        with self._hearing():
+        with noted_signals() as self.signals:  # passed on to the processes by `_run_once`
             while True:
                 code = self._run_once()
                 attempt = len(self.starts)
@@ -125,16 +126,6 @@ class Launcher:
 
     def say(self, text: str) -> None:
         self.console.print(Text(f"shardwise launch: {text}"), soft_wrap=True)
-
-    @contextmanager
-    def _hearing(self) -> Iterator[None]:
-        """Signals are noted, and passed on to the processes by `_run_once`."""
-        usual = {n: signal.signal(n, lambda number, _: self.signals.append(number)) for n in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in usual.items():
-                signal.signal(number, handler)
 
     def _run_once(self) -> int:
         """One life of the group; its exit code."""

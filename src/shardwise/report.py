@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from shardwise.metrics import read_metrics
 from shardwise.shown import show_count as show_count
 from shardwise.shown import show_seconds as show_seconds
+from shardwise.shown import smoothed
 
 
 def progress_bar(console: Console) -> Progress:
@@ -26,7 +27,7 @@ def plot_losses(metrics: Path, picture: Path) -> None:
     held_out = [(r["step"], r["eval_loss"]) for r in records if "eval_loss" in r]
     with line_picture(picture, xlabel="step", ylabel="loss", title=str(picture.parent.name)) as axes:
         axes.plot(*zip(*trained, strict=True), color="#9db8d9", linewidth=1, label="training")
-        smooth = smoothed([loss for _, loss in trained])
+        smooth = smoothed([loss for _, loss in trained], 0.05)
         axes.plot([step for step, _ in trained], smooth, color="#1f4e8c", linewidth=2, label="training, smoothed")
         if held_out:
             axes.plot(*zip(*held_out, strict=True), color="#d1495b", marker="o", label=f"held out, {held_out[-1][1]:.3f} at the end")
@@ -47,16 +48,6 @@ def line_picture(picture: Path, **labels: Any) -> Iterator[Any]:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.savefig(picture, dpi=120)
-
-
-def smoothed(values: list[float], share: float = 0.05) -> list[float]:
-    """Exponential mean over about `share` of the run, corrected for its start."""
-    decay = 1 - 1 / max(1.0, share * len(values))
-    mean, weight, out = 0.0, 0.0, []
-    for value in values:
-        mean, weight = decay * mean + (1 - decay) * value, decay * weight + (1 - decay)
-        out.append(mean / weight)
-    return out
 
 
 def show_metrics(metrics: dict[str, Any]) -> str:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError, Parser
-from shardwise.report_page import report_page, summarize
+from shardwise.report_page import report_page
 from shardwise.report_server import PageServer
 from shardwise.run_files import RunFiles
+from shardwise.run_summary import summarize
 
 USAGE = """\
 shardwise report RUN [RUN ...] [--out FILE] [--watch [--port N]]

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.errors import CheckpointError, ConfigError, Parser
+from shardwise.errors import CheckpointError, ConfigError, Parser, ShardwiseError
+from shardwise.saved import step_name
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,7 +38,7 @@ def main(args: list[str], options: argparse.Namespace) -> tuple[Answer, int]:
     parser.add_argument("--top-p", type=float, help="draw from the likeliest tokens only that together have this probability")
     parser.add_argument("--seed", type=int, default=0, help="another seed, another text (0)")
     parser.add_argument("--num", type=int, default=1, help="so many texts at once (1)")
-    parser.add_argument("--step", type=int, help="this step of the run, rather than the newest")
+    parser.add_argument("--step", type=step_name, help="this step of the run, or 'best', rather than the newest")
     parser.add_argument("--average", action="store_true", help="the averaged weights that the optimizer keeps")
     parser.add_argument("--tokenizer", help="the tokenizer.json, or 'bytes', where RUN does not tell")
     parser.add_argument("--mesh", help="such as model=2: cut the model over all devices; otherwise it is on the first")
@@ -102,12 +103,33 @@ def _find(chosen: argparse.Namespace, rest: list[str], options: argparse.Namespa
             folder = place if place.is_dir() else place.parent
             config = config_from_hf(read_json(folder / "config.json"))
     except ValueError as error:
-        remedy = "Name the recipe of the run: --recipe FILE.py [its arguments]."
+        remedy = f"Name the recipe of the run, which is then run: --recipe {_noted(saved)} [its arguments]."
         raise CheckpointError(f"{saved.directory if saved else place} cannot be sampled as it is: {error}. {remedy}") from error
     if isinstance(config, LlamaConfig) and chosen.dtype is not None:
         config = replace(config, param_dtype=chosen.dtype)
     factory = lambda rngs: model_of(config, rngs)  # noqa: E731
     return _Found(saved.directory if saved else place, factory, tokenizer, published, vocab_size=config.vocab_size)
+
+
+def can_sample(run: Path) -> bool:
+    """Whether `shardwise sample RUN` needs nothing else: there is a checkpoint, of a model that is known by its arrays, of known tokens."""
+    from shardwise.export import config_of
+    from shardwise.initial import merged_step
+    from shardwise.published import tokenizer_of
+    from shardwise.saved import find_step, read_step
+
+    try:
+        saved = read_step(find_step(run))
+        config_of(merged_step(saved))
+        return tokenizer_of(saved) is not None
+    except (ShardwiseError, ValueError, OSError):
+        return False
+
+
+def _noted(saved: Any) -> str:
+    """The recipe that a run says it had, to be shown; it is not looked at."""
+    recipe = saved.metadata.get("recipe") if saved is not None else None
+    return recipe if isinstance(recipe, str) and recipe.isprintable() and len(recipe) < 200 else "FILE.py"
 
 
 def _from_recipe(chosen: argparse.Namespace, rest: list[str], found: _Found) -> _Found:

@@ -2,9 +2,11 @@
 
 import datetime
 import math
+from collections.abc import Sequence
 
 NONE = "\N{EN DASH}"
 TIMES = "\N{MULTIPLICATION SIGN}"
+SMOOTH = 0.02  # of the points of a curve, the weight of the mean's memory
 
 
 def show_bytes(count: float) -> str:
@@ -60,3 +62,13 @@ def show_number(value: float) -> str:
 def any_layer(path: str) -> str:
     """The path with "*" for every number in it: the same for a parameter that every layer has."""
     return "/".join("*" if part.isdigit() else part for part in path.split("/"))
+
+
+def smoothed(values: Sequence[float], share: float) -> list[float]:
+    """Exponential mean over about `share` of the points, corrected for its start."""
+    decay = 1 - 1 / max(1.0, share * len(values))
+    mean, weight, out = 0.0, 0.0, []
+    for value in values:
+        mean, weight = decay * mean + (1 - decay) * value, decay * weight + (1 - decay)
+        out.append(mean / weight)
+    return out

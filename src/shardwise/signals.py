@@ -96,3 +96,15 @@ def stop_on_signals(*, may_exit: bool = False) -> Iterator[Stop]:
         os.close(writing)
         thread.join()
         os.close(reading)
+
+
+@contextmanager
+def noted_signals() -> Iterator[list[int]]:
+    """Within it signals do nothing but to be added to the list: for who looks after processes, and passes them on."""
+    heard: list[int] = []
+    usual = {number: signal.signal(number, lambda number, _: heard.append(number)) for number in SIGNALS}
+    try:
+        yield heard
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)

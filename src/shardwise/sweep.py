@@ -21,11 +21,11 @@ from shardwise.files import check_unlocked, check_writable, lock_directory, text
 from shardwise.recipe import find_recipe, load_recipe
 from shardwise.report_command import MOST_RUNS
 from shardwise.report_command import main as report
-from shardwise.report_page import summarize
 from shardwise.run_files import RunFiles
+from shardwise.run_summary import summarize
 from shardwise.saved import read_json, what_is_best
 from shardwise.shown import NONE, show_number, show_seconds
-from shardwise.signals import EXIT_STOPPED
+from shardwise.signals import EXIT_STOPPED, noted_signals
 from shardwise.sweep_grid import Point, check_arguments, flat, is_switch, make_points, split_words
 
 USAGE = """\
@@ -193,7 +193,7 @@ class Sweep:
     def run(self) -> int:
         """The exit code: 0, 75, or that of the first run that has failed."""
         failed = []
-        with self._hearing():
+        with noted_signals() as self._heard:
             for number, point in enumerate(self.points, 1):
                 before = self.record.points[point.name].get("code")
                 if before == 0:
@@ -217,16 +217,6 @@ class Sweep:
 
     def say(self, number: int, point: Point, text: str) -> None:
         print(f"shardwise sweep: [{number} of {len(self.points)}] {point.name} {text}", file=sys.stderr, flush=True)
-
-    @contextlib.contextmanager
-    def _hearing(self) -> Iterator[None]:
-        self._heard: list[int] = []
-        usual = {n: signal.signal(n, lambda number, _: self._heard.append(number)) for n in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in usual.items():
-                signal.signal(number, handler)
 
     def _train(self, point: Point) -> int:
         """`shardwise train` for one point; signals are passed on to it."""

@@ -12,7 +12,8 @@ from selenium.webdriver import ActionChains, Keys
 from selenium.webdriver.common.by import By
 
 from shardwise.curves import WIDTH, draw
-from shardwise.report_page import charts_of, report_page
+from shardwise.report_curves import charts_of
+from shardwise.report_page import report_page
 from shardwise.run_files import RunFiles
 from tests.browser.test_plan_page import HOSTILE, contrast, overlapping, press, text, texts, too_wide
 from tests.unit.test_report_page import T0, lines, make_run, step
@@ -154,6 +155,77 @@ def test_pointing_reads_values_and_dragging_enlarges(browser, show, run):
     assert "outside" not in text(browser, "#chart-grad")
 
 
+def over(browser):
+    return browser.execute_script("return document.querySelector('#chart-loss .across').textContent"), browser.execute_script(
+        "return location.hash"
+    )
+
+
+def test_curves_over_units_and_over_time_by_keyboard_and_by_address(browser, show, tmp_path):
+    """Two starts: 30 s, then 70 s of nothing, then 30 s. Step 21 is done 50.5 s after the beginning without the pause."""
+    path = make_run(tmp_path / "a")
+    show(path)
+    for _ in range(40):
+        press(browser, Keys.TAB)
+        if browser.switch_to.active_element.get_attribute("name") == "x":
+            break
+    assert over(browser) == ("step", "")
+    press(browser, Keys.ARROW_RIGHT)
+    assert over(browser) == ("tokens", "#x=units")
+    plot = browser.find_element(By.CSS_SELECTOR, "#chart-loss .plot")
+    assert (plot.get_attribute("aria-label"), plot.get_attribute("aria-valuemax")) == ("Loss: values at a number of tokens", "10240")
+    assert plot.get_attribute("aria-valuetext") == "10.24k tokens, step 40: training 0.125, held out 0.5"
+    press(browser, Keys.ARROW_RIGHT)
+    assert over(browser) == ("s", "#x=time")
+    assert browser.execute_script("return [20, 21, 40].map((step) => atStep(0, step))") == [20, 50.5, 60]
+    assert browser.execute_script("return charts.loss.series.map((series) => places(series).at(-1))") == [60, 60]
+
+    plot.send_keys(Keys.HOME)
+    assert text(browser, "#chart-loss .at") == "10.5 s, step 1"
+    for _ in range(20):
+        plot.send_keys(Keys.ARROW_RIGHT)
+    assert text(browser, "#chart-loss .at") == "50.5 s, step 21"
+    plot.send_keys("+")
+    assert text(browser, "#whole").startswith("Show all (now ")
+    radio = browser.find_element(By.CSS_SELECTOR, "input[name=x][value=step]")
+    radio.send_keys(Keys.SPACE)
+    assert over(browser) == ("step", "")
+    enlarged = [int(number) for number in re.findall(r"\d+", text(browser, "#whole"))]
+    assert 18 <= enlarged[0] <= 21 < enlarged[1] <= 40  # of one run, the same steps stay in view
+    browser.find_element(By.ID, "whole").click()
+
+    browser.find_element(By.CSS_SELECTOR, "input[name=x][value=time]").send_keys(Keys.SPACE)
+    browser.find_element(By.CSS_SELECTOR, "nav a[href='#run']").click()
+    assert over(browser) == ("s", "#run&x=time")
+    browser.refresh()
+    assert over(browser) == ("s", "#run&x=time")
+    assert browser.find_element(By.CSS_SELECTOR, "input[name=x][value=time]").is_selected()
+    assert 0 <= browser.execute_script("return document.getElementById('run').getBoundingClientRect().top") < 900
+    browser.execute_script("location.hash = 'x=units'")
+    browser.execute_async_script("setTimeout(arguments[0], 50)")
+    assert over(browser) == ("tokens", "#x=units")
+    browser.execute_script("location.hash = 'x=constructor'")
+    browser.execute_async_script("setTimeout(arguments[0], 50)")
+    assert over(browser) == ("tokens", "#x=units")
+
+
+def test_runs_side_by_side_over_the_time_of_each(browser, show, tmp_path):
+    slow = make_run(tmp_path / "slow")
+    records = [json.loads(line) for line in (slow / "metrics.jsonl").read_text().splitlines()]
+    lines(slow / "metrics.jsonl", [{**r, "time": r["time"] + 2 * r["step"]} for r in records if "time" in r])
+    show(make_run(tmp_path / "quick"), slow)
+    browser.find_element(By.CSS_SELECTOR, "input[name=x][value=time]").send_keys(Keys.SPACE)
+    ends = browser.execute_script("return charts.lr.series.map((series) => [series.run, places(series)[0], places(series).at(-1)])")
+    assert ends == [[0, 10.5, 60], [1, 12.5, 170]]  # of the slow one the first start lasts 60 s, so 40 s are taken out
+    assert browser.execute_script("return document.querySelector('#chart-lr .across').textContent") == "min"
+    plot = browser.find_element(By.CSS_SELECTOR, "#chart-lr .plot")
+    plot.send_keys(Keys.END)
+    assert text(browser, "#chart-lr .at") == "0:02:50"
+    lines(slow / "metrics.jsonl", [{k: v for k, v in r.items() if k != "time"} for r in records])
+    show(tmp_path / "quick", slow)
+    assert [label.strip() for label in texts(browser, ".axes label")] == ["steps", "tokens"]
+
+
 def test_everything_that_can_be_operated_or_looked_at_has_a_name(browser, show, run):
     show(run, make_run(run.parent / "other"), names=["long", "other"])
     for _ in range(2):
@@ -288,7 +360,8 @@ def test_it_is_refreshed_in_place_while_the_run_goes_on(browser, tmp_path):
             with (path / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(step(101, T0 + 100, lr=0.5)) + "\n")
             deadline = time.monotonic() + 10
-            while "101" not in text(browser, "#summary h2") and time.monotonic() < deadline:
+            heading = "return document.querySelector('#summary h2').textContent"  # in one go: it may be replaced at any time
+            while "101" not in browser.execute_script(heading) and time.monotonic() < deadline:
                 time.sleep(0.1)
             assert text(browser, "#summary h2").endswith("101 steps")
             assert attribute(browser, "#chart-lr .plot", "aria-valuemax") == zoomed
@@ -299,6 +372,13 @@ def test_it_is_refreshed_in_place_while_the_run_goes_on(browser, tmp_path):
             press(browser, "0")
             assert attribute(browser, "#chart-lr .plot", "aria-valuemax") == "101"
             assert "last at" in text(browser, "#live")
+            browser.find_element(By.CSS_SELECTOR, "input[name=x][value=units]").send_keys(Keys.SPACE)
+            with (path / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(step(102, T0 + 100)) + "\n")
+            while "102" not in browser.execute_script(heading) and time.monotonic() < deadline + 10:
+                time.sleep(0.1)
+            assert over(browser) == ("tokens", "#x=units")
+            assert browser.find_element(By.CSS_SELECTOR, "input[name=x][value=units]").is_selected()
             assert browser.get_log("browser") == []
         finally:
             process.terminate()

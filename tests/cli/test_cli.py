@@ -1,7 +1,6 @@
 """The real command: what it does, what it says to mistakes, and how it exits."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -10,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli import _finite
+from shardwise.cli import _finite, main
+from tests.command import run, start
 
 ROOT = Path(__file__).parents[2]
 RECIPE = '''
@@ -50,16 +50,9 @@ def folder(tmp_path):
     return tmp_path
 
 
-def start(folder, *args):
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "shardwise.cli", *args]
-    return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
 def shardwise(folder, *args):
-    process = start(folder, *args)
-    out, err = process.communicate(timeout=120)
-    return process.returncode, out, err
+    done = run(*args, cwd=folder)
+    return done.returncode, done.stdout, done.stderr
 
 
 def records(folder, run="a"):
@@ -87,8 +80,12 @@ def records(folder, run="a"):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_mistakes_exit_with_2_and_say_what_to_do(folder, args, words):
-    code, out, err = shardwise(folder, *args)
+def test_mistakes_exit_with_2_and_say_what_to_do(folder, args, words, monkeypatch, capsys):
+    if "--cpu-devices" in args:  # these need a process of their own
+        code, out, err = shardwise(folder, *args)
+    else:
+        monkeypatch.chdir(folder)
+        code, (out, err) = main(args), capsys.readouterr()
     assert code == 2
     assert words in out + err
     assert "Traceback" not in err
@@ -105,6 +102,8 @@ def test_train_leaves_a_run_directory_and_resumes_it_exactly(folder):
     code, _, err = shardwise(folder, "train", "tiny.py", "--steps", "6", "--out", "straight", "--json", "answer.json")
     assert code == 0, err
     assert "shardwise train tiny.py --out straight --steps 12" in err
+    assert "shardwise report straight" in err
+    assert "shardwise sample" not in err  # it knows neither this model nor its tokens
     answer = json.loads((folder / "answer.json").read_text())
     straight = records(folder, "straight")
     assert [r["step"] for r in straight if "loss" in r] == [1, 2, 3, 4, 5, 6]
@@ -127,7 +126,7 @@ def test_train_leaves_a_run_directory_and_resumes_it_exactly(folder):
 
 
 def test_a_signal_saves_the_step_and_exits_with_75(folder):
-    process = start(folder, "train", "tiny.py", "--out", "a", "--steps", "100000", "--pause", "0.05")
+    process = start("train", "tiny.py", "--out", "a", "--steps", "100000", "--pause", "0.05", cwd=folder)
     log = folder / "a" / "metrics.jsonl"
     deadline = time.monotonic() + 60
     while not (log.exists() and log.read_text().count("\n") > 3):
@@ -174,6 +173,7 @@ def test_the_main_recipe_runs_on_a_mesh(folder):
     assert code == 0, err
     assert "a sample" in err
     assert "loss.png" in err
+    assert "shardwise sample runs/stdlib_gpt-" in err
 
 
 def test_an_answer_for_programs_holds_nothing_that_json_does_not_have():

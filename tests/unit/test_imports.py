@@ -28,9 +28,9 @@ LEVELS = [
         "data.shuffle",
     },
     {"tree", "report", "files", "signals", "resume", "roofline", "target", "jobfiles", "stopping", "origin", "data.files"}
-    | {"completion", "doctor_environment", "doctor_packages"}
-    | {"models.norm", "models.loss", "models.table", "models.activation", "models.cache", "models.sampling"},
-    {"trackers"}
+    | {"metrics_file", "completion", "doctor_environment", "doctor_packages"}
+    | {"models.norm", "models.table", "models.hopper", "models.cache", "models.sampling"},
+    {"trackers", "models.activation", "models.loss"}
     | {
         "group",
         "launch",
@@ -59,9 +59,10 @@ LEVELS = [
         "models.llama",
         "optim.groups",
     },
-    {"doctor"}
+    {"doctor", "run_summary", "axes"}
     | {"module", "models.hf_config", "data.prefetch", "data.combine", "optim.parts", "optim.read", "optim.probe", "plan_picture"},
-    {"data", "state", "finetune", "models.hf", "optim.recipes", "plan_page"},
+    {"data", "state", "finetune", "models.hf", "optim.recipes", "plan_page"}
+    | {"report_summary", "report_curves", "report_time", "report_plan", "report_about"},
     {"step", "checkpoint", "export", "findings", "optim", "report_page"},
     {"loop", "profiling", "explanation", "initial", "report_command"},
     {"run"},

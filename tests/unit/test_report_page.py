@@ -20,12 +20,15 @@ from hypothesis import strategies as st
 
 from shardwise.accounting import account
 from shardwise.cli import main
-from shardwise.curves import Chart, draw, ranges, rows, smoothed, thin, ticks, told
+from shardwise.curves import Chart, draw, ranges, rows, thin, ticks, told
+from shardwise.metrics_file import Column, _same_fields, as_number
 from shardwise.page import escape
-from shardwise.report_page import charts_of, report_page, summarize
+from shardwise.report_curves import charts_of
+from shardwise.report_page import report_page
 from shardwise.report_server import PageServer
-from shardwise.run_files import Column, RunFiles, _same_fields, as_number, checked_plan
-from shardwise.shown import TIMES, show_number
+from shardwise.run_files import RunFiles, checked_plan
+from shardwise.run_summary import summarize
+from shardwise.shown import TIMES, show_number, smoothed
 
 T0 = 1_800_000_000.0
 HOSTILE = "</script><script>window.hacked=1</script>\"'><img src=x onerror=window.hacked=1>&amp;<!--"
@@ -486,7 +489,7 @@ def test_watching_ends_when_it_is_told_to(tmp_path, number):
 def test_the_parts_of_the_page_are_packed():
     import shardwise.page
 
-    for name in ("page.css", "page.js", "plan_page.css", "plan_page.js", "report_page.css", "report_page.js"):
+    for name in ("page.css", "page.js", "plan_page.css", "plan_page.js", "curves.js", "report_page.css", "report_page.js"):
         assert Path(shardwise.page.__file__).with_name(name).exists()
 
 
@@ -495,7 +498,7 @@ def test_lines_that_are_alike_are_read_at_once_and_exactly(tmp_path):
     rng = np.random.default_rng(0)
     alike = [{"step": n, "loss": float(rng.normal() * 10.0 ** rng.integers(-300, 300)), "lr": n} for n in range(1, 500)]
     lines(tmp_path / "a" / "metrics.jsonl", alike)
-    assert _same_fields([json.dumps(record).encode() for record in alike]) is not None
+    assert _same_fields("\n".join(map(json.dumps, alike)).encode()) is not None
     assert RunFiles(tmp_path / "a").read().column("loss").values.tolist() == [record["loss"] for record in alike]
     usual = [f'{{"step": {n}, "loss": 1.5}}'.encode() for n in range(20)]
     odd = [
@@ -511,10 +514,14 @@ def test_lines_that_are_alike_are_read_at_once_and_exactly(tmp_path):
         b'["step": 20, "loss": 1.5]',
         b'{"step": 20  "loss": 1.5}',
         b'{"step": -20, "loss": 1.5}',
+        b'{"step": 20, "loss": 1 5}\n{"step": 20, "loss": }',
+        b'{"step": 20, "loss": 1\t5}\n{"step": 20, "loss": \t}',
+        b'{"step": 20, "loss":1.5}',
+        b'{"step": 20, "loss": 1.5} ',
         b"",
     ]
     for line in odd:
-        assert _same_fields([*usual, line]) is None, line
+        assert _same_fields(b"\n".join([*usual, line])) is None, line
     (tmp_path / "a" / "metrics.jsonl").write_bytes(b"\n".join([*usual, *odd, b'{"step": 21, "loss": "inf"}\n']))
     run = RunFiles(tmp_path / "a").read()
     assert run.column("loss").steps.tolist() == [*range(21), 21]
