@@ -122,7 +122,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Any], values: Iterable[n
 
 def _origin(saved: SavedStep, average: bool) -> dict[str, str]:
     """Which checkpoint the weights are from; safetensors keeps text only."""
-    step, averaged = str(saved.metadata.get("step")), {"average": "true"} if average else {}
+    step, averaged = str(saved.metadata.get("step")), {"average": "true"} if average or saved.averaged else {}
     return {"step": step, "checkpoint_digest": saved.digest, "shardwise": version("shardwise"), **averaged}
 
 

@@ -51,8 +51,9 @@ def lora(
     """The same model with adapters beside the weights whose paths fit a pattern; nothing but adapters is trained.
 
     patterns: "blocks/*/mlp/*/kernel", or several. A weight of more than two dims is taken for a matrix by its bias, which has the
-        output dims. Where there is none, map the pattern to a letter for each dim: "s" for a stack of layers, "i" for inputs, "o" for
-        outputs, such as {"blocks/query": "sioo"}.
+        output dims, or by what its metadata say, such as `nnx.Param(value, dims="ioo")`: "i" for inputs, "o" for outputs, and a stack
+        of layers before them. Where there is neither, map the pattern to a letter for each dim, "s" for the stack, such as
+        {"blocks/query": "sioo"}.
     alpha: the product of the adapters is multiplied with alpha / rank.
     train: patterns of parameters that are trained as they are, such as a new head.
     dtype: what the frozen parameters are stored in, such as "bfloat16"; None leaves them alone.
@@ -67,7 +68,8 @@ def lora(
         trained = _chosen(train, params, "lora: train")
         chosen = {name: pattern for name, pattern in _chosen(layouts, params, "lora").items() if name not in trained}
         shapes = {name: variable.get_value().shape for name, variable in params.items()}
-        dims = {name: _dims(name, shapes, layouts[pattern]) for name, pattern in chosen.items()}
+        said = {name: _said(params[name].get_metadata().get("dims"), len(shapes[name])) for name in chosen}
+        dims = {name: _dims(name, shapes, layouts[pattern] or said[name]) for name, pattern in chosen.items()}
         _freeze([variable for name, variable in params.items() if name not in trained], dtype)
         key = rngs.params()
         adapted = {
@@ -190,6 +192,11 @@ def _chosen(patterns: Sequence[str] | Mapping[str, Any], params: Mapping[str, An
         hints = [f"  '{pattern}'{did_you_mean(pattern, params)}" for pattern in idle]
         raise ConfigError("\n".join([f"{who}: these patterns fit no parameter of the model:", *hints]))
     return found
+
+
+def _said(dims: Any, count: int) -> str | None:
+    """The layout of a weight of `count` dims that says what its own are; those that a stack has put before them are "s"."""
+    return dims.rjust(count, "s") if isinstance(dims, str) else None
 
 
 def _dims(name: str, shapes: Mapping[str, tuple[int, ...]], layout: str | None) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ class InitFrom:
 
     path: Path | str  # a run, one step of it, a safetensors file, a directory as published on the Hub, or "hf:owner/name"
     rename: Mapping[str, str | None] = field(default_factory=dict)
-    step: int | None = None  # of a run; None: the newest
+    step: int | Literal["best"] | None = None  # of a run; None: the newest
     average: bool = False  # the averaged weights of a run whose optimizer keeps them
     cast: bool = False  # whether another dtype is converted rather than refused
 
@@ -281,7 +281,7 @@ def check_frozen(metadata: Mapping[str, Any], now: Mapping[str, Any], place: Pat
 class MergedStep(SavedStep):
     """A saved step of adapters, read as the whole model that they make of the frozen weights beside which they were trained."""
 
-    get: Callable[[set[str]], dict[str, np.ndarray]]
+    get: Callable[[set[str]], dict[str, np.ndarray]] = field(kw_only=True)
 
     def read(self, names: Iterable[str]) -> dict[str, np.ndarray]:
         return self.get(set(names))
@@ -341,7 +341,7 @@ def merged_step(saved: SavedStep, base: Path | str | None = None, *, average: bo
                 values[path] = _merged(values[path], trained[f"{path}/{A}"], trained[f"{path}/{B}"], *adapters[path])
         return {name: np.asarray(values[path] if path in leaves else trained[path]) for path, name in paths.items()}
 
-    return MergedStep(saved.directory, None, whole, get)
+    return MergedStep(saved.directory, None, whole, average, get=get)
 
 
 _merged = jax.jit(adapted_value, static_argnums=(3, 4))

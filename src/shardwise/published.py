@@ -31,14 +31,42 @@ def locate(path: str | Path) -> Path:
         return Path(path)
     try:
         from huggingface_hub import snapshot_download
+        from huggingface_hub.utils import tqdm
     except ImportError:
         raise ConfigError(f"'{name}' needs the huggingface_hub package: pip install 'shardwise[hf]'.") from None
+
+    class Bar(tqdm):  # type: ignore[misc]
+        """For people at a terminal alone."""
+
+        def __init__(self, *args: Any, **options: Any):
+            super().__init__(*args, **{"disable": None, **options})
+
+    known = name.removeprefix(HUB)
     try:
-        return Path(snapshot_download(name.removeprefix(HUB), allow_patterns=WANTED))
+        place = Path(snapshot_download(known, allow_patterns=WANTED, tqdm_class=Bar))
     except Exception as error:  # of the network, the name or the rights; the package has a class of its own for each
-        why = str(error).strip().split("\n")[0][:200]
-        remedy = f"Where there is a network, `hf download {name.removeprefix(HUB)} --local-dir DIR`; then give DIR."
-        raise CheckpointError(f"'{name}' cannot be had from the Hub: {why} {remedy}") from None
+        raise CheckpointError(f"'{name}' cannot be had from the Hub: {_why(error, known)}") from None
+    if not weights_in(place):
+        raise CheckpointError(
+            f"'{name}' has no {WEIGHTS} at the Hub; weights in other formats, such as pickles, are not read. "
+            "Convert them with `save_pretrained` of transformers, and give the directory."
+        )
+    return place
+
+
+def _why(error: Exception, known: str) -> str:
+    """What is the matter and what to do, in a line."""
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    if isinstance(error, HFValidationError):
+        return f"'{known}' is no name there. A name is owner/name."
+    if isinstance(error, RepositoryNotFoundError):
+        return "there is no such model, or not for you. Look at the name; for a private or gated model, `hf auth login`."
+    about = error.__cause__ if isinstance(error, LocalEntryNotFoundError) and error.__cause__ is not None else error
+    said = str(about).strip().split("\n")[0][:200].rstrip(".")
+    fact = "it cannot be reached, and there is no whole copy of it here" if isinstance(error, LocalEntryNotFoundError) else "it failed"
+    remedy = f"Where there is a network, `hf download {known} --local-dir DIR`; then give DIR."
+    return f"{fact} ({type(about).__name__}{f': {said}' if said else ''}). {remedy}"
 
 
 @dataclass(frozen=True)

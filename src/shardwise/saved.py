@@ -29,6 +29,7 @@ class SavedStep:
     directory: Path
     tree: Any
     leaves: Mapping[str, Any]
+    averaged: bool = False  # whether its parameters are averages already
 
     @property
     def variables(self) -> dict[str, str]:

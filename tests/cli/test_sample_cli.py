@@ -14,13 +14,13 @@ import numpy as np
 import optax
 import pytest
 
-from shardwise import Checkpoints, abstract_state, make_mesh
+from shardwise import Checkpoints, InitFrom, abstract_state, load_initial, make_mesh
 from shardwise.cli import main
 from shardwise.data.tokenizers import Bytes
 from shardwise.export import export_hf
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.module import describe_model
-from shardwise.sample_command import _Out, _Text
+from shardwise.sample_command import _Out, _Text, can_sample
 from shardwise.saved import open_step
 
 CONFIG = GPTConfig(vocab_size=256, max_length=32, num_layers=1, num_heads=2, width=16)
@@ -44,14 +44,47 @@ def recipe(width: int = 4) -> Run:
 """
 
 
-def save(folder, factory, **metadata):
-    """A run directory with random weights in it."""
+OTHERS = """
+import jax, jax.numpy as jnp, numpy as np, optax
+from flax import nnx
+from shardwise import Batches, Run, Tokens
+
+class Fixed(nnx.Module):
+    '''A mean over all tokens so far; it takes rows of 32 tokens and no others.'''
+
+    def __init__(self, rngs):
+        self.table = nnx.Embed(256, 16, rngs=rngs)
+        self.positions = nnx.Param(jax.random.normal(rngs.params(), (32, 16)))
+
+    def __call__(self, tokens):
+        x = self.table(tokens) + self.positions[...]
+        return jnp.sin(4 * jnp.cumsum(x, axis=1)) @ self.table.embedding[...].T
+
+class Masked(Fixed):
+    def __call__(self, tokens, mask):
+        return super().__call__(tokens)
+
+class Both(Fixed):
+    def __call__(self, tokens):
+        return super().__call__(tokens), 0.0
+
+class Silent(nnx.Module):
+    __init__ = Fixed.__init__
+
+def recipe(kind: str = "Fixed") -> Run:
+    return Run(model=globals()[kind], loss=lambda model, batch: model(batch["inputs"]).mean(), optimizer=optax.sgd(0.1),
+               data=Batches(Tokens(np.arange(99, dtype=np.uint8), 32), 2), steps=1)
+"""
+
+
+def save(folder, factory, step=0, **metadata):
+    """A run directory with random weights in it, others for another step."""
     spec = abstract_state(factory, optax.sgd(0.1), make_mesh("data=8"))
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(step)
     arrays = jax.tree.map(lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(leaf.dtype), spec.abstract)
-    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
     with Checkpoints(folder / "checkpoints") as checkpoints:
-        checkpoints.save(jax.device_put(replace(arrays, step=np.int32(0)), spec.shardings), metadata)
+        checkpoints.save(jax.device_put(replace(arrays, step=np.int32(step)), spec.shardings), metadata)
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +104,11 @@ def folder(tmp_path_factory):
     names = {}
     exec(RECIPE, names)  # noqa: S102
     save(folder / "own", lambda rngs: names["Model"](rngs, 6), data="a function")
+    for step, loss in {1: 2.5, 2: 2.0, 3: 2.25}.items():
+        save(folder / "evaluated", gpt, step, data=bytes_of, metrics={"eval_loss": loss})
+    (folder / "others.py").write_text(OTHERS)
+    exec(OTHERS, names)  # noqa: S102
+    save(folder / "others", names["Fixed"], data=bytes_of, recipe="others.py:recipe")
     return folder
 
 
@@ -130,9 +168,49 @@ def test_any_model_is_sampled_by_its_recipe(sample):
     assert all(follows[a] == b for a, b in pairwise(tokens))  # each token decides the next: no dropout, no draws
 
 
+def test_the_best_step_is_sampled_by_its_name(sample, folder):
+    args = ["evaluated", "--prompt", "x", "--tokens", "4", "--temperature", "0"]
+    for step, number in (("best", 2), ("1", 1), (None, 3)):
+        code, _, _, answer = sample(*args, *(["--step", step] if step else []))
+        assert code == 0
+        assert answer["source"].endswith(f"evaluated/checkpoints/{number}")
+    spec = abstract_state(lambda rngs: GPT(CONFIG, rngs), optax.sgd(0.1), make_mesh("data=8"))
+    _, loaded = load_initial(InitFrom(folder / "evaluated", step="best"), spec, 0)  # a run may begin with it, too
+    assert loaded.source.endswith("evaluated/checkpoints/2")
+
+
+def test_a_model_that_takes_one_length_only_sees_rows_of_that_length(sample, folder):
+    """The reference: for each token the last 32, or all there are and anything behind them."""
+    args = ["others", "--recipe", "others.py", "--prompt", "ab", "--temperature", "0"]
+    (code, _, err, long), (_, _, _, short) = sample(*args, "--tokens", "40"), sample(*args, "--tokens", "6")
+    assert (code, err) == (0, "")
+    names = {}
+    exec(OTHERS, names)  # noqa: S102
+    spec = abstract_state(names["Fixed"], optax.sgd(0.1), make_mesh("data=8"))
+    model = spec.module(load_initial(InitFrom(folder / "others"), spec, 0)[0])
+    forward = jax.jit(lambda tokens: model(tokens))
+    text = list(b"ab")
+    for _ in range(40):
+        seen = text[-32:]
+        row = np.pad(np.array([seen], np.int32), ((0, 0), (0, 32 - len(seen))), constant_values=7)
+        text.append(int(forward(row)[0, len(seen) - 1].argmax()))
+    assert long["continuations"][0]["tokens"] == text[2:]
+    assert short["continuations"][0]["tokens"] == text[2:8]
+    assert len(set(text[2:])) > 10
+
+
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
+        (["run", "--step", "best"], 4, "has no step with 'eval_loss'; its steps were not evaluated. Name one with --step."),
+        (["others"], 4, "--recipe others.py:recipe [its arguments]"),
+        (
+            ["others", "--recipe", "others.py", "--kind", "Masked"],
+            4,
+            "Masked.__call__ cannot be called with tokens alone: missing a required",
+        ),
+        (["others", "--recipe", "others.py", "--kind", "Both"], 4, "the model gives a tuple for tokens (1, 32); to be sampled it must"),
+        (["others", "--recipe", "others.py", "--kind", "Silent"], 4, "Silent has no __call__; to be sampled it must give logits (B, T, V)"),
         (["run", "--top-p", "2"], 2, "top_p is 2.0; it must be above 0 and at most 1"),
         (["run", "--tokens", "0"], 2, "--tokens 0: it must be at least 1"),
         (["run", "--width", "6"], 2, "there is no argument --width 6; arguments of a recipe need --recipe"),
@@ -187,3 +265,14 @@ def test_a_terminal_gets_no_commands():
     file = io.StringIO()
     _Out(file).write("a\x1b[2J")
     assert file.getvalue() == "a\x1b[2J"
+
+
+def test_what_can_be_sampled_without_being_told_more(folder):
+    """`train` offers it at its end only then."""
+    assert {name: can_sample(folder / name) for name in ("run", "evaluated", "own", "others", "none")} == {
+        "run": True,
+        "evaluated": True,
+        "own": False,
+        "others": False,
+        "none": False,
+    }

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import optax
 import pytest
 from flax import nnx
 from rich.console import Console
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from shardwise import (
@@ -37,9 +39,10 @@ from shardwise.errors import CheckpointError, ConfigError
 from shardwise.finetune import checksums
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.models.hf import params_from_hf
-from shardwise.models.hf_config import config_from_hf
+from shardwise.models.hf_config import config_from_hf, model_of
+from shardwise.models.llama import Llama, LlamaConfig
 from shardwise.module import build_module
-from shardwise.saved import directory_bytes
+from shardwise.saved import directory_bytes, open_step
 from shardwise.tree import named_leaves
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -50,6 +53,14 @@ TOKENS = np.random.default_rng(0).integers(0, 64, (32, 8)).astype(np.int32)
 def gpt(**changes):
     config = dataclasses.replace(GPTConfig(vocab_size=64, max_length=8, num_layers=1, num_heads=2, width=16), **changes)
     return lambda rngs: GPT(config, rngs)
+
+
+def llama(**changes):
+    config = dataclasses.replace(LlamaConfig(64, 2, 4, 2, 16, 24, rope_theta=1e4, max_length=8), **changes)
+    return lambda rngs: Llama(config, rngs)
+
+
+LLAMA = [f"blocks/*{name}" for name in ("query", "key", "value", "out", "gate", "up", "down")]  # of a stack or of single layers
 
 
 def loss(model, batch):
@@ -107,7 +118,12 @@ def logits(spec, state):
 
 @pytest.mark.parametrize(
     ("model", "pattern"),
-    [(Net, KERNELS), pytest.param(gpt(num_layers=2, scan_layers=True, remat="block"), "blocks/*/kernel", marks=pytest.mark.slow)],
+    [
+        (Net, KERNELS),
+        pytest.param(llama(), LLAMA, marks=pytest.mark.slow),
+        pytest.param(gpt(num_layers=2, scan_layers=True, remat="block"), "blocks/*/kernel", marks=pytest.mark.slow),
+        pytest.param(llama(scan_layers=False, tied=True, remat="dots"), [*LLAMA, "tokens"], marks=pytest.mark.slow),
+    ],
 )
 def test_step_0_is_the_base_to_the_bit_and_only_adapters_are_trained(model, pattern):
     base, spec = one(model), one(lora(model, pattern, rank=2))
@@ -130,6 +146,19 @@ def test_shapes_of_adapters_follow_inputs_and_outputs():
     assert (shapes["attn/out/kernel/lora_a"], shapes["attn/out/kernel/lora_b"]) == ((2, 8, 3), (3, 16))
     stacked = {path: p.shape for path, p in one(lora(gpt(num_layers=2, scan_layers=True), "*/out/kernel", rank=3)).params.items()}
     assert stacked == {"blocks/attn/out/kernel/lora_a": (2, 2, 8, 3), "blocks/attn/out/kernel/lora_b": (2, 3, 16)}
+
+
+def test_a_weight_may_say_itself_which_dims_are_inputs():
+    shapes = {path: p.shape for path, p in one(lora(llama(), LLAMA, rank=3)).params.items()}
+    assert (shapes["blocks/query/lora_a"], shapes["blocks/query/lora_b"]) == ((2, 16, 3), (2, 3, 4, 4))
+    assert (shapes["blocks/key/lora_a"], shapes["blocks/key/lora_b"]) == ((2, 16, 3), (2, 3, 2, 4))
+    assert (shapes["blocks/out/lora_a"], shapes["blocks/out/lora_b"]) == ((2, 4, 4, 3), (2, 3, 16))
+    assert (shapes["blocks/down/lora_a"], shapes["blocks/down/lora_b"]) == ((2, 24, 3), (2, 3, 16))
+    single = {path: p.shape for path, p in one(lora(llama(scan_layers=False), LLAMA, rank=3)).params.items()}
+    assert (len(shapes), len(single)) == (14, 28)
+    assert all(single[path.replace("blocks/", "blocks/1/")] == shape[1:] for path, shape in shapes.items())
+    given = one(lora(llama(scan_layers=False), {"blocks/*/query": "iio"}, rank=3))  # what is asked for is done
+    assert given.params["blocks/0/query/lora_a"].shape == (16, 4, 3)
 
 
 def test_a_weight_without_a_bias_needs_a_letter_for_each_dim():
@@ -206,21 +235,42 @@ def test_a_base_in_bfloat16_takes_half_the_memory_and_the_sum_is_rounded_once():
 # Against peft
 
 
-def test_losses_adapters_and_merged_logits_equal_those_of_peft():
-    tiny, known = np.load(FIXTURES / "gpt2_tiny.npz"), np.load(FIXTURES / "lora_tiny.npz")
+THEIRS = {  # our name of a matrix, and that of transformers
+    "attn/qkv/kernel": "attn.c_attn",
+    "attn/out/kernel": "attn.c_proj",
+    "mlp/up/kernel": "mlp.c_fc",
+    "mlp/down/kernel": "mlp.c_proj",
+    **{name: f"self_attn.{name[0]}_proj" for name in ("query", "key", "value", "out")},
+    **{name: f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+}
+
+
+def adapter_of_peft(known, when, path, shape):
+    """An adapter by our path; those of a stack of layers one upon the other."""
+    *name, part = path.removeprefix("blocks/").split("/")
+    layers, name = ([int(name[0])], name[1:]) if name[0].isdecimal() else (range(shape[0]), name)
+    stem, letter = "h" if "kernel" in name else "layers", part[-1].upper()
+    found = [known[f"{when}/{stem}.{layer}.{THEIRS['/'.join(name)]}.lora_{letter}"].T for layer in layers]
+    return np.stack(found).reshape(shape)
+
+
+@pytest.mark.parametrize(
+    ("fixture", "file", "patterns", "changes"),
+    [
+        ("gpt2_tiny", "lora_tiny", "blocks/*/kernel", {"dropout": 0.0}),
+        ("llama_tiny", "lora_llama_tiny", LLAMA, {"scan_layers": True}),
+        pytest.param("llama_tiny", "lora_llama_tiny", LLAMA, {"scan_layers": False, "remat": "block"}, marks=pytest.mark.slow),
+    ],
+)
+def test_losses_adapters_and_merged_logits_equal_those_of_peft(fixture, file, patterns, changes):
+    tiny, known = np.load(FIXTURES / f"{fixture}.npz"), np.load(FIXTURES / f"{file}.npz")
     settings = json.loads(known["settings"].tobytes())
-    config = config_from_hf(json.loads(tiny["config"].tobytes()))
+    config = dataclasses.replace(config_from_hf(json.loads(tiny["config"].tobytes())), **changes)
     weights = params_from_hf({name.removeprefix("weights/"): tiny[name] for name in tiny if name.startswith("weights/")}, config)
-    config = dataclasses.replace(config, dropout=0.0)
-    model = lora(lambda rngs: GPT(config, rngs), "blocks/*/kernel", rank=settings["rank"], alpha=settings["alpha"])
+    model = lora(lambda rngs: model_of(config, rngs), patterns, rank=settings["rank"], alpha=settings["alpha"])
     spec = one(model, optax.adamw(settings["lr"], weight_decay=settings["weight_decay"]))
-    theirs = {"attn/qkv": "attn.c_attn", "attn/out": "attn.c_proj", "mlp/up": "mlp.c_fc", "mlp/down": "mlp.c_proj"}
-
-    def adapter(when, path):
-        _, layer, kind, name, _, part = path.split("/")
-        return known[f"{when}/h.{layer}.{theirs[f'{kind}/{name}']}.{'lora_A' if part == 'lora_a' else 'lora_B'}"].T
-
-    params = {path: adapter("start", path).reshape(p.shape) for path, p in spec.params.items()}
+    params = {path: adapter_of_peft(known, "start", path, p.shape) for path, p in spec.params.items()}
+    assert sum(value.size for value in params.values()) == sum(known[name].size for name in known if name.startswith("start/"))
     fill = lambda tree: jax.tree_util.tree_map_with_path(lambda path, _: params["/".join(k.key for k in path)], tree)  # noqa: E731
     state = dataclasses.replace(init_state(spec, 0), params=fill(spec.abstract.params), frozen=jax.tree.map(jnp.asarray, weights))
     state = jax.device_put(state, spec.shardings)
@@ -232,7 +282,7 @@ def test_losses_adapters_and_merged_logits_equal_those_of_peft():
         losses.append(float(metrics["loss"]))
     np.testing.assert_allclose(losses, known["losses"], rtol=0, atol=1e-5)
     for path, leaf in named_leaves(state.params).items():
-        np.testing.assert_allclose(leaf, adapter("end", path).reshape(leaf.shape), rtol=0, atol=1e-4, err_msg=path)
+        np.testing.assert_allclose(leaf, adapter_of_peft(known, "end", path, leaf.shape), rtol=0, atol=1e-4, err_msg=path)
         assert np.abs(leaf - params[path]).max() > 1e-2, path
     np.testing.assert_allclose(spec.module(state)(tokens), known["logits"], rtol=0, atol=2e-4)
 
@@ -247,6 +297,10 @@ def test_adapters_are_cut_like_their_weight():
     assert cut["mlp/up/kernel/lora_a"] == ()
     assert cut["attn/out/kernel/lora_a"] == ("model", None, None)
     assert cut["attn/qkv/kernel/lora_b"] == (None, None, "model", None)
+    spec = on("data=2,model=2", 4, lora(llama(), LLAMA, rank=2))
+    cut = {path.removeprefix("blocks/"): tuple(p.spec) for path, p in {**spec.params, **spec.frozen}.items()}
+    assert (cut["query/lora_a"], cut["query/lora_b"]) == ((), (None, None, "model", None))
+    assert (cut["out/lora_a"], cut["out/lora_b"]) == ((None, "model", None, None), ())
 
 
 @pytest.mark.slow
@@ -373,6 +427,12 @@ def test_an_export_is_merged_and_computes_what_the_adapters_compute(base, tuned,
     assert jax.tree.all(jax.tree.map(np.array_equal, direct, state))
     average, _ = load_initial(InitFrom(run.out, average=True), plain, 0)
     assert not np.array_equal(average.params["first"]["kernel"], state.params["first"]["kernel"])
+    for name, options in {"last": [], "average": ["--average"], "trained": ["--average", "--trained-only"]}.items():
+        assert main(["checkpoint", "export", str(run.out), "--out", str(tmp_path / f"{name}.st"), *options]) == 0
+        with safe_open(tmp_path / f"{name}.st", "np") as file:
+            assert file.metadata().get("average") == (None if name == "last" else "true")
+    exported = load_file(tmp_path / "average.st")
+    assert all(np.array_equal(exported[path.replace("/", ".")], leaf) for path, leaf in named_leaves(average.params).items())
     assert main(["checkpoint", "export", str(run.out), "--trained-only", "--out", str(tmp_path / "adapters.safetensors")]) == 0
     assert "first.kernel.lora_a" in load_file(tmp_path / "adapters.safetensors")
     moved = tmp_path / "moved.safetensors"
@@ -388,19 +448,35 @@ def test_an_export_is_merged_and_computes_what_the_adapters_compute(base, tuned,
     assert not (tmp_path / "wrong.safetensors").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scan_layers", [False, True])
-def test_adapters_of_a_published_gpt2_are_merged_for_transformers(scan_layers, tmp_path):
-    tiny = np.load(FIXTURES / "gpt2_tiny.npz")
+@pytest.mark.parametrize(
+    ("fixture", "patterns", "changes"),
+    [
+        pytest.param("gpt2_tiny", "blocks/*/kernel", {"dropout": 0.0, "scan_layers": False}, marks=pytest.mark.slow),
+        pytest.param("gpt2_tiny", "blocks/*/kernel", {"dropout": 0.0, "scan_layers": True}, marks=pytest.mark.slow),
+        pytest.param("llama_tiny", LLAMA, {}, marks=pytest.mark.slow),
+        pytest.param("llama31_tiny", [*LLAMA, "tokens"], {"scan_layers": False}, marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_of_a_published_model_are_merged_for_transformers(fixture, patterns, changes, tmp_path):
+    tiny = np.load(FIXTURES / f"{fixture}.npz")
     folder = tmp_path / "hub"
     folder.mkdir()
     (folder / "config.json").write_bytes(tiny["config"].tobytes())
-    save_file({name.removeprefix("weights/"): tiny[name] for name in tiny if name.startswith("weights/")}, folder / "model.safetensors")
-    config = dataclasses.replace(config_from_hf(json.loads(tiny["config"].tobytes())), dropout=0.0, scan_layers=scan_layers)
-    plain = lambda rngs: GPT(config, rngs)  # noqa: E731
-    run = run_of(folder, tmp_path / "run", model=lora(plain, "blocks/*/kernel", rank=2), steps=2)
+    published = {name.removeprefix("weights/"): tiny[name] for name in tiny if name.startswith("weights/")}
+    save_file(published, folder / "model.safetensors")
+    config = dataclasses.replace(config_from_hf(json.loads(tiny["config"].tobytes())), **changes)
+    plain = lambda rngs: model_of(config, rngs)  # noqa: E731
+    run = run_of(folder, tmp_path / "run", model=lora(plain, patterns, rank=2), steps=2)
     result = fitted(run)
+    moments = {name.partition("/")[2] for name in open_step(run.out / "checkpoints" / "2").leaves}
+    assert not any(path.endswith(tuple(result.spec.frozen)) for path in moments)  # neither weights nor states of the base
     assert main(["checkpoint", "export", str(run.out), "--format", "hf", "--out", str(tmp_path / "merged")]) == 0
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert {name: value.shape for name, value in merged.items()} == {name: value.shape for name, value in published.items()}
+    changed = {name for name, value in merged.items() if not np.array_equal(value, published[name])}
+    assert changed == {
+        name for name in published if re.search(r"(_proj|c_attn|c_fc)\.weight$", name) or ("embed" in name and "tokens" in patterns)
+    }
     spec = one(plain)
     state, _ = load_initial(InitFrom(tmp_path / "merged"), spec, 0)
     got, base = logits(spec, state), logits(spec, load_initial(InitFrom(folder), spec, 0)[0])

@@ -1,6 +1,8 @@
 """Directories as published on the Hub: weights in one file or several, tokenizers, and what is refused."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from shardwise.models.hf_config import config_from_hf, model_of
 from shardwise.published import INDEX, locate, tokenizer_files, tokenizer_of, weights_in
 from shardwise.saved import SavedStep, open_step
 from shardwise.tree import named_leaves
+from tests.unit.hub import serve
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
@@ -95,9 +98,60 @@ def test_the_hub_without_a_network_or_the_package_is_one_line_with_a_remedy(monk
     ) as caught:
         locate("hf:owner/name")
     assert "\n" not in str(caught.value)
+    with pytest.raises(CheckpointError, match=r"'a/b/c' is no name there\. A name is owner/name\."):
+        locate("hf:a/b/c")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ConfigError, match=r"pip install 'shardwise\[hf\]'"):
         locate(Path("hf:owner/name"))
+
+
+LOCATE = """
+import sys
+from shardwise.errors import ShardwiseError
+from shardwise.published import locate
+
+for name in sys.argv[1:]:
+    try:
+        print(sorted(path.name for path in locate(name).iterdir()))
+    except ShardwiseError as error:
+        print(error)
+"""
+
+
+def test_a_model_comes_from_the_hub_by_name_and_stays_when_the_hub_is_gone(tmp_path):
+    """The real client against a server on loopback. It reads the address when it is imported, so it has processes of its own."""
+    (tmp_path / "models" / "owner").mkdir(parents=True)
+    folder = publish(tmp_path / "models" / "owner" / "tiny", files=2)
+    word_tokenizer(folder / "tokenizer.json")
+    wanted = sorted(path.name for path in folder.iterdir())
+    for name in ("pytorch_model.bin", "modeling_evil.py", "README.md"):
+        (folder / name).write_text("raise SystemExit(9)")
+    pickled = tmp_path / "models" / "owner" / "pickled"
+    pickled.mkdir()
+    for name in ("config.json", "pytorch_model.bin"):
+        (pickled / name).write_text("{}")
+
+    def run(*command):
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        environment = {**kept, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "JAX_PLATFORMS": "cpu"}
+        done = subprocess.run([sys.executable, *command], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout.splitlines()
+
+    with serve(tmp_path / "models") as hub:
+        text = run("-m", "shardwise.cli", "sample", "hf:owner/tiny", "--prompt", "a b", "--tokens", "5", "--temperature", "0")
+        here = run("-m", "shardwise.cli", "sample", str(folder), "--prompt", "a b", "--tokens", "5", "--temperature", "0")
+        assert text == here
+        assert text[0].startswith("a b")
+        fetched = sorted(path.rpartition("/")[2] for method, path in hub.asked if method == "GET" and "/resolve/" in path)
+        assert fetched == wanted  # weights, JSON, and nothing that could be run
+        none, pickles = run("-c", LOCATE, "hf:owner/none", "hf:owner/pickled")
+    assert "'hf:owner/none' cannot be had from the Hub: there is no such model, or not for you. Look at the name;" in none
+    assert "'hf:owner/pickled' has no model.safetensors at the Hub; weights in other formats, such as pickles, are not read." in pickles
+    names, unknown = run("-c", LOCATE, "hf:owner/tiny", "hf:owner/other")
+    assert names == str(wanted)
+    assert "it cannot be reached, and there is no whole copy of it here (ConnectError: " in unknown
+    assert "`hf download owner/other --local-dir DIR`; then give DIR." in unknown
 
 
 # Tokenizers

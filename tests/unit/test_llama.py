@@ -16,10 +16,10 @@ from shardwise import init_state, make_mesh
 from shardwise.models.hf import kind_of, params_from_hf, params_to_hf
 from shardwise.models.hf_config import config_from_hf, config_from_shapes, config_to_hf
 from shardwise.models.llama import SIZES, Llama, LlamaConfig, RopeScaling
-from shardwise.module import build_module, split_module
 from shardwise.recipe import load_recipe
 from shardwise.run import prepare
 from shardwise.tree import named_leaves
+from tests.unit.shapes import definition_and_shapes
 
 ROOT = Path(__file__).parents[2]
 recipe = load_recipe(ROOT / "recipes" / "llama.py", "recipe")
@@ -48,16 +48,7 @@ def tiny(**changes):
 
 
 def abstract(config):
-    """(definition, shapes of the parameters); nothing is allocated or computed."""
-    found = []
-
-    def build():
-        definition, params, _ = split_module(build_module(lambda rngs: Llama(config, rngs), 0))
-        found.append(definition)
-        return params
-
-    params = jax.eval_shape(build)
-    return found[0], params
+    return definition_and_shapes(lambda rngs: Llama(config, rngs))
 
 
 def params_of(config):

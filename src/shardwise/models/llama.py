@@ -64,9 +64,12 @@ SIZES = {
 }
 
 
-def weight(config: LlamaConfig, rngs: nnx.Rngs, shape: tuple[int, ...], names: tuple[str | None, ...]) -> nnx.Param[Array]:
+def weight(
+    config: LlamaConfig, rngs: nnx.Rngs, shape: tuple[int, ...], names: tuple[str | None, ...], dims: str = "io"
+) -> nnx.Param[Array]:
+    """dims: which of them are inputs and which outputs, as `lora` asks; there are no biases that would tell."""
     init = nnx.with_partitioning(nnx.initializers.normal(0.02), names)
-    return nnx.Param(init(rngs.params(), shape, jnp.dtype(config.param_dtype)))
+    return nnx.Param(init(rngs.params(), shape, jnp.dtype(config.param_dtype)), dims=dims)
 
 
 def product(x: Array, kernel: Array, dims: int = 1) -> Array:
@@ -113,10 +116,10 @@ class Block(nnx.Module):
         new, head = partial(weight, c, rngs), c.width // c.num_heads
         self.config = c
         self.norm1 = RMSNorm(c)
-        self.query = new((c.width, c.num_heads, head), ("embed", "heads", None))
-        self.key = new((c.width, c.num_kv_heads, head), ("embed", "heads", None))
-        self.value = new((c.width, c.num_kv_heads, head), ("embed", "heads", None))
-        self.out = new((c.num_heads, head, c.width), ("heads", None, "embed"))
+        self.query = new((c.width, c.num_heads, head), ("embed", "heads", None), "ioo")
+        self.key = new((c.width, c.num_kv_heads, head), ("embed", "heads", None), "ioo")
+        self.value = new((c.width, c.num_kv_heads, head), ("embed", "heads", None), "ioo")
+        self.out = new((c.num_heads, head, c.width), ("heads", None, "embed"), "iio")
         self.norm2 = RMSNorm(c)
         self.gate = new((c.width, c.mlp_width), ("embed", "mlp"))
         self.up = new((c.width, c.mlp_width), ("embed", "mlp"))

@@ -2,11 +2,13 @@
 
 A model takes tokens (B, T) and gives logits (B, T, V), each from the tokens up to it alone. One that also has `empty_cache` and
 `decode`, as those of `shardwise.models` do, computes each new token once; any other sees the whole text again for each.
-The tokens are the same. A model with `config.max_length` sees at most so many of the last tokens.
+The tokens are the same. A model with `config.max_length` sees at most so many of the last tokens. A model of another kind that takes
+rows of one length only is always called on rows of that length, `window`; what stands behind the text only fills them up.
 
 Nothing is compiled for the length of a prompt: lengths are filled up to powers of two, beyond `CHUNK` to multiples of it.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -20,6 +22,7 @@ from flax import nnx
 Array = jax.Array
 CHUNK = 256  # tokens of a prompt that go through the model at once
 SMALLEST = 16
+NEEDED = "to be sampled it must give logits (B, T, V) for tokens (B, T)"
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,12 @@ def stream(
     seen = min(limit or total, total)  # tokens that are looked at, at most
     graphdef, state = nnx.split(model)
     leaves, structure = jax.tree.flatten(state)
-    decode, extend = _programs(graphdef, structure, padded(seen) if limit is None else min(padded(seen), limit))
+    has_cache = hasattr(model, "decode") and hasattr(model, "empty_cache")
+    _check_call(model)
+    shown = padded(seen) if limit is None else min(padded(seen), limit)  # tokens that a model without a cache is called on
+    if limit is not None and shown < limit and not has_cache and not _takes(graphdef, structure, leaves, (rows, shown)):
+        shown = limit
+    decode, extend = _programs(graphdef, structure, shown)
     told: list[np.ndarray] = []
     token: Any
 
@@ -120,7 +128,7 @@ def stream(
             raise ValueError(f"the logits after {length + len(told) - 1} tokens are not numbers")
         return told[-1]
 
-    if num_tokens and cached and length <= seen and hasattr(model, "decode") and hasattr(model, "empty_cache"):
+    if num_tokens and cached and length <= seen and has_cache:
         cache = model.empty_cache(rows, padded(seen))
         for start in range(0, length, CHUNK):
             part = prompt[:, start : start + CHUNK]
@@ -138,7 +146,7 @@ def stream(
     if begun == total:
         return
     text = np.concatenate([prompt, *(tokens[:, None] for tokens in told)], axis=1)
-    buffer: Any = np.pad(text, ((0, 0), (0, padded(total) - begun)))
+    buffer: Any = np.pad(text, ((0, 0), (0, max(padded(total), shown) - begun)))
     token = text[:, -1:]
     for at in range(begun, total):
         logits, buffer = extend(leaves, buffer, token, np.int32(at))
@@ -160,27 +168,46 @@ def _pick(logits: Array, key: Array, at: Array, sampling: Sampling) -> Array:
     return choose(logits, jax.random.fold_in(key, at), sampling)[:, None]
 
 
+def _check_call(model: Any) -> None:
+    """Refuses a model that needs more than tokens."""
+    if not callable(model):
+        raise ValueError(f"{type(model).__name__} has no __call__; {NEEDED}")
+    try:
+        inspect.signature(model).bind(None)
+    except TypeError as error:
+        raise ValueError(f"{type(model).__name__}.__call__ cannot be called with tokens alone: {error}; {NEEDED}") from None
+
+
+def _takes(graphdef: Any, structure: Any, leaves: Any, shape: tuple[int, int]) -> bool:
+    """Whether a model can be called on tokens of this shape; it is traced, and nothing is computed."""
+    try:
+        jax.eval_shape(lambda leaves, tokens: _merged(graphdef, structure, leaves)(tokens), leaves, jax.ShapeDtypeStruct(shape, jnp.int32))
+    except Exception:  # whatever a model raises about a length; if it is something else, it raises it again when it is called
+        return False
+    return True
+
+
+def _merged(graphdef: Any, structure: Any, leaves: Any) -> Any:
+    model = nnx.merge(graphdef, jax.tree.unflatten(structure, leaves))
+    model.eval()
+    return model
+
+
 @lru_cache(maxsize=8)
 def _programs(graphdef: Any, structure: Any, window: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Logits (B, V) of the next token, with a cache and without; each compiled once for a shape of its arguments."""
 
-    def merged(leaves: Any) -> Any:
-        model = nnx.merge(graphdef, jax.tree.unflatten(structure, leaves))
-        model.eval()
-        return model
-
     def decode(leaves: Any, tokens: Array, count: Array, cache: Any) -> tuple[Array, Any]:
-        return merged(leaves).decode(tokens, count, cache)
+        return _merged(graphdef, structure, leaves).decode(tokens, count, cache)
 
     def extend(leaves: Any, buffer: Array, token: Array, at: Array) -> tuple[Array, Array]:
         """`at` tokens are in the buffer, when `token` has been written as the last of them."""
         buffer = jax.lax.dynamic_update_slice_in_dim(buffer, token, at - 1, axis=1)
         start = jnp.maximum(0, at - window)
-        logits = merged(leaves)(jax.lax.dynamic_slice_in_dim(buffer, start, window, axis=1))
-        if logits.ndim != 3 or logits.shape[:2] != (len(buffer), window):
-            raise ValueError(
-                f"the model gives {logits.shape} for tokens {(len(buffer), window)}; to be sampled it must give logits (B, T, V)"
-            )
+        logits = _merged(graphdef, structure, leaves)(jax.lax.dynamic_slice_in_dim(buffer, start, window, axis=1))
+        shape = getattr(logits, "shape", f"a {type(logits).__name__}")
+        if len(shape) != 3 or shape[:2] != (len(buffer), window):
+            raise ValueError(f"the model gives {shape} for tokens {(len(buffer), window)}; {NEEDED}")
         return jax.lax.dynamic_index_in_dim(logits, at - 1 - start, axis=1, keepdims=False), buffer
 
     return jax.jit(decode, donate_argnames="cache"), jax.jit(extend, donate_argnames="buffer")
