@@ -16,6 +16,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from shardwise.data import Packed, open_tokens
+from tests.command import run, start
 
 ROOT = Path(__file__).parents[2]
 FILES = ("tokens.bin", "documents.bin", "tokens.json")
@@ -33,16 +34,9 @@ ONE = MAIN + "sys.exit(run(sys.argv[1:]))"
 MANY = MAIN + "import json\nfor args in json.loads(sys.argv[1]): print('exit', run(args), file=sys.stderr)"
 
 
-def start(folder, *args, **options):
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "shardwise.cli", "data", *map(str, args)]
-    return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
-
-
 def data(folder, *args):
-    process = start(folder, *args)
-    out, err = process.communicate(timeout=120)
-    return process.returncode, out, err
+    done = run("data", *args, cwd=folder)
+    return done.returncode, done.stdout, done.stderr
 
 
 def digests(out):
@@ -209,7 +203,7 @@ def test_a_killed_prepare_goes_on_to_the_same_bytes(tmp_path, tokenizer_json):
 def test_a_prepare_begun_with_other_arguments_is_refused_and_two_at_once_too(tmp_path):
     (tmp_path / "a.txt").write_text("x" * 1000)
     (tmp_path / "slow.jsonl").write_text('{"text": "a"}\n' * 400_000)
-    process = start(tmp_path, "prepare", "slow.jsonl", "--out", "out")
+    process = start("data", "prepare", "slow.jsonl", "--out", "out", cwd=tmp_path)
     while not (tmp_path / "out" / "progress.json").exists():
         assert process.poll() is None
         time.sleep(0.01)
@@ -233,7 +227,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, kind):
         with (tmp_path / f"{megabytes}.{kind}").open("w") as file:
             for _ in range(megabytes):
                 file.write(line * (2**20 // len(line)))
-        process = start(tmp_path, "prepare", f"{megabytes}.{kind}", "--out", str(megabytes))
+        process = start("data", "prepare", f"{megabytes}.{kind}", "--out", megabytes, cwd=tmp_path)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = status
         process.communicate()
@@ -286,14 +280,9 @@ def test_the_recipe_for_token_files_trains(tmp_path):
     (tmp_path / "code.txt").write_text(Path(ROOT / "src" / "shardwise" / "step.py").read_text() * 3)
     write_inputs(tmp_path)
     assert data(tmp_path, "prepare", "code.txt", "texts", "--out", "out")[0] == 0
-    command = [sys.executable, "-m", "shardwise.cli", "train", ROOT / "recipes" / "tokens_gpt.py", "--cpu-devices", "2", "--data", "out"]
-    found = subprocess.run(
-        [*map(str, command), "--steps", "20", "--pack", "--out", "run"],
-        cwd=tmp_path,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=300,
+    recipe = ROOT / "recipes" / "tokens_gpt.py"
+    found = run(
+        "train", recipe, "--cpu-devices", 2, "--data", "out", "--steps", 20, "--pack", "--scan-layers", "--out", "run", cwd=tmp_path
     )
     assert found.returncode == 0, found.stderr
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from shardwise.doctor_finding import others_can_write
 from shardwise.doctor_packages import gpu_findings, package_findings
 from shardwise.files import lock_directory
 from shardwise.programs import LIMIT
+from tests.command import run
 
 RECIPE = """
 from pathlib import Path
@@ -40,9 +39,8 @@ def tried_out(timeout=60.0, cpu_devices=None):
 
 
 def test_the_command_here(tmp_path):
-    command = [sys.executable, "-m", "shardwise.cli", "doctor", "--cpu-devices", "2", "--json", "found.json"]
     before = set(tmp_path.iterdir())
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = run("doctor", "--cpu-devices", 2, "--json", "found.json", cwd=tmp_path)
     answer = json.loads((tmp_path / "found.json").read_text())
     found = {finding["name"]: finding for finding in answer["findings"]}
     assert done.returncode == (2 if answer["problem"] else 0)

@@ -1,29 +1,20 @@
 """`shardwise plan` as a command: answers, mistakes, the page, the search, an interruption."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
+from shardwise.cli import main
+from tests.command import run, start
+
 RECIPE = "recipes/stdlib_gpt.py"
-
-
-def command(*words, cache):
-    return [sys.executable, "-m", "shardwise.cli", *words], {**os.environ, "JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(cache)}
-
-
-def run(*words, cache):
-    args, env = command(*words, cache=cache)
-    return subprocess.run(args, env=env, capture_output=True, text=True, check=False)
 
 
 def test_a_plan_for_virtual_devices_with_its_page_and_its_command(tmp_path):
     words = ("plan", RECIPE, "--on", "cpu:8", "--mesh", "data=4,model=2", "--html", tmp_path / "p.html", "--json", tmp_path / "p.json")
-    done = run(*map(str, words), cache=tmp_path)
+    done = run(*words, XDG_CACHE_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "fits" in done.stdout
     assert "all-reduce" in done.stdout
@@ -34,7 +25,7 @@ def test_a_plan_for_virtual_devices_with_its_page_and_its_command(tmp_path):
     assert {t["axes"] for t in answer["plan"]["traffic"]} >= {"data", "model"}
     assert "<html" in (tmp_path / "p.html").read_text()[:400]
     begun = time.monotonic()
-    again = run(*map(str, words), cache=tmp_path)
+    again = run(*words, XDG_CACHE_HOME=str(tmp_path))
     assert again.returncode == 0
     assert again.stdout == done.stdout
     assert time.monotonic() - begun < 30  # from the cache
@@ -52,18 +43,18 @@ def test_a_plan_for_virtual_devices_with_its_page_and_its_command(tmp_path):
         (("--on", "v5e:2x2", "--search", "--compile-at-most", "0"), 2, "at least 1"),
     ],
 )
-def test_a_mistake_is_told_in_a_line(words, code, said, tmp_path):
-    done = run("plan", RECIPE, *words, cache=tmp_path)
-    assert done.returncode == code
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_mistake_is_told_in_a_line(words, code, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(["plan", RECIPE, *words]) == code
+    err = capsys.readouterr().err
+    assert said in err
+    assert "Traceback" not in err
 
 
 @pytest.mark.slow
 def test_a_search_on_chips_that_are_not_here_can_be_interrupted_and_goes_on(tmp_path):
     words = ("plan", RECIPE, "--on", "v5e:2x2", "--search", "--steps", "10", "--json", str(tmp_path / "s.json"))
-    args, env = command(*words, cache=tmp_path / "cache")
-    process = subprocess.Popen(args, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = start(*words, XDG_CACHE_HOME=str(tmp_path / "cache"))
     deadline = time.monotonic() + 300
     while not list((tmp_path / "cache").rglob("*.json")):
         assert time.monotonic() < deadline
@@ -75,7 +66,7 @@ def test_a_search_on_chips_that_are_not_here_can_be_interrupted_and_goes_on(tmp_
     assert "candidates compiled" in out
     assert "what was compiled is kept" in error
     assert "Traceback" not in error
-    done = run(*words, cache=tmp_path / "cache")
+    done = run(*words, XDG_CACHE_HOME=str(tmp_path / "cache"))
     assert done.returncode == 0, done.stderr
     answer = json.loads((tmp_path / "s.json").read_text())
     chosen = [c for c in answer["candidates"] if c["chosen"]]
@@ -87,7 +78,7 @@ def test_a_search_on_chips_that_are_not_here_can_be_interrupted_and_goes_on(tmp_
 @pytest.mark.slow
 def test_too_large_is_an_answer_with_remedies(tmp_path):
     words = ("--preset", "gpt2", "--batch-size", "256", "--length", "512", "--on", "v5e:1x1")
-    done = run("plan", "recipes/gpt2.py", *words, "--json", str(tmp_path / "t.json"), cache=tmp_path)
+    done = run("plan", "recipes/gpt2.py", *words, "--json", str(tmp_path / "t.json"), XDG_CACHE_HOME=str(tmp_path))
     assert done.returncode == 2, done.stderr
     assert "too large" in done.stdout
     assert "largest buffers" in done.stdout

@@ -3,8 +3,6 @@
 import json
 import os
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -12,18 +10,14 @@ import pytest
 
 from shardwise import programs as programs_module
 from shardwise.programs import use_program_cache
+from tests.command import run
 
 ROOT = Path(__file__).parents[2]
 
 
 def train(folder, out, *words):
-    command = [sys.executable, "-m", "shardwise.cli", "train", ROOT / "tests/faults/recipe.py", "--steps", "2", "--cpu-devices", "1"]
-    ended = subprocess.run(
-        [*map(str, command), "--out", str(folder / out), *words],
-        env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache")},
-        capture_output=True,
-        text=True,
-    )
+    recipe = ROOT / "tests/faults/recipe.py"
+    ended = run("train", recipe, "--steps", 2, "--cpu-devices", 1, "--out", folder / out, *words, XDG_CACHE_HOME=str(folder / "cache"))
     assert ended.returncode == 0, ended.stderr
     return ended.stderr, json.loads((folder / out / "starting.jsonl").read_text())
 

@@ -1,10 +1,7 @@
 """The real sweep: a grid of real runs, stopped, killed, extended, and compared."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,6 +11,7 @@ from shardwise.cli import main
 from shardwise.errors import ConfigError
 from shardwise.files import lock_directory
 from shardwise.sweep_grid import check_arguments, make_points, show_value, split_words
+from tests.command import run, start
 
 RECIPE = '''
 """A tiny recipe."""
@@ -46,16 +44,12 @@ def folder(tmp_path):
     return tmp_path
 
 
-def start(folder, *args):
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "shardwise.cli", "sweep", "tiny.py", "--out", "s", "--json", "answer.json", *args]
-    return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+SWEEP = ("sweep", "tiny.py", "--out", "s", "--json", "answer.json")
 
 
 def sweep(folder, *args):
-    process = start(folder, *args)
-    out, err = process.communicate(timeout=120)
-    return process.returncode, out, err
+    done = run(*SWEEP, *args, cwd=folder)
+    return done.returncode, done.stdout, done.stderr
 
 
 def answer(folder):
@@ -78,7 +72,7 @@ def load(folder):
 @pytest.mark.slow
 def test_a_grid_is_run_resumed_extended_and_compared(folder, monkeypatch, capsys):
     # stopped in its first run, which saves
-    process = start(folder, "--lr", "0.1", "1e30", "--steps", "6", "--pause", "0.1")
+    process = start(*SWEEP, "--lr", "0.1", "1e30", "--steps", "6", "--pause", "0.1", cwd=folder)
     log = folder / "s" / "lr=0.1" / "metrics.jsonl"
     wait_until(lambda: log.exists() and log.read_text().count("\n") >= 2)
     process.send_signal(signal.SIGTERM)
@@ -146,7 +140,7 @@ def test_mistakes_are_told_all_at_once_before_anything_runs(folder):
 @pytest.mark.slow
 def test_a_killed_sweep_goes_on(folder):
     args = ("--lr", "0.1", "0.2", "--steps", "12", "--pause", "0.2")
-    process = start(folder, *args)
+    process = start(*SWEEP, *args, cwd=folder)
     log = folder / "s" / "lr=0.1" / "metrics.jsonl"
     wait_until(lambda: log.exists() and log.read_text().count("\n") >= 3)
     process.kill()

@@ -92,6 +92,7 @@ def three_steps(optimizer, mesh):
     spec = abstract_state(Net, optimizer, mesh, Rules(fsdp_min_size=1024))
     step = make_train_step(spec, loss, BATCH)
     state = init_state(spec, 0)
+    first = {path: np.asarray(leaf) for path, leaf in named_leaves(state.params).items()}
     losses, compiled = [], []
     for _ in range(3):
         state, metrics = step(state, step.place(BATCH))
@@ -100,19 +101,19 @@ def three_steps(optimizer, mesh):
             jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
             compiled.append("first step")
     jax.monitoring.clear_event_listeners()
-    return spec, [event for event in compiled if "backend_compile" in event], state, losses
+    return spec, [event for event in compiled if "backend_compile" in event], first, state, losses
 
 
-QUICK = (
-    "adafactor", "adamw", "lamb", "lion", "novograd", "sgd", "sm3", "ademamix", "muon", "prodigy", "momo", "schedule_free_adamw",
-    "mechanize", "momentum", "reduce_on_plateau", "multi_steps", "clipped", "injected", "masked", "partition", "ema",
+QUICK = (  # one of each kind of state
+    "adafactor", "adamw", "novograd", "sm3", "muon", "prodigy", "momo", "schedule_free_adamw", "mechanize", "reduce_on_plateau",
+    "multi_steps", "injected", "masked", "partition",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS])
 def test_contract(name):
     optimizer = OPTIMIZERS[name]
-    spec, recompiled, state, losses = three_steps(optimizer, make_mesh("data=2,fsdp=2,model=2"))
+    spec, recompiled, before, state, losses = three_steps(optimizer, make_mesh("data=2,fsdp=2,model=2"))
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == spec.shardings, "a layout drifted"
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state) == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), spec.abstract)
     assert recompiled == []
@@ -122,10 +123,9 @@ def test_contract(name):
         if leaf.nbytes >= whole and path.endswith("hidden/kernel"):
             assert {shard.data.nbytes for shard in leaf.addressable_shards} == {leaf.nbytes // 4}, path
 
-    one_device = three_steps(optimizer, make_mesh("data=1", jax.devices()[:1]))
-    np.testing.assert_allclose(losses, one_device[3], rtol=2e-5)
+    *_, on_one_device = three_steps(optimizer, make_mesh("data=1", jax.devices()[:1]))
+    np.testing.assert_allclose(losses, on_one_device, rtol=2e-5)
     if name not in ("noisy_sgd",):
-        before = {path: np.asarray(leaf) for path, leaf in named_leaves(init_state(spec, 0).params).items()}
         after = named_leaves(state.params)
         moved = {path for path in before if not np.array_equal(before[path], after[path])}
         assert moved == {path for path in before if not (name == "partition" and path == "hidden/bias")}

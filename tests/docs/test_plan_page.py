@@ -1,60 +1,40 @@
 """The page on planning tells the truth: its command for this machine prints what is shown, its code runs, its links lead somewhere."""
 
-import os
+import contextlib
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.docs.pages import DOCS, ROOT, blocks_of, run_command, run_page
 from tests.unit.test_planning import make_run
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "plan.md"
-COMMAND = re.compile(r"^```console\n\$ shardwise (.*?)(?:\s+# exit code (\d))?\n```\n\n```text\n(.*?)^```", re.DOTALL | re.MULTILINE)
-COMMANDS = COMMAND.findall(PAGE.read_text())
-
-
-def words_of(text):
-    """Without figures, which differ between compilers, and without what is drawn of tables."""
-    plain = re.sub(r"\d[\d.,:]*%? ?(?:[KMGT]?i?B|m?s|[kMGT]FLOP)?\b", "#", text)
-    return [word for word in plain.split() if not set(word) <= set("━┏┓┳┡┩╇└┘┴─│┃")]
-
-
-def run(command, cache):
-    words = [sys.executable, "-m", "shardwise.cli", *command.split()]
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(cache)}
-    return subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+PAGE = DOCS / "plan.md"
+COMMANDS = [block for block in blocks_of(PAGE) if block.language == "console"]
 
 
 def test_the_page_shows_a_plan_here_one_that_is_too_large_and_a_search():
-    assert [code for _, code, _ in COMMANDS] == ["", "2", ""]
-    assert ["--on cpu:8" in COMMANDS[0][0], "--on v5e:4x4" in COMMANDS[1][0], "--search" in COMMANDS[2][0]] == [True] * 3
+    here, too_large, search = (block.text.strip() for block in COMMANDS)
+    assert "--on cpu:8" in here
+    assert re.search(r"--on v5e:4x4 +# exit code 2$", too_large)
+    assert "--search" in search
 
 
 def test_the_command_for_this_machine_prints_what_is_shown(tmp_path):
-    command, _, shown = COMMANDS[0]
-    done = run(command, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert words_of(done.stdout) == words_of(shown)
+    assert len(run_page(PAGE, tmp_path, languages=("console",)).commands) == 1
 
 
 @pytest.mark.slow
-def test_too_large_is_answered_as_shown(tmp_path):
-    command, code, shown = COMMANDS[1]
-    done = run(command, tmp_path)
-    assert done.returncode == int(code), done.stderr
+def test_too_large_is_answered_as_shown():
+    with contextlib.chdir(ROOT):
+        done = run_command(COMMANDS[1].text.strip())
     for line in ("too large", "largest buffers among the temporaries", "--mesh fsdp=16 --remat block"):
-        assert line in done.stdout
-        assert line in shown
+        assert line in done.printed
+        assert line in COMMANDS[1].shown
 
 
 @pytest.mark.slow
-def test_the_code_of_the_page_runs(capsys):
-    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    exec(compile(code, PAGE, "exec"), {"run": make_run("data=8")})  # noqa: S102
-    said = capsys.readouterr().out
+def test_the_code_of_the_page_runs(tmp_path):
+    (said,) = run_page(PAGE, tmp_path, {"run": make_run("data=8")}, languages=("python",)).printed
     assert "fsdp=8 " in said
     assert said.count("on each device") == 3
 

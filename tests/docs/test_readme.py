@@ -7,21 +7,15 @@ import pytest
 
 import shardwise
 from shardwise.cli import HELP, TOOLS, VERBS
+from tests.docs.pages import ROOT, commands_of, run_page
 
-ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 
 
-def blocks(page, language):
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
-
-
-def test_the_python_of_the_readme_runs_and_learns():
-    code = blocks(ROOT / "README.md", "python")
-    assert len(code) == 2
-    names = {}
-    for block in code:
-        exec(compile(block, "README.md", "exec"), names)  # noqa: S102
+def test_the_python_of_the_readme_runs_and_learns(tmp_path):
+    ran = run_page(ROOT / "README.md", tmp_path, languages=("python",))
+    assert len(ran.printed) == 2
+    names = ran.names
     assert names["result"].eval_metrics["loss"] < 0.5
     assert names["result"].metrics["step"] == 200
 
@@ -30,7 +24,7 @@ def test_the_python_of_the_readme_runs_and_learns():
 def test_links_and_commands_exist(page):
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         assert target.startswith("https://") or (page.parent / target).exists(), target
-    for command in "".join(blocks(page, "console")).splitlines():
+    for command in commands_of(page):
         words = command.removeprefix("$ ").split()
         if words[0] == "make":
             assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), command

@@ -1,5 +1,7 @@
 """What the experiments share: a folder each, a cache of compiled steps, and one undisturbed run of each configuration."""
 
+import fcntl
+import hashlib
 import os
 import sys
 from pathlib import Path
@@ -30,9 +32,18 @@ the quick experiments are part of `make test`.
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("cache")
-    folder.chmod(0o700)
+def shared(tmp_path_factory):
+    """A folder of all the workers of pytest-xdist."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "faults"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cache(shared):
+    folder = shared / "cache"
+    folder.mkdir(mode=0o700, exist_ok=True)
     return folder
 
 
@@ -42,25 +53,29 @@ def bench(tmp_path, cache):
 
 
 @pytest.fixture(scope="session")
-def straight(tmp_path_factory, cache):
+def straight(shared, cache):
     """`straight(*arguments)`: the directory of a run with these arguments that nothing has disturbed."""
-    return _undisturbed(harness.Bench(tmp_path_factory.mktemp("straight"), cache), harness.Bench.train)
+    return _undisturbed(shared / "straight", cache, harness.Bench.train)
 
 
 @pytest.fixture(scope="session")
-def straight_plain(tmp_path_factory, cache):
-    return _undisturbed(harness.Bench(tmp_path_factory.mktemp("straight_plain"), cache), harness.Bench.plain)
+def straight_plain(shared, cache):
+    return _undisturbed(shared / "straight_plain", cache, harness.Bench.plain)
 
 
-def _undisturbed(bench, start):
-    made = {}
+def _undisturbed(folder, cache, start):
+    """Each is made once, by the first worker that asks for it."""
 
     def get(*args):
-        if args not in made:
-            name = f"run{len(made)}"
-            harness.check_done(start(bench, name, *args))
-            made[args] = bench.folder / name
-        return made[args]
+        folder.mkdir(exist_ok=True)
+        name = hashlib.sha256("\0".join(args).encode()).hexdigest()[:12]
+        done = folder / f"{name}.done"
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                harness.check_done(start(harness.Bench(folder, cache), name, *args))
+                done.touch()
+        return folder / name
 
     return get
 

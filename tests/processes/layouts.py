@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 
 from shardwise import Batches, Mean
 from shardwise.models.gpt import GPT, GPTConfig
@@ -36,8 +37,25 @@ def data() -> tuple[Recorded, Batches]:
     return source, Batches(source, BATCH_SIZE, seed=11)
 
 
-def model(rngs):
+def gpt(rngs):
     return GPT(CONFIG, rngs)
+
+
+class Bigrams(nnx.Module):
+    """The next token from this one, with dropout and a layer that is cut over "model": compiled in a moment."""
+
+    def __init__(self, rngs):
+        cut = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
+        self.embed = nnx.Embed(CONFIG.vocab_size, 64, rngs=rngs)
+        self.up = nnx.Linear(64, 128, kernel_init=cut, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.out = nnx.Linear(128, CONFIG.vocab_size, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.out(self.dropout(nnx.tanh(self.up(self.embed(tokens)))))
+
+
+MODELS = {"gpt": gpt, "bigrams": Bigrams}
 
 
 def loss(model, batch) -> Mean:

@@ -1,36 +1,18 @@
 """Evaluations decide the same in all processes: when to stop, and which step to keep."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.command import run
 
 RECIPE = Path(__file__).parent / "stuck.py"
 
 
 def train(out, *args):
     """Two processes on this machine, by the launcher; what they say."""
-    command = [
-        sys.executable,
-        "-m",
-        "shardwise.cli",
-        "launch",
-        "--processes",
-        "2",
-        "--",
-        "train",
-        RECIPE,
-        "--out",
-        out,
-        "--cpu-devices",
-        "1",
-    ]
-    done = subprocess.run(
-        [*map(str, command), *args], env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=200
-    )
+    done = run("launch", "--processes", 2, "--", "train", RECIPE, "--out", out, "--cpu-devices", 1, *args)
     assert done.returncode == 0, done.stderr
     return done.stderr
 

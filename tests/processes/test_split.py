@@ -21,16 +21,18 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory):
-    """`train(count, layouts)`: what each of `count` processes with 8 devices in all has seen; made once."""
+    """`train(count, model, layouts)`: what each of `count` processes with 8 devices in all has seen; made once."""
     folder, made = tmp_path_factory.mktemp("split"), {}
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "PJRT_"))}
     environment |= {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
 
-    def start(count, layouts):
-        if (count, layouts) not in made:
+    def start(count, model, layouts):
+        key = count, model, layouts
+        if key not in made:
             files = [folder / f"{len(made)}.{index}-of-{count}.json" for index in range(count)]
             address, output = f"127.0.0.1:{free_port()}", {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-            commands = [(sys.executable, HERE / "worker.py", address, count, i, 8 // count, file, *layouts) for i, file in enumerate(files)]
+            command = [sys.executable, HERE / "worker.py", address, count]
+            commands = [[*command, index, 8 // count, file, model, *layouts] for index, file in enumerate(files)]
             processes = [subprocess.Popen(list(map(str, command)), env=environment, **output) for command in commands]
             try:
                 outputs = [process.communicate(timeout=600)[0] for process in processes]
@@ -38,15 +40,15 @@ def train(tmp_path_factory):
                 for process in processes:
                     process.kill()
             assert [process.returncode for process in processes] == [0] * count, "\n".join(outputs)
-            made[count, layouts] = [json.loads(file.read_text()) for file in files]
-        return made[count, layouts]
+            made[key] = [json.loads(file.read_text()) for file in files]
+        return made[key]
 
     return start
 
 
-def check_split(train, count, layout, layouts):
-    (alone,) = train(1, layouts)
-    found = [process[layout] for process in train(count, layouts)]
+def check_split(train, count, layout, model, layouts):
+    (alone,) = train(1, model, layouts)
+    found = [process[layout] for process in train(count, model, layouts)]
     _, batches = data()
     for index, one in enumerate(found):
         # Each device was given the very rows of the global batch that are its own.
@@ -73,19 +75,19 @@ QUICK = ("data=8", "model=2,fsdp=4")  # the second with its model axis across th
 
 @pytest.mark.parametrize("layout", QUICK)
 def test_two_processes_are_the_same_run(train, layout):
-    check_split(train, 2, layout, QUICK)
+    check_split(train, 2, layout, "bigrams", QUICK)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("count", [2, 4])
 def test_every_split_is_the_same_run(train, count, layout):
-    check_split(train, count, layout, LAYOUTS)
+    check_split(train, count, layout, "gpt", LAYOUTS)
 
 
 @pytest.mark.slow
 def test_layouts_agree_with_each_other(train):
-    (alone,) = train(1, LAYOUTS)
+    (alone,) = train(1, "gpt", LAYOUTS)
     first = np.array(alone[LAYOUTS[0]]["losses"])
     for layout in LAYOUTS[1:]:
         assert np.allclose(alone[layout]["losses"], first, rtol=2e-6, atol=0)

@@ -1,6 +1,6 @@
-"""One of several processes that train the same small GPT on some layouts, and write down what they saw.
+"""One of several processes that train the same small model on some layouts, and write down what they saw.
 
-python worker.py COORDINATOR COUNT INDEX DEVICES FILE LAYOUT...
+python worker.py COORDINATOR COUNT INDEX DEVICES FILE MODEL LAYOUT...
 """
 
 import hashlib
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from layouts import BATCH_SIZE, STEPS, data, loss, model, optimizer
+from layouts import BATCH_SIZE, MODELS, STEPS, data, loss, optimizer
 
 from shardwise import Rules, abstract_state, init_state, make_eval_step, make_mesh, make_train_step, use_cpu_devices
 from shardwise.data import Prefetch, part_of
@@ -24,9 +24,9 @@ def digest(array: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
 
 
-def run(layout: str) -> dict:
+def run(model: str, layout: str) -> dict:
     source, batches = data()
-    spec = abstract_state(model, optimizer(), make_mesh(layout), Rules())
+    spec = abstract_state(MODELS[model], optimizer(), make_mesh(layout), Rules())
     step = make_train_step(spec, loss, batches.example(), seed=7, accumulate=2)
     source.read.clear()
     shards: dict[int, dict[str, str]] = {}
@@ -51,12 +51,12 @@ def run(layout: str) -> dict:
     return {"losses": losses, "shards": shards, "read": read, "ranges": step.layout.ranges, "held_out": held_out["loss"]}
 
 
-def main(coordinator: str, count: str, index: str, devices: str, file: str, *layouts: str) -> None:
+def main(coordinator: str, count: str, index: str, devices: str, file: str, model: str, *layouts: str) -> None:
     use_cpu_devices(int(devices))
     group = start_group(coordinator, int(count), int(index)) if int(count) > 1 else Group()
     assert (group.count, group.index, jax.device_count()) == (int(count), int(index), 8)
     with Watch(group, Stop()):
-        Path(file).write_text(json.dumps({layout: run(layout) for layout in layouts}))
+        Path(file).write_text(json.dumps({layout: run(model, layout) for layout in layouts}))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from shardwise.models.attention import causal_attention
 ROWS, LENGTH, HEADS, WIDTH = 8, 4096, 16, 128
 
 
-@pytest.mark.parametrize(("mesh", "kv_heads"), [("data=8", HEADS), ("fsdp=4,model=2", 4)])
+@pytest.mark.parametrize(("mesh", "kv_heads"), [pytest.param("data=8", HEADS, marks=pytest.mark.slow), ("fsdp=4,model=2", 4)])
 def test_the_gradient_needs_less_memory_than_the_scores_of_one_head(mesh, kv_heads):
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
     mesh = make_mesh(mesh, devices)

@@ -1,6 +1,7 @@
 """FSDP that deserves the name, for a model that knows nothing of it: compiled for eight TPU v5e chips, none of which is here."""
 
 import os
+from dataclasses import dataclass
 
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -12,18 +13,27 @@ import pytest
 from flax import nnx
 from jax.experimental import topologies
 
-from shardwise import Mean, abstract_state, make_mesh, make_train_step
+from shardwise import Mean, Rules, abstract_state, make_mesh, make_train_step
 
-WIDTH, VOCAB, LENGTH, ROWS = 1024, 16384, 1024, 32
+ROWS = 32
+
+
+@dataclass(frozen=True)
+class Size:
+    layers: int
+    width: int = 1024
+    vocab: int = 16384
+    length: int = 1024
+    rules: Rules = Rules()  # noqa: RUF009
 
 
 class Block(nnx.Module):
-    def __init__(self, rngs):
-        self.norm1 = nnx.LayerNorm(WIDTH, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(16, WIDTH, decode=False, rngs=rngs)
-        self.norm2 = nnx.LayerNorm(WIDTH, rngs=rngs)
-        self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
-        self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+    def __init__(self, width, rngs):
+        self.norm1 = nnx.LayerNorm(width, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(width // 64, width, decode=False, rngs=rngs)
+        self.norm2 = nnx.LayerNorm(width, rngs=rngs)
+        self.up = nnx.Linear(width, 4 * width, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, rngs=rngs)
 
     def __call__(self, x):
         x = x + self.attention(self.norm1(x), is_causal=True)
@@ -33,10 +43,10 @@ class Block(nnx.Module):
 class PlainGPT(nnx.Module):
     """Ordinary NNX layers, without a word about meshes."""
 
-    def __init__(self, layers, rngs):
-        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
-        self.blocks = nnx.List([Block(rngs) for _ in range(layers)])
-        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+    def __init__(self, size, rngs):
+        self.embed = nnx.Embed(size.vocab, size.width, rngs=rngs)
+        self.blocks = nnx.List([Block(size.width, rngs) for _ in range(size.layers)])
+        self.norm = nnx.LayerNorm(size.width, rngs=rngs)
 
     def __call__(self, tokens):
         x = self.embed(tokens)
@@ -49,18 +59,25 @@ def loss(model, batch):
     return Mean(optax.softmax_cross_entropy_with_integer_labels(model(batch["inputs"]), batch["labels"]))
 
 
-def compile_for(mesh, layers):
+def compile_for(mesh, size):
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
-    spec = abstract_state(lambda rngs: PlainGPT(layers, rngs), optax.adamw(1e-3), make_mesh(mesh, devices))
-    tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
+    spec = abstract_state(lambda rngs: PlainGPT(size, rngs), optax.adamw(1e-3), make_mesh(mesh, devices), size.rules)
+    tokens = jax.ShapeDtypeStruct((ROWS, size.length), jnp.int32)
     program = make_train_step(spec, loss, {"inputs": tokens, "labels": tokens}).lower().compile()
     return program.memory_analysis(), program.cost_analysis()["flops"]
 
 
-@pytest.mark.parametrize("layers", [1, pytest.param(4, marks=pytest.mark.slow)])
-def test_fsdp_costs_an_eighth_of_the_state_and_hardly_more_temporary_memory(layers):
-    plain, plain_flops = compile_for("data=8", layers)
-    cut, cut_flops = compile_for("fsdp=8", layers)
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(Size(1, width=256, vocab=4096, length=512, rules=Rules(fsdp_min_size=256)), id="small"),
+        pytest.param(Size(1), id="one layer", marks=pytest.mark.slow),
+        pytest.param(Size(4), id="four layers", marks=pytest.mark.slow),
+    ],
+)
+def test_fsdp_costs_an_eighth_of_the_state_and_hardly_more_temporary_memory(size):
+    plain, plain_flops = compile_for("data=8", size)
+    cut, cut_flops = compile_for("fsdp=8", size)
     temporary = cut.temp_size_in_bytes / plain.temp_size_in_bytes
     arguments = cut.argument_size_in_bytes / plain.argument_size_in_bytes
     print(

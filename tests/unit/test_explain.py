@@ -141,7 +141,13 @@ def test_finds_the_trap(case):
     assert len(found) <= 3, found  # the trap, and what follows from it
 
 
-@pytest.mark.parametrize("case", GOOD)
+ALIKE = (  # another schedule or direction of what is among the quick ones
+    "adam", "sgd with decay", "lion", "two rates", "piecewise", "constant after warm-up", "exponential", "inverse square root",
+    "stable and decay", "lamb", "rmsprop", "named",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow) if case in ALIKE else case for case in GOOD])
 def test_finds_nothing_in_a_good_one(case):
     assert names(explain(GOOD[case], HalfNet if "half" in case else Net, steps=STEPS)) == []
 

@@ -61,7 +61,8 @@ def test_evaluation_is_on_the_average():
     average = optim.evaluation_params(result.state.opt_state, result.state.params)
     by_hand = loss(result.spec.definition.merge(average, result.state.other, jax.random.key(0)), DATA).summed().value
     assert result.eval_metrics["loss"] == pytest.approx(float(by_hand), rel=1e-5)
-    last = evaluate(make_eval_step(go(optimizer=optim.adam(0.05)).spec, loss, DATA), go(optimizer=optim.adam(0.05)).state, [DATA])
+    other = go(optimizer=optim.adam(0.05))
+    last = evaluate(make_eval_step(other.spec, loss, DATA), other.state, [DATA])
     assert abs(last["loss"] - result.eval_metrics["loss"]) > 1e-3
 
 

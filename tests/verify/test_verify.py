@@ -3,10 +3,7 @@
 import importlib.util
 import inspect
 import json
-import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +20,7 @@ from shardwise.models.gpt import GPT, PRESETS
 from shardwise.recipe import load_recipe
 from shardwise.tree import named_leaves
 from shardwise.verification import find_meshes
+from tests import command
 
 ROOT = Path(__file__).parents[2]
 PLANTED = Path(__file__).with_name("planted.py")
@@ -63,9 +61,16 @@ def test_what_is_right_is_far_from_its_tolerance(name):
         pytest.param(
             "summed_updates", "data=8", "parameter", "hidden/bias", "every update is 8 times that of one device", marks=pytest.mark.slow
         ),
-        ("per_device_batch_norm", "data=8", "gradient", "hidden/bias", "a statistic is taken over the rows of one device"),
+        pytest.param(
+            "per_device_batch_norm",
+            "data=8",
+            "gradient",
+            "hidden/bias",
+            "a statistic is taken over the rows of one device",
+            marks=pytest.mark.slow,
+        ),
         ("mesh_dropout", "data=8", "gradient", "hidden/bias", "a random stream depends on the mesh"),
-        ("mean_of_means", "data=8", "gradient", "hidden/bias", "Rows do not count alike"),
+        pytest.param("mean_of_means", "data=8", "gradient", "hidden/bias", "Rows do not count alike", marks=pytest.mark.slow),
         pytest.param(
             "lost_row", "data=8", "gradient", "hidden/bias", "8 of 40 rows (4, 9, 14, 19, 24, 29, 34, 39)", marks=pytest.mark.slow
         ),
@@ -175,8 +180,7 @@ def test_code_that_fails_on_a_mesh_only_is_a_mistake_with_a_place():
 
 
 def shardwise(*args):
-    command = [sys.executable, "-m", "shardwise.cli", *map(str, args)]
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=300)
+    return command.run(*args, cwd=ROOT)
 
 
 def test_the_command_passes_a_good_recipe(tmp_path):
@@ -200,8 +204,7 @@ def test_the_command_names_the_leaf_of_a_bug(tmp_path):
 
 
 def test_a_signal_ends_the_command_at_once():
-    command = [sys.executable, "-m", "shardwise.cli", "verify", "examples/digits.py"]
-    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"}, stderr=subprocess.PIPE, text=True)
+    process = command.start("verify", "examples/digits.py", cwd=ROOT)
     assert "one device: compiling" in process.stderr.readline()
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
@@ -224,7 +227,7 @@ def test_mistakes_exit_with_2(args, words):
     assert "Traceback" not in done.stderr
 
 
-# Every recipe and every example. The quick tests take one mesh of some, the slow ones all meshes of all.
+# Every recipe and every example, on all meshes. A quick one is an example by the command, above.
 
 SMALL = {"batch_size": 8, "length": 32}
 RECIPES = {
@@ -234,7 +237,6 @@ RECIPES = {
     "llama": SMALL,
 }
 EXAMPLES = ("data_parallel_by_hand", "digits", "own_loop", "sharded_model")
-QUICK = {"sharded_model": ["data=2,fsdp=2,model=2"]}
 
 
 def test_every_recipe_and_example_is_verified_here():
@@ -250,17 +252,14 @@ def prepared(tmp_path_factory):
     return folder / "data"
 
 
-EVERYWHERE = [pytest.param(name, marks=pytest.mark.slow, id=f"{name}-everywhere") for name in (*RECIPES, *EXAMPLES)]
-
-
-@pytest.mark.parametrize("name", [*QUICK, *EVERYWHERE])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*RECIPES, *EXAMPLES])
 def test_recipes_and_examples_agree_with_one_device(name, request):
-    meshes = None if "everywhere" in request.node.name else QUICK[name]
     arguments = dict(RECIPES.get(name, {}))
     if name == "tokens_gpt":
         arguments["data"] = request.getfixturevalue("prepared")
     recipe = load_recipe(ROOT / ("recipes" if name in RECIPES else "examples") / f"{name}.py", "recipe")
-    found = verify(lambda mesh: recipe(mesh=mesh, **arguments), meshes, steps=2 if meshes else 3)
+    found = verify(lambda mesh: recipe(mesh=mesh, **arguments), steps=3)
     assert found.ok, "\n".join(found.lines())
     assert largest_ratio(found) < 0.5
 
