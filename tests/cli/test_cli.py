@@ -85,7 +85,11 @@ def test_mistakes_exit_with_2_and_say_what_to_do(folder, args, words, monkeypatc
         code, out, err = shardwise(folder, *args)
     else:
         monkeypatch.chdir(folder)
-        code, (out, err) = main(args), capsys.readouterr()
+        try:
+            code = main(args)
+        except SystemExit as stopped:  # by the parser of arguments
+            code = stopped.code
+        out, err = capsys.readouterr()
     assert code == 2
     assert words in out + err
     assert "Traceback" not in err
