@@ -31,7 +31,7 @@ from shardwise.sharding import show_bytes
 from shardwise.state import StateSpec, TrainState
 from shardwise.tree import named_leaves, num_bytes
 
-SHOWN = 12  # leaves that do not fit; the others are counted
+SHOWN = 24  # leaves that do not fit; the others are counted
 NUMBERS = itertools.count()  # of the objects of this process that save; the same in all
 
 

@@ -37,7 +37,7 @@ JAX_OTHERS = {  # that JAX reads, and that are no settings of jax.config
     "JAX_PALLAS_VERBOSE_ERRORS",
     "JAX_DUMP_IR_MODES",
 }
-SHARDWISE_OWN = {"SHARDWISE_FAILPOINT", "SHARDWISE_JOB", "SHARDWISE_STARTED", "SHARDWISE_PROGRESS"}
+SHARDWISE_OWN = {"SHARDWISE_FAILPOINT", "SHARDWISE_JOB", "SHARDWISE_STARTED", "SHARDWISE_PROGRESS", "SHARDWISE_SOURCE"}
 
 
 def environment_findings(settings: Mapping[str, Any] | None, environment: Mapping[str, str]) -> Iterator[Finding]:
