@@ -36,7 +36,8 @@ def recipe(
     loss_chunks: int = 1,
     save_every: int = 0,
 ) -> Run:
-    """loss_chunks: in how many parts the logits are computed, one after the other; 1 keeps them whole."""
+    """loss_chunks: in how many parts the logits are computed, one after the other; 1 keeps them whole.
+    scan_layers: one compiled block for all layers. Without it a GPU takes longer to compile and less for each step."""
     config = replace(PRESETS[preset], max_length=length, remat=remat, scan_layers=scan_layers)
     tokens = np.random.default_rng(0).integers(0, 256, 2 * batch_size * length + 1).astype(np.uint16) if data is None else open_tokens(data)
 
