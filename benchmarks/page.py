@@ -110,7 +110,44 @@ def growth(entry: dict[str, Any]) -> str:
         for row in entry["tpu"]
     ]
     parts.append(table(["GPT-2 compiled for TPU v5e, 4 rows a chip", "trace and compilation", "memory of a chip", "a step, planned"], rows))
-    return "\n\n".join(parts) + f"\n\n{measured(entry)}\n"
+    words = (
+        "Left: what comes before the first step, against layers. Middle: time of a step against its arithmetic, from the smallest case of\n"
+        "each table; below the grey line it grows slower than the work. Right: memory of a device, likewise against what is doubled."
+    )
+    return f"![growth](growth.png)\n\n{words}\n\n" + "\n\n".join(parts) + f"\n\n{measured(entry)}\n"
+
+
+def growth_picture(entry: dict[str, Any], path: Path) -> None:
+    figure, (before, steps, memory) = plt.subplots(1, 3, figsize=(10, 3.4), layout="constrained")
+    for (name, cases), style in zip(entry["sizes"].items(), ("-o", "--s", "-.^", ":v", "-D", "--x"), strict=False):
+        sizes, rows = zip(*cases, strict=True)
+        if name.startswith("layers"):
+            before.plot(sizes, [row["prepare"] + row["lower"] + row["compile"] for row in rows], style, markersize=4, label=f"{name}, CPU")
+        work, time = ([row[key] / rows[0][key] for row in rows] for key in ("flops", "step"))
+        steps.plot(work, time, style, markersize=4, label=name)
+        memory.plot([size / sizes[0] for size in sizes], [row["bytes"] / rows[0]["bytes"] for row in rows], style, markersize=4, label=name)
+    for scan, style, label in ((False, "-*", "layers, in a row, TPU"), (True, "--*", "layers, scanned, TPU")):
+        found = sorted({(row["layers"], row["compile"]) for row in entry["tpu"] if row["scan"] is scan and row["chips"] == 8})
+        before.plot(*zip(*found, strict=True), style, markersize=5, label=label)
+    ends = [1, max(line.get_xdata()[-1] for line in steps.lines)]
+    steps.plot(ends, ends, color="lightgrey", linewidth=4, zorder=0)
+    before.set(xlabel="layers", ylabel="seconds", title="tracing and compilation")
+    steps.set(xlabel="times the arithmetic", ylabel="times the time", title="a step")
+    memory.set(xlabel="times the size", ylabel="times the memory", title="memory of a device")
+    for axes, across, up in (
+        (before, (2, 4, 8, 16, 32), (5, 10, 20, 50)),
+        *((axes, (1, 2, 5, 10, 20), (1, 2, 5, 10, 20)) for axes in (steps, memory)),
+    ):
+        axes.set(xscale="log", yscale="log")
+        axes.minorticks_off()
+        axes.set_xticks(across, map(str, across))
+        axes.set_yticks(up, map(str, up))
+    for axes in (before, steps):
+        axes.legend(frameon=False, fontsize=7)
+    for axes in (before, steps, memory):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
 
 
 def torch(entry: dict[str, Any]) -> str:
@@ -220,6 +257,8 @@ def main() -> None:
     parts.append(f"## What changes brought\n\n{table(['', 'change', 'predicted', 'measured', ''], rows, '---')}")
     if "gpt2" in records["gpu"]:
         picture(records["gpu"]["gpt2"], DOCS / "performance.png")
+    if "growth" in records["cpu"]:
+        growth_picture(records["cpu"]["growth"], DOCS / "growth.png")
     (DOCS / "performance.md").write_text("\n\n".join(parts).rstrip() + "\n")
     print(DOCS / "performance.md")
 
