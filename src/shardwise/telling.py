@@ -82,3 +82,6 @@ def headline(console: Console, prepared: Prepared) -> None:
         f"{show_count(prepared.flops, ' ')}FLOP a step",
         soft_wrap=True,
     )
+    layout = prepared.step.layout
+    if layout.padded_rows != layout.rows:
+        console.print(f"each batch of {layout.rows} rows is padded to {layout.padded_rows}, which the mesh divides", highlight=False)
