@@ -271,13 +271,12 @@ def test_a_bad_step_of_an_iterator_and_of_a_run_without_a_directory(tmp_path):
 def test_a_window_of_steps_is_traced(tmp_path):
     _, said = go(make(tmp_path / "a", profile=(5, 7)))
     (trace,) = (tmp_path / "a" / "profile" / "plugins" / "profile").glob("*/*.xplane.pb")
-    steps = set()
-    for plane in jax.profiler.ProfileData.from_file(str(trace)).planes:
-        for line in plane.lines:
-            steps |= {dict(event.stats).get("step_num") for event in line.events if event.name == "step"}
-    assert steps == {5, 6, 7}
+    names = {event.name for plane in jax.profiler.ProfileData.from_file(str(trace)).planes for line in plane.lines for event in line.events}
+    assert "step" in names
     (perfetto,) = trace.parent.glob("perfetto_trace.json.gz")
-    assert len(json.loads(gzip.decompress(perfetto.read_bytes()))["traceEvents"]) > 100
+    events = json.loads(gzip.decompress(perfetto.read_bytes()))["traceEvents"]  # not `event.stats` above: jax 0.12.0 aborts there
+    assert {int(event["args"]["step_num"]) for event in events if event.get("name") == "step"} == {5, 6, 7}
+    assert len(events) > 100
     assert f"profile of steps 5 to 7: open {perfetto} at https://ui.perfetto.dev" in said
     _, said = go(make(tmp_path / "a", steps=14, profile=(5, 7)))
     assert "nothing is profiled: the run stands at step 12, after 5:7" in said
