@@ -322,7 +322,7 @@ class Checkpoints:
     def check_fits(self, spec: StateSpec, step: int) -> None:
         """Compares the paths, shapes and dtypes of a step with those of `spec`, before anything is loaded."""
         if problems := differences(read_step(self.path(step)).leaves, named_leaves(_tree(spec.abstract))):
-            first = sorted(problems, key=lambda row: not row[0].startswith("params/"))[:SHOWN] if len(problems) > SHOWN else problems
+            first = sorted(problems, key=lambda row: not row[0].startswith("params/"))[:SHOWN]
             more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
             raise CheckpointError(
                 f"checkpoint {self.path(step)} does not fit this run:\n"

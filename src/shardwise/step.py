@@ -387,8 +387,8 @@ def _trace_loss(spec: StateSpec, loss: Loss, batch: Batch) -> TracedLoss:
         output = loss(spec.module(state, key), batch)
         means = as_means(output, rows)  # raises for what is no loss
         scalars = [name for name, value in _named(output).items() if not (isinstance(value, Mean) and value.has_rows(rows))]
-        first = next(iter(_named(output).values()))
-        found.append((list(means), scalars, first.items if isinstance(first, Mean) else rows))
+        value = _named(output)["loss"]
+        found.append((list(means), scalars, value.items if isinstance(value, Mean) else rows))
         return means
 
     try:

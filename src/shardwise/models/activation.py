@@ -14,8 +14,6 @@ from shardwise.models.attention import platform
 from shardwise.models.kernels import by_rows, interpret, pl, triton
 
 Array = jax.Array
-ROOT = 0.7978845608028654  # of 2 / pi
-CUBIC = 0.044715
 ROWS, COLUMNS = 32, 256  # of a tile
 TILES = 16  # that a program of the backward kernel goes through, to add up the gradient of the bias
 
@@ -97,16 +95,6 @@ def _tanh(x: Array) -> Array:
     return jnp.tanh(x) if interpret() else triton.approx_tanh(x)
 
 
-def _gelu(x: Array) -> Array:
-    return 0.5 * x * (1 + _tanh(ROOT * (x + CUBIC * x * x * x)))
-
-
-def _slope(x: Array) -> Array:
-    """The derivative of `_gelu`."""
-    tanh = _tanh(ROOT * (x + CUBIC * x * x * x))
-    return 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * ROOT * (1 + 3 * CUBIC * x * x)
-
-
 def _tile(shape: tuple[int, int], row: Any, column: Any) -> tuple[Any, Array]:
     """Where the numbers of a tile are, and which of them there are."""
     rows, columns = row * ROWS + jnp.arange(ROWS)[:, None], column * COLUMNS + jnp.arange(COLUMNS)[None]
@@ -117,7 +105,7 @@ def _forward_kernel(x_ref: Any, bias_ref: Any, y_ref: Any) -> None:
     where, inside = _tile(x_ref.shape, pl.program_id(0), pl.program_id(1))
     x = triton.load(x_ref.at[where], mask=inside, other=0).astype(jnp.float32)
     x += triton.load(bias_ref.at[where[1]], mask=where[1] < bias_ref.shape[0], other=0).astype(jnp.float32)
-    triton.store(y_ref.at[where], _gelu(x).astype(y_ref.dtype), mask=inside)
+    triton.store(y_ref.at[where], hopper.gelu(x, _tanh).astype(y_ref.dtype), mask=inside)
 
 
 def _backward_kernel(x_ref: Any, bias_ref: Any, g_ref: Any, dx_ref: Any, dbias_ref: Any) -> None:
@@ -128,7 +116,7 @@ def _backward_kernel(x_ref: Any, bias_ref: Any, g_ref: Any, dx_ref: Any, dbias_r
     def tile(i: Array, total: Array) -> Array:
         where, inside = _tile(x_ref.shape, program * TILES + i, column)
         x, g = (triton.load(ref.at[where], mask=inside, other=0).astype(jnp.float32) for ref in (x_ref, g_ref))
-        dx = g * _slope(x + bias[None])
+        dx = g * hopper.gelu_slope(x + bias[None], _tanh)
         triton.store(dx_ref.at[where], dx.astype(dx_ref.dtype), mask=inside)
         return total + dx
 

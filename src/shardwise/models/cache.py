@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
+from shardwise.models.attention import HIDDEN
+
 Array = jax.Array
-HIDDEN = -1e30  # the score of a key that a query must not see
 
 
 @jax.tree_util.register_dataclass

@@ -6,6 +6,7 @@ the chip: of the four warpgroups of a program two multiply, one loads, and one w
 0.11 Mosaic GPU has other names; there, and for shapes that do not fit, the callers have other kernels.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from jax import lax
 from shardwise.models.kernels import gpu, pl
 
 Array = jax.Array
-ROOT, CUBIC = 0.7978845608028654, 0.044715  # of the GELU
+ROOT, CUBIC = 0.7978845608028654, 0.044715  # of the GELU: the root of 2 / pi
 LOG2E = 1.4426950408889634
 LANES = 128  # a row of logits is worked on in lines of so many
 LINES = 64  # at a time
@@ -219,7 +220,7 @@ def _product_kernel(a: Any, b: Any, bias: Any, *rest: Any, back: bool) -> None:
                 added = lax.broadcast_in_dim(biases[c].astype(jnp.float32), (PIECE, PIECE), [1])
                 if back:
                     gpu.barrier_wait(arrived.at[i % 2])
-                    x = x * _slope(beside[i % 2].astype(jnp.float32) + added)
+                    x = x * gelu_slope(beside[i % 2].astype(jnp.float32) + added)
                     done[half, c, lines] = x.astype(dtype)
                     gpu.commit_smem()
                     gpu.copy_smem_to_gmem(done.at[half, c, lines], rest[1].at[place(half, r, c)])
@@ -230,7 +231,7 @@ def _product_kernel(a: Any, b: Any, bias: Any, *rest: Any, back: bool) -> None:
                         total = None
                 else:
                     gpu.wait_smem_to_gmem(1, wait_read_only=True)
-                    beside[i % 2] = _gelu(x + added).astype(dtype)
+                    beside[i % 2] = gelu(x + added).astype(dtype)
                     gpu.commit_smem()
                     gpu.copy_smem_to_gmem(beside.at[i % 2], rest[1].at[place(half, r, c)])
                 if (c, r) == (work[-1][2], work[-1][1]):
@@ -264,13 +265,14 @@ def _product_kernel(a: Any, b: Any, bias: Any, *rest: Any, back: bool) -> None:
     )
 
 
-def _gelu(x: Array) -> Array:
+def gelu(x: Array, tanh: Callable[[Array], Array] = jnp.tanh) -> Array:
+    """By the tanh of the hardware: here `approx_math` makes it that, elsewhere the caller does."""
     half = 0.5 * x
-    return half + half * jnp.tanh(x * (ROOT + (ROOT * CUBIC) * (x * x)))
+    return half + half * tanh(x * (ROOT + (ROOT * CUBIC) * (x * x)))
 
 
-def _slope(x: Array) -> Array:
-    """The derivative of `_gelu`."""
+def gelu_slope(x: Array, tanh: Callable[[Array], Array] = jnp.tanh) -> Array:
+    """The derivative of `gelu`."""
     square = x * x
-    tanh = jnp.tanh(x * (ROOT + (ROOT * CUBIC) * square))
-    return 0.5 + 0.5 * tanh + (0.5 * x) * (1 - tanh * tanh) * (ROOT + (3 * ROOT * CUBIC) * square)
+    t = tanh(x * (ROOT + (ROOT * CUBIC) * square))
+    return 0.5 + 0.5 * t + (0.5 * x) * (1 - t * t) * (ROOT + (3 * ROOT * CUBIC) * square)
