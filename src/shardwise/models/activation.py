@@ -31,7 +31,7 @@ def plain_bias_gelu(x: Array, bias: Array) -> Array:
 
 def bias_gelu_between(x: Array, up: Array, bias: Array, down: Array) -> Array:
     """gelu(x @ up + bias) @ down for x (N, D), up (D, F), down (F, D)."""
-    fused = platform() == "gpu" and hopper.is_here() and x.dtype in (jnp.bfloat16, jnp.float16)
+    fused = platform() == "gpu" and hopper.is_here() and hopper.can_multiply(x, up.shape[1])
     return (fused_between if fused else plain_between)(x, up, bias, down)
 
 
@@ -41,19 +41,20 @@ def plain_between(x: Array, up: Array, bias: Array, down: Array) -> Array:
 
 @jax.custom_vjp
 def fused_between(x: Array, up: Array, bias: Array, down: Array) -> Array:
-    """The GELU and its slope are applied to the products before these go to memory. (The value; differentiated, it is the rules.)"""
+    """A product becomes its GELU, and its gradient is multiplied by the slope, before it goes to memory. (The value; differentiated,
+    it is the rules.)"""
     return plain_between(x, up, bias, down)
 
 
 def _between_forward(x: Array, up: Array, bias: Array, down: Array) -> tuple[Array, Any]:
-    product, y = by_rows(_product_gelu, "n d, d f, f -> n f, n f", whole="d")(x, up, bias)
-    return y @ down, (x, up, bias, down, product, y)
+    y, slope = by_rows(_product_gelu, "n d, d f, f -> n f, n f", whole="d")(x, up, bias)
+    return y @ down, (x, up, down, y, slope)
 
 
 def _between_backward(saved: Any, g: Array) -> tuple[Array, Array, Array, Array]:
-    x, up, bias, down, product, y = saved
-    dproduct, dbias = by_rows(_product_slope, "n d, f d, f, n f -> n f, f", whole="d")(g, down, bias, product)
-    return dproduct @ up.T, x.T @ dproduct, dbias.astype(bias.dtype), y.T @ g
+    x, up, down, y, slope = saved
+    dproduct, dbias = by_rows(_product_slope, "n d, f d, n f -> n f, f", whole="d")(g, down, slope)
+    return dproduct @ up.T, x.T @ dproduct, dbias.astype(up.dtype), y.T @ g
 
 
 fused_between.defvjp(_between_forward, _between_backward)
@@ -62,14 +63,15 @@ fused_between.defvjp(_between_forward, _between_backward)
 def _product_gelu(x: Array, up: Array, bias: Array) -> tuple[Array, Array]:
     if hopper.can_multiply(x, up.shape[1]):
         return hopper.product_gelu(x, up, bias)
-    product = x @ up
-    return product, *_forward(product, bias)
+    y, slope = hopper.gelu_and_slope((x @ up).astype(jnp.float32) + bias)  # what one device holds may not be cut into tiles
+    return y.astype(x.dtype), slope.astype(x.dtype)
 
 
-def _product_slope(g: Array, down: Array, bias: Array, product: Array) -> tuple[Array, Array]:
+def _product_slope(g: Array, down: Array, slope: Array) -> tuple[Array, Array]:
     if hopper.can_multiply(g, down.shape[0]):
-        return hopper.product_slope(g, down, bias, product)
-    return _backward(product, bias, g @ down.T)
+        return hopper.product_slope(g, down, slope)
+    gradient = (g @ down.T).astype(jnp.float32) * slope
+    return gradient.astype(g.dtype), gradient.sum(0)
 
 
 @jax.custom_vjp
@@ -105,7 +107,7 @@ def _forward_kernel(x_ref: Any, bias_ref: Any, y_ref: Any) -> None:
     where, inside = _tile(x_ref.shape, pl.program_id(0), pl.program_id(1))
     x = triton.load(x_ref.at[where], mask=inside, other=0).astype(jnp.float32)
     x += triton.load(bias_ref.at[where[1]], mask=where[1] < bias_ref.shape[0], other=0).astype(jnp.float32)
-    triton.store(y_ref.at[where], hopper.gelu(x, _tanh).astype(y_ref.dtype), mask=inside)
+    triton.store(y_ref.at[where], hopper.gelu_and_slope(x, _tanh)[0].astype(y_ref.dtype), mask=inside)
 
 
 def _backward_kernel(x_ref: Any, bias_ref: Any, g_ref: Any, dx_ref: Any, dbias_ref: Any) -> None:
@@ -116,7 +118,7 @@ def _backward_kernel(x_ref: Any, bias_ref: Any, g_ref: Any, dx_ref: Any, dbias_r
     def tile(i: Array, total: Array) -> Array:
         where, inside = _tile(x_ref.shape, program * TILES + i, column)
         x, g = (triton.load(ref.at[where], mask=inside, other=0).astype(jnp.float32) for ref in (x_ref, g_ref))
-        dx = g * hopper.gelu_slope(x + bias[None], _tanh)
+        dx = g * hopper.gelu_and_slope(x + bias[None], _tanh)[1]
         triton.store(dx_ref.at[where], dx.astype(dx_ref.dtype), mask=inside)
         return total + dx
 

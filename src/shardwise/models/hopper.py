@@ -1,11 +1,12 @@
 """Kernels for Hopper GPUs (H100, H200) in which arithmetic and memory work at the same time, written in Mosaic GPU.
 
 Two passes over large arrays are saved that XLA and Triton make. The loss holds a row of the logits on chip while it sums
-and divides: read once, written once. A product is followed by GELU (or by its slope, in the backward pass) before it leaves
-the chip: of the four warpgroups of a program two multiply, one loads, and one works on the tile that is done. In jax before
+and divides: read once, written once. A product becomes its GELU (or is multiplied by the slope of it, in the backward pass) before
+it leaves the chip: of the four warpgroups of a program two multiply, one loads, and one works on the tile that is done. In jax before
 0.11 Mosaic GPU has other names; there, and for shapes that do not fit, the callers have other kernels.
 """
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -78,6 +79,7 @@ def _cross_entropy(x_ref: Any, label_ref: Any, nats_ref: Any, *, programs: int) 
 
         for i, (start, size) in enumerate(parts):
             gpu.copy_gmem_to_smem(x_ref.at[row, pl.ds(start, size)], held.at[pl.ds(start, size)], loaded.at[i])
+
         label = label_ref[row]
         top, total = jnp.float32(-jnp.inf), jnp.float32(0)
         for i, (start, size) in enumerate(parts):
@@ -111,26 +113,23 @@ def can_multiply(x: Array, columns: int) -> bool:
 
 @jax.jit
 def product_gelu(x: Array, kernel: Array, bias: Array) -> tuple[Array, Array]:
-    """x (N, D), kernel (D, F), bias (F,) -> x @ kernel, and gelu(x @ kernel + bias)."""
+    """x (N, D), kernel (D, F), bias (F,) -> gelu(x @ kernel + bias), and the slope of the GELU there."""
     out = jax.ShapeDtypeStruct((x.shape[0], kernel.shape[1]), x.dtype)
-    return tuple(_product(partial(_product_kernel, back=False), (out, out), "product_gelu")(x, kernel, bias))
+    return tuple(_product("product_gelu", (out, out), back=False)(x, kernel, bias))
 
 
 @jax.jit
-def product_slope(g: Array, kernel: Array, bias: Array, product: Array) -> tuple[Array, Array]:
-    """The gradient g (N, D) of gelu(product + bias) @ kernel, with kernel (F, D) -> that of the product (N, F) and of the bias (F,)."""
-    rows, columns = product.shape
+def product_slope(g: Array, kernel: Array, slope: Array) -> tuple[Array, Array]:
+    """g (N, D), kernel (F, D), slope (N, F) -> (g @ kernel.T) * slope, and the sum of its rows (F,)."""
+    rows, columns = slope.shape
     sums = jax.ShapeDtypeStruct((rows // (2 * ROWS), columns), jnp.float32)
-    kernel_function = partial(_product_kernel, back=True)
-    gradient, parts = _product(kernel_function, (jax.ShapeDtypeStruct(product.shape, g.dtype), sums), "product_slope")(
-        g, kernel, bias, product
-    )
+    gradient, parts = _product("product_slope", (jax.ShapeDtypeStruct(slope.shape, g.dtype), sums), back=True)(g, kernel, slope)
     return gradient, parts.sum(0)
 
 
-def _product(body: Any, out_type: Any, name: str) -> Any:
+def _product(name: str, out_type: Any, back: bool) -> Any:
     return gpu.kernel(
-        body,
+        partial(_product_kernel, back=back),
         out_type=out_type,
         grid=(multiprocessors(),),
         grid_names=("program",),
@@ -141,23 +140,27 @@ def _product(body: Any, out_type: Any, name: str) -> Any:
     )
 
 
-def _product_kernel(a: Any, b: Any, bias: Any, *rest: Any, back: bool) -> None:
-    """Forward: a (N, D) @ b (D, F) as it is, and its GELU. Back: a (N, D) @ b.T, times the slope of the GELU; b is (F, D)."""
+def _product_kernel(a: Any, b: Any, beside: Any, *outs: Any, back: bool) -> None:
+    """Tiles of a (N, D) @ b. Forward, b (D, F) and beside, the bias: their GELU and its slope. Back, b.T (F, D) and beside, the slope:
+    their product with it, and the sums of its rows."""
     (rows, inner), columns = a.shape, b.shape[0] if back else b.shape[1]
-    pieces, dtype = inner // DEPTH, a.dtype
+    pieces, blocks, dtype = inner // DEPTH, COLUMNS // PIECE, a.dtype
+    count, across, programs = rows // (2 * ROWS) * (columns // COLUMNS), columns // COLUMNS, multiprocessors()
     wg = lax.axis_index("wg")
     number = partial(jnp.array, dtype=jnp.int32)
 
-    def tiles(body: Any) -> None:
-        """`body(which of mine, first row, first column)` for every tile of this program."""
+    def corner(index: Array) -> tuple[Array, Array]:
+        """The first row and the first column of a tile."""
+        return lax.div(index, number(across)) * (2 * ROWS), lax.rem(index, number(across)) * COLUMNS
 
-        @gpu.nd_loop((rows // (2 * ROWS) * (columns // COLUMNS),), collective_axes="program")  # type: ignore[untyped-decorator]
-        def _(info: Any) -> None:
-            across = number(columns // COLUMNS)
-            body(info.local_index, lax.div(info.index[0], across) * (2 * ROWS), lax.rem(info.index[0], across) * COLUMNS)
+    def block(index: Array, half: int, c: int) -> Any:
+        row, column = corner(index)
+        return pl.ds(row + half * ROWS, ROWS), pl.ds(column + c * PIECE, PIECE)
 
-    def scope(a_held: Any, b_held: Any, done: Any, beside: Any, loaded: Any, used: Any, finished: Any, free: Any, arrived: Any) -> None:
-        def load(mine: Array, row: Array, column: Array) -> None:
+    def scope(a_held: Any, b_held: Any, tile: Any, loaded: Any, used: Any, finished: Any, free: Any, slopes: Any = None) -> None:
+        def load(mine: Array, index: Array) -> None:
+            row, column = corner(index)
+
             def one(i: Array, _: None) -> None:
                 at = mine * pieces + i
                 slot = lax.rem(at, number(STAGES))
@@ -168,7 +171,7 @@ def _product_kernel(a: Any, b: Any, bias: Any, *rest: Any, back: bool) -> None:
 
             lax.fori_loop(0, pieces, one, None)
 
-        def multiply(mine: Array, row: Array, column: Array) -> None:
+        def multiply(mine: Array, index: Array) -> None:
             def sum_up(total: Any) -> Array:
                 def one(i: Array, _: None) -> None:
                     at = mine * pieces + i
@@ -184,95 +187,84 @@ def _product_kernel(a: Any, b: Any, bias: Any, *rest: Any, back: bool) -> None:
                 gpu.barrier_arrive(used.at[lax.rem(mine * pieces + pieces - 1, number(STAGES))])
                 return total[...]
 
-            tile = pl.run_scoped(sum_up, gpu.ACC((ROWS, COLUMNS), jnp.float32))
-            pl.when(mine > 0)(lambda: gpu.barrier_wait(free.at[wg]))
-            for i in range(COLUMNS // PIECE):
-                done[wg, i] = tile[:, i * PIECE : (i + 1) * PIECE].astype(dtype)
+            total = pl.run_scoped(sum_up, gpu.ACC((ROWS, COLUMNS), jnp.float32))
+            pl.when(back or mine > 0)(lambda: gpu.barrier_wait(free.at[wg]))  # back: the slope is in the place of the tile
+            for c in range(blocks):
+                x = total[:, c * PIECE : (c + 1) * PIECE]
+                tile[wg, c] = (x * tile[wg, c].astype(jnp.float32) if back else x).astype(dtype)
             gpu.commit_smem()
             gpu.barrier_arrive(finished.at[wg])
 
-        def end(_: Array, row: Array, column: Array) -> None:
-            # Columns first: the sums over the rows of both tiles are then finished one after the other.
-            work = [(half, r, c) for c in range(COLUMNS // PIECE) for half in (0, 1) for r in range(ROWS // PIECE)]
+        def end_gelu(mine: Array, index: Array) -> None:
+            row, column = corner(index)
             biases = [
-                gpu.load(bias.at[pl.ds(column + c * PIECE, PIECE)], layout=gpu.Layout.WGMMA.reduce(0), optimized=False)
-                for c in range(COLUMNS // PIECE)
+                gpu.load(beside.at[pl.ds(column + c * PIECE, PIECE)], layout=gpu.Layout.WGMMA.reduce(0), optimized=False)
+                for c in range(blocks)
             ]
-
-            def place(half: int, r: int, c: int) -> Any:
-                return pl.ds(row + half * ROWS + r * PIECE, PIECE), pl.ds(column + c * PIECE, PIECE)
-
-            def fetch(i: int) -> None:
-                if back and i < len(work):
-                    gpu.copy_gmem_to_smem(rest[0].at[place(*work[i])], beside.at[i % 2], arrived.at[i % 2])
-
-            fetch(0)
-            fetch(1)
-            total = None
-            for i, (half, r, c) in enumerate(work):
-                if c == r == 0:
+            work = [(c, half, r) for c in range(blocks) for half in (0, 1) for r in range(0, ROWS, PIECE)]
+            for i, (c, half, r) in enumerate(work):
+                if (c, r) == (0, 0):
                     gpu.barrier_wait(finished.at[half])
-                    for at in range(COLUMNS // PIECE) if not back else ():
-                        both = pl.ds(row + half * ROWS, ROWS), pl.ds(column + at * PIECE, PIECE)
-                        gpu.copy_smem_to_gmem(done.at[half, at], rest[0].at[both])
-                lines = pl.ds(r * PIECE, PIECE)
-                x = done[half, c, lines].astype(jnp.float32)
-                added = lax.broadcast_in_dim(biases[c].astype(jnp.float32), (PIECE, PIECE), [1])
-                if back:
-                    gpu.barrier_wait(arrived.at[i % 2])
-                    x = x * gelu_slope(beside[i % 2].astype(jnp.float32) + added)
-                    done[half, c, lines] = x.astype(dtype)
-                    gpu.commit_smem()
-                    gpu.copy_smem_to_gmem(done.at[half, c, lines], rest[1].at[place(half, r, c)])
-                    fetch(i + 2)
-                    total = x if total is None else total + x
-                    if (half, r) == work[-1][:2]:
-                        rest[2].at[lax.div(row, number(2 * ROWS)), pl.ds(column + c * PIECE, PIECE)][...] = jnp.sum(total, axis=0)
-                        total = None
-                else:
-                    gpu.wait_smem_to_gmem(1, wait_read_only=True)
-                    beside[i % 2] = gelu(x + added).astype(dtype)
-                    gpu.commit_smem()
-                    gpu.copy_smem_to_gmem(beside.at[i % 2], rest[1].at[place(half, r, c)])
-                if (c, r) == (work[-1][2], work[-1][1]):
+                piece, place = tile.at[half, c, pl.ds(r, PIECE)], (pl.ds(row + half * ROWS + r, PIECE), pl.ds(column + c * PIECE, PIECE))
+                bias = lax.broadcast_in_dim(biases[c].astype(jnp.float32), (PIECE, PIECE), [1])
+                y, slope = gelu_and_slope(piece[...].astype(jnp.float32) + bias)
+                gpu.wait_smem_to_gmem(2, wait_read_only=True)  # of the two copies for each piece: those of the last may go on
+                piece[...] = y.astype(dtype)
+                slopes[i % 2] = slope.astype(dtype)
+                gpu.commit_smem()
+                gpu.copy_smem_to_gmem(piece, outs[0].at[place])
+                gpu.copy_smem_to_gmem(slopes.at[i % 2], outs[1].at[place])
+                if (c, r) == (work[-1][0], work[-1][2]):
                     gpu.wait_smem_to_gmem(0, wait_read_only=True)
                     gpu.barrier_arrive(free.at[half])
 
-        for who, change, registers, what in (
-            (wg < 2, "increase", REGISTERS[0], multiply),
-            (wg == 2, "decrease", REGISTERS[1], load),
-            (wg == 3, "increase", REGISTERS[2], end),
+        def fetch(index: Array) -> None:
+            for half, c in itertools.product((0, 1), range(blocks)):
+                gpu.copy_gmem_to_smem(beside.at[block(index, half, c)], tile.at[half, c], free.at[half])
+
+        def end_slope(mine: Array, index: Array) -> None:
+            pl.when(mine == 0)(lambda: fetch(index))
+            for half in (0, 1):
+                gpu.barrier_wait(finished.at[half])
+                for c in range(blocks):
+                    gpu.copy_smem_to_gmem(tile.at[half, c], outs[0].at[block(index, half, c)])
+            row, column = corner(index)
+            for c in range(blocks):
+                parts = [tile[half, c, pl.ds(r, PIECE)].astype(jnp.float32) for half in (0, 1) for r in range(0, ROWS, PIECE)]
+                outs[1].at[lax.div(row, number(2 * ROWS)), pl.ds(column + c * PIECE, PIECE)][...] = jnp.sum(sum(parts), axis=0)
+            gpu.wait_smem_to_gmem(0, wait_read_only=True)
+            gpu.commit_smem()  # all have read the tile
+            pl.when(index + programs < count)(lambda: fetch(index + programs))
+
+        for who, registers, work in (
+            (wg < 2, REGISTERS[0], multiply),
+            (wg == 2, REGISTERS[1], load),
+            (wg == 3, REGISTERS[2], end_slope if back else end_gelu),
         ):
 
             @pl.when(who)  # type: ignore[untyped-decorator]
-            def _(change: str = change, registers: int = registers, what: Any = what) -> None:
-                gpu.set_max_registers(registers, action=change)
-                tiles(what)
+            def _(registers: int = registers, work: Any = work) -> None:
+                gpu.set_max_registers(registers, action="increase" if registers > 128 else "decrease")
+                gpu.nd_loop((count,), collective_axes="program")(lambda info: work(info.local_index, info.index[0]))
 
     held = partial(gpu.SMEM, dtype=dtype, transforms=(gpu.TilingTransform((8, 64)), gpu.SwizzleTransform(128)))
     pl.run_scoped(
         scope,
         a_held=held((STAGES, 2 * ROWS, DEPTH)),
         b_held=held((STAGES, COLUMNS, DEPTH) if back else (STAGES, DEPTH, COLUMNS)),
-        done=held((2, COLUMNS // PIECE, ROWS, PIECE)),
-        beside=held((2, PIECE, PIECE)),
+        tile=held((2, blocks, ROWS, PIECE)),
         loaded=gpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         used=gpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         finished=gpu.Barrier(num_barriers=2),
-        free=gpu.Barrier(num_barriers=2),
-        arrived=gpu.Barrier(num_barriers=2),
+        free=gpu.Barrier(num_arrivals=blocks if back else 1, num_barriers=2),
         collective_axes="wg",
+        **({} if back else {"slopes": held((2, PIECE, PIECE))}),
     )
 
 
-def gelu(x: Array, tanh: Callable[[Array], Array] = jnp.tanh) -> Array:
-    """By the tanh of the hardware: here `approx_math` makes it that, elsewhere the caller does."""
-    half = 0.5 * x
-    return half + half * tanh(x * (ROOT + (ROOT * CUBIC) * (x * x)))
-
-
-def gelu_slope(x: Array, tanh: Callable[[Array], Array] = jnp.tanh) -> Array:
-    """The derivative of `gelu`."""
+def gelu_and_slope(x: Array, tanh: Callable[[Array], Array] = jnp.tanh) -> tuple[Array, Array]:
+    """By the tanh of the hardware: here `approx_math` makes it that, elsewhere the caller does. One of the two costs no more than it."""
     square = x * x
-    t = tanh(x * (ROOT + (ROOT * CUBIC) * square))
-    return 0.5 + 0.5 * t + (0.5 * x) * (1 - t * t) * (ROOT + (3 * ROOT * CUBIC) * square)
+    share = 0.5 + 0.5 * tanh(x * (ROOT + (ROOT * CUBIC) * square))  # its slope: 2 * share * (1 - share) * that of what tanh is of
+    y = x * share
+    return y, share + (y - y * share) * (2 * ROOT + (6 * ROOT * CUBIC) * square)
