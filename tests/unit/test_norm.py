@@ -22,6 +22,10 @@ def flax_layer_norm(x, scale, bias, epsilon):
     return x, norm(x)
 
 
+def fused(x, scale, bias, epsilon):
+    return fused_layer_norm(x, None, scale, bias, epsilon)
+
+
 def value_and_grads(norm, x, scale, bias):
     def total(x, scale, bias):
         stream, normal = norm(x, scale, bias, 1e-5)
@@ -36,7 +40,7 @@ def inputs(rows, width, seed=0):
     return x, rng.normal(1, 0.1, width).astype("f4"), rng.normal(0, 0.1, width).astype("f4")
 
 
-@pytest.mark.parametrize("norm", [fused_layer_norm, cpu_layer_norm, plain_layer_norm])
+@pytest.mark.parametrize("norm", [fused, cpu_layer_norm, plain_layer_norm])
 @settings(max_examples=4)
 @given(rows=st.integers(1, 70), width=st.sampled_from([2, 8, 96, 130]), seed=st.integers(0, 2**31))
 def test_equal_to_flax_for_any_shape(norm, rows, width, seed):
@@ -50,7 +54,7 @@ def test_each_device_normalizes_its_own_rows():
     mesh = make_mesh("data=4,model=2")
     x, scale, bias = inputs(64, 96)
     rows = jax.device_put(x, NamedSharding(mesh, P("data")))
-    run = jax.jit(lambda *arguments: value_and_grads(fused_layer_norm, *arguments))
+    run = jax.jit(lambda *arguments: value_and_grads(fused, *arguments))
     value, grads = run(rows, scale, bias)
     assert grads[0].sharding.is_equivalent_to(rows.sharding, 2)
     text = run.lower(rows, scale, bias).compile().as_text()
@@ -62,10 +66,24 @@ def test_each_device_normalizes_its_own_rows():
 def test_bfloat16_is_rounded_once():
     x, scale, bias = (jnp.asarray(a, jnp.bfloat16) for a in inputs(40, 96))
     exact = plain_layer_norm(*(a.astype(jnp.float32) for a in (x, scale, bias)), 1e-5)[1].astype(jnp.bfloat16)
-    for norm in (fused_layer_norm, cpu_layer_norm, plain_layer_norm):
+    for norm in (fused, cpu_layer_norm, plain_layer_norm):
         normal = norm(x, scale, bias, 1e-5)[1]
         assert normal.dtype == jnp.bfloat16
         assert (normal == exact).mean() > 0.99
+
+
+def test_what_is_added_to_all_tokens_gets_the_sum_of_their_gradients():
+    x, scale, bias = inputs(70, 96)
+    late = np.linspace(-1, 1, 96, dtype="f4")
+
+    def found(norm):
+        total = lambda x, late, scale, bias: sum(jnp.sin(part).sum() for part in norm(x, late, scale, bias))  # noqa: E731
+        return jax.value_and_grad(total, argnums=(0, 1, 2, 3))(x, late, scale, bias)
+
+    ours = found(lambda x, late, scale, bias: fused_layer_norm(x, late, scale, bias, 1e-5))
+    theirs = found(lambda x, late, scale, bias: flax_layer_norm(x + late, scale, bias, 1e-5))
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(1 + jnp.abs(b).max()))
 
 
 def test_the_module_gives_the_stream_and_its_normal_form():

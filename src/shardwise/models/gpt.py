@@ -21,7 +21,7 @@ from flax import nnx
 from shardwise.models.activation import bias_gelu_between, plain_between
 from shardwise.models.attention import causal_attention
 from shardwise.models.cache import Cache, cached_attention, empty_cache, longer
-from shardwise.models.norm import ResidualNorm
+from shardwise.models.norm import ResidualNorm, add_late
 from shardwise.models.table import look_up
 
 Array = jax.Array
@@ -96,22 +96,32 @@ class Attention(nnx.Module):
         out_stddev = 0.02 / math.sqrt(2 * c.num_layers)  # each residual branch adds this much less
         self.out = Linear((c.num_heads, head), (c.width,), ("heads", None, "embed"), out_stddev, rngs)
 
-    def __call__(self, x: Array, length: int, segment_ids: Array | None = None) -> Array:
-        mixed = causal_attention(*self.heads(x, length), segment_ids)
-        return self.out(mixed.reshape(-1, *mixed.shape[2:]))
+    def __call__(self, x: Array, length: int, segment_ids: Array | None = None) -> tuple[Array, Array]:
+        return self._project_out(causal_attention(*self.heads(x, length), segment_ids))
 
-    def decode(self, x: Array, length: int, cache: Cache, layer: int | Array) -> tuple[Array, Cache]:
+    def decode(self, x: Array, length: int, cache: Cache, layer: int | Array) -> tuple[tuple[Array, Array], Cache]:
         mixed, cache = cached_attention(*self.heads(x, length), cache, layer)
-        return self.out(mixed.reshape(-1, *mixed.shape[2:])), cache
+        return self._project_out(mixed), cache
+
+    def _project_out(self, mixed: Array) -> tuple[Array, Array]:
+        """(B, T, H, K) -> (N, D) without the bias, and the bias: with that of the values, seen through this layer (see `heads`)."""
+        kernel = self.out.kernel[...]
+        bias = project(self.qkv.bias[...][2][None], kernel)[0] + self.out.bias[...]
+        return project(mixed.reshape(-1, *mixed.shape[2:]), kernel), bias
 
     def heads(self, x: Array, length: int) -> tuple[Array, Array, Array]:
-        """Queries, keys and values, each (B, T, H, K)."""
+        """Queries, keys and values, each (B, T, H, K), without the biases of keys and values.
+
+        A bias of the keys adds the same to all scores of a query, so it changes no weight: it has no effect and no gradient. The
+        weights of a query sum to 1, so a bias of the values passes through them as it is, and its gradient need not be summed
+        over all tokens.
+        """
         kernel, bias = self.qkv.kernel[...], self.qkv.bias[...]
         # Three products, not one: their outputs need not be taken apart, nor the gradients put together.
-        # Of matrices, not (N, H, K): then the products themselves add the biases.
+        # Of matrices, not (N, H, K): then the product itself adds the bias.
         parts = [kernel[:, i].reshape(len(kernel), -1) for i in range(3)]
-        q, k, v = (y + bias[i].reshape(-1) for i, y in enumerate(products(x, parts)))
-        q, k, v = (y.reshape(-1, length, *bias.shape[1:]) for y in (q, k, v))
+        q, k, v = products(x, parts)
+        q, k, v = (y.reshape(-1, length, *bias.shape[1:]) for y in (q + bias[0].reshape(-1), k, v))
         return q, k, v
 
 
@@ -122,12 +132,15 @@ class MLP(nnx.Module):
         self.down = Linear((4 * c.width,), (c.width,), ("mlp", "embed"), 0.02 / math.sqrt(2 * c.num_layers), rngs)
         self.is_kept = c.remat == "dots"  # the product alone, so that the GELU can be computed again from it
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Array) -> tuple[Array, Array]:
+        """(N, D) -> (N, D) without the last bias, and the bias."""
         between = plain_between if self.is_kept else bias_gelu_between
-        return between(x, self.up.kernel[...], self.up.bias[...], self.down.kernel[...]) + self.down.bias[...]
+        return between(x, self.up.kernel[...], self.up.bias[...], self.down.kernel[...]), self.down.bias[...]
 
 
 class Block(nnx.Module):
+    """A stream (N, D), and what (D,) is still to be added to all of it -> the same: the last bias is left to the next norm."""
+
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
         self.norm1 = ResidualNorm(config.width, epsilon=1e-5, rngs=rngs)
         self.attn = Attention(config, rngs)
@@ -135,16 +148,22 @@ class Block(nnx.Module):
         self.mlp = MLP(config, rngs)
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
-    def __call__(self, x: Array, length: int, segment_ids: Array | None = None) -> Array:
-        x, normal = self.norm1(x)
-        x, normal = self.norm2(x + self.dropout(self.attn(normal, length, segment_ids)))
-        return x + self.dropout(self.mlp(normal))
+    def __call__(self, x: Array, late: Array | None, length: int, segment_ids: Array | None = None) -> tuple[Array, Array | None]:
+        x, normal = self.norm1(x, late)
+        x, normal = self.norm2(*self._add(x, *self.attn(normal, length, segment_ids)))
+        return self._add(x, *self.mlp(normal))
+
+    def _add(self, x: Array, branch: Array, bias: Array) -> tuple[Array, Array | None]:
+        if self.dropout.rate == 0:
+            return x + branch, bias
+        return x + self.dropout(branch + bias), None
 
     def decode(self, x: Array, length: int, cache: Cache, layer: int | Array) -> tuple[Array, Cache]:
         x, normal = self.norm1(x)
-        mixed, cache = self.attn.decode(normal, length, cache, layer)
-        x, normal = self.norm2(x + mixed)
-        return x + self.mlp(normal), cache
+        (mixed, bias), cache = self.attn.decode(normal, length, cache, layer)
+        x, normal = self.norm2(x + mixed, bias)
+        branch, bias = self.mlp(normal)
+        return x + branch + bias, cache
 
 
 class GPT(nnx.Module):
@@ -189,13 +208,20 @@ class GPT(nnx.Module):
         else:
             x = x + look_up(self.positions[...], positions.reshape(-1))
         x = self.dropout(x)
-        block = REMAT[self.config.remat](lambda block, x: block(x, length, segment_ids))
+        block = REMAT[self.config.remat](lambda block, x, late: block(x, late, length, segment_ids))
+        late: Array | None = None
         if self.config.scan_layers:
-            x = nnx.scan(block, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.blocks, x)
+
+            def whole(
+                layer: Block, x: Array
+            ) -> Array:  # nothing is left to the next layer: its norm would have to add it in a pass of its own
+                return add_late(*block(layer, x, None))
+
+            x = nnx.scan(whole, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.blocks, x)
         else:
             for layer in self.blocks:
-                x = block(layer, x)
-        return self.norm(x)[1], table
+                x, late = block(layer, x, late)
+        return self.norm(x, late)[1], table
 
     def empty_cache(self, rows: int, size: int) -> Cache:
         c = self.config

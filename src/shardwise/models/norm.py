@@ -2,7 +2,8 @@
 
 XLA spreads the backward pass of a layer norm over several kernels, each of which reads the activations again: 5.7 ms of a
 63 ms step of GPT-2 124M on an H200, where reading and writing every tensor once needs 1.8. Here the residual stream goes
-through the function, so that the two gradients that meet at `x` are added where the second is made.
+through the function, so that the two gradients that meet at `x` are added where the second is made. The bias of the layer
+before may be added here too: its gradient, the sum of those of all tokens, is then summed on the way.
 """
 
 from functools import partial
@@ -19,14 +20,19 @@ Array = jax.Array
 
 
 class ResidualNorm(nnx.LayerNorm):
-    """A stream of tokens (N, D) -> the stream itself, and its normalized form."""
+    """A stream of tokens (N, D), and what (D,) is still to be added to all of them -> the stream with it, and its normalized form."""
 
-    def __call__(self, x: Array) -> tuple[Array, Array]:  # type: ignore[override]
-        fused = platform() == "gpu" and x.shape[1] <= MAX_WIDTH
-        norm = fused_layer_norm if fused else cpu_layer_norm if platform() == "cpu" else plain_layer_norm
+    def __call__(self, x: Array, late: Array | None = None) -> tuple[Array, Array]:  # type: ignore[override]
         assert self.scale is not None
         assert self.bias is not None
-        return norm(x, self.scale[...], self.bias[...], self.epsilon)
+        weights = self.scale[...], self.bias[...], self.epsilon
+        if platform() == "gpu" and x.shape[1] <= MAX_WIDTH:
+            return fused_layer_norm(x, late, *weights)
+        return (cpu_layer_norm if platform() == "cpu" else plain_layer_norm)(add_late(x, late), *weights)
+
+
+def add_late(x: Array, late: Array | None) -> Array:
+    return x if late is None else x + late
 
 
 def plain_layer_norm(x: Array, scale: Array, bias: Array, epsilon: float) -> tuple[Array, Array]:
@@ -67,23 +73,25 @@ _cpu_normal.defvjp(_cpu_forward, _cpu_backward)
 
 MAX_WIDTH = 8192  # of what a program of the kernels holds in registers
 TILE = 2048  # numbers that a program of the forward kernel works on
-PROGRAMS = 1024  # of the backward kernel, at least: each goes through many rows, to add up the gradients of scale and bias
+PROGRAMS = 1024  # of the backward kernel, at least: each goes through many rows, to add up the gradients of vectors
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def fused_layer_norm(x: Array, scale: Array, bias: Array, epsilon: float) -> tuple[Array, Array]:
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def fused_layer_norm(x: Array, late: Array | None, scale: Array, bias: Array, epsilon: float) -> tuple[Array, Array]:
+    x = add_late(x, late)  # not in the kernel: a product that makes x adds it on its way
     return x, *by_rows(partial(_forward, epsilon=epsilon), "n d, d, d -> n d", whole="d")(x, scale, bias)
 
 
-def _forward_rule(x: Array, scale: Array, bias: Array, epsilon: float) -> tuple[Any, Any]:
-    return fused_layer_norm(x, scale, bias, epsilon), (x, scale)
+def _forward_rule(x: Array, late: Array | None, scale: Array, bias: Array, epsilon: float) -> tuple[Any, Any]:
+    x, normal = fused_layer_norm(x, late, scale, bias, epsilon)
+    return (x, normal), (x, late, scale)
 
 
-def _backward_rule(epsilon: float, saved: tuple[Array, Array], grads: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-    x, scale = saved
-    backward = by_rows(partial(_backward, epsilon=epsilon), "n d, d, n d, n d -> n d, d, d", whole="d")
-    dx, dscale, dbias = backward(x, scale, *grads)
-    return dx, dscale.astype(scale.dtype), dbias.astype(scale.dtype)
+def _backward_rule(epsilon: float, saved: Any, grads: tuple[Array, Array]) -> tuple[Array, Array | None, Array, Array]:
+    x, late, scale = saved
+    dx, sums = by_rows(partial(_backward, epsilon=epsilon), "n d, d, n d, n d -> n d, k d", whole="d")(x, scale, *grads)
+    dscale, dbias, dlate = sums.astype(scale.dtype)
+    return dx, None if late is None else dlate.astype(late.dtype), dscale, dbias
 
 
 fused_layer_norm.defvjp(_forward_rule, _backward_rule)
@@ -113,27 +121,36 @@ def _forward_kernel(x_ref: Any, scale_ref: Any, bias_ref: Any, y_ref: Any, *, ep
     triton.store(y_ref.at[row, column], (centred * deviation * scale + bias).astype(y_ref.dtype), mask=inside)
 
 
-def _backward_kernel(
-    x_ref: Any, scale_ref: Any, gx_ref: Any, gy_ref: Any, dx_ref: Any, dscale_ref: Any, dbias_ref: Any, *, epsilon: float
-) -> None:
+def _backward_kernel(x_ref: Any, scale_ref: Any, gx_ref: Any, gy_ref: Any, dx_ref: Any, sums_ref: Any, *, epsilon: float) -> None:
+    """A row at a time; the next one is loaded meanwhile."""
     height, width = x_ref.shape
     program, column, each = pl.program_id(0), jnp.arange(_tile(width)[1]), _rows_each(height)
     scale = triton.load(scale_ref.at[column], mask=column < width, other=0).astype(jnp.float32)
 
-    def one(i: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+    def place(i: Array) -> tuple[Array, Array]:
         row = program * each + i
-        inside = (row < height) & (column < width)
-        x, gx, gy = (triton.load(ref.at[row, column], mask=inside, other=0).astype(jnp.float32) for ref in (x_ref, gx_ref, gy_ref))
+        return row, (row < height) & (i < each) & (column < width)
+
+    def load(i: Array) -> list[Array]:
+        row, inside = place(i)
+        return [triton.load(ref.at[row, column], mask=inside, other=0) for ref in (x_ref, gx_ref, gy_ref)]
+
+    def one(i: Array, carry: Any) -> Any:
+        (to_scale, to_bias, to_late), loaded = carry
+        following = load(i + 1)
+        row, inside = place(i)
+        x, gx, gy = (a.astype(jnp.float32) for a in loaded)
         centred = jnp.where(inside, x - jnp.sum(x) / width, 0)
         deviation = jax.lax.rsqrt(jnp.sum(centred * centred) / width + epsilon)
         normal, g = centred * deviation, gy * scale
         dx = gx + (g - jnp.sum(g) / width - normal * (jnp.sum(g * normal) / width)) * deviation
         triton.store(dx_ref.at[row, column], dx.astype(dx_ref.dtype), mask=inside)
-        return sums[0] + gy * normal, sums[1] + gy
+        return (to_scale + gy * normal, to_bias + gy, to_late + dx), following
 
     zeros = jnp.zeros(column.shape, jnp.float32)
-    for ref, total in zip((dscale_ref, dbias_ref), jax.lax.fori_loop(0, each, one, (zeros, zeros)), strict=True):
-        triton.store(ref.at[program, column], total, mask=column < width)
+    sums, _ = jax.lax.fori_loop(0, each, one, ((zeros, zeros, zeros), load(jnp.int32(0))))
+    for i, total in enumerate(sums):
+        triton.store(sums_ref.at[program, i, column], total, mask=column < width)
 
 
 def _forward(x: Array, scale: Array, bias: Array, epsilon: float) -> tuple[Array]:
@@ -148,15 +165,15 @@ def _forward(x: Array, scale: Array, bias: Array, epsilon: float) -> tuple[Array
     return (normal,)
 
 
-def _backward(x: Array, scale: Array, gx: Array, gy: Array, epsilon: float) -> tuple[Array, Array, Array]:
+def _backward(x: Array, scale: Array, gx: Array, gy: Array, epsilon: float) -> tuple[Array, Array]:
+    """The gradient of x, and those (3, D) of scale, bias and what was added to all rows."""
     programs = pl.cdiv(x.shape[0], _rows_each(x.shape[0]))
-    partial_sums = jax.ShapeDtypeStruct((programs, x.shape[1]), jnp.float32)
-    dx, dscale, dbias = pl.pallas_call(
+    dx, sums = pl.pallas_call(
         partial(_backward_kernel, epsilon=epsilon),
-        out_shape=(jax.ShapeDtypeStruct(x.shape, x.dtype), partial_sums, partial_sums),
+        out_shape=(jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((programs, 3, x.shape[1]), jnp.float32)),
         grid=(programs,),
-        compiler_params=triton.CompilerParams(num_warps=max(2, _tile(x.shape[1])[1] // 512)),
+        compiler_params=triton.CompilerParams(num_warps=max(1, _tile(x.shape[1])[1] // 1024)),
         interpret=interpret(),
         name="layer_norm_backward",
     )(x, scale, gx, gy)
-    return dx, dscale.sum(0), dbias.sum(0)
+    return dx, sums.sum(0)
