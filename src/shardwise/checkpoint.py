@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -32,6 +33,7 @@ from shardwise.state import StateSpec, TrainState
 from shardwise.tree import named_leaves, num_bytes
 
 SHOWN = 24  # leaves that do not fit; the others are counted
+HEAD_START = 0.05  # seconds that the loop gets, whose devices wait, before a save wants the interpreter too
 NUMBERS = itertools.count()  # of the objects of this process that save; the same in all
 
 
@@ -195,6 +197,7 @@ class Checkpoints:
         temporary = self.path(step).with_suffix(".tmp")
         digests: dict[str, str] = {}
         if copies:
+            time.sleep(HEAD_START)
             problem = self._hand_over(step, copies.pop())  # which frees the memory of the devices
         try:
             fail_point("checkpoint.arrays")
