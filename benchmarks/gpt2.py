@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import optax
 
-from benchmarks.text import CHUNK, FIRST_RATE, RATE, WARMUP, batch, stdlib_tokens
+from benchmarks.text import FIRST_RATE, RATE, WARMUP, batch, stdlib_tokens, steps_between_looks
 from shardwise import Mean, Run, init_state, steps
 from shardwise.models.gpt import GPT, PRESETS, GPTConfig
 from shardwise.models.hf import params_to_hf
@@ -55,17 +55,17 @@ def measure(run: Run, config: GPTConfig, count: int, share: Path | None = None) 
         share.mkdir(parents=True, exist_ok=True)
         np.save(share / "tokens.npy", stdlib_tokens())
         np.savez(share / "weights.npz", **params_to_hf(state.params, config))
-    start, times, losses, last = time.perf_counter(), [], [], None
+    start, times, losses, last, every = time.perf_counter(), [], [], None, steps_between_looks(count)
     for n, _, metrics in steps(prepared.step, state, prepared.batches, until=count):
         losses.append(metrics["loss"])
         if n == 1:
             jax.block_until_ready(metrics)
             compile_s = time.perf_counter() - start
-        if n % CHUNK == 0:
+        if n % every == 0:
             jax.block_until_ready(metrics)
             now = time.perf_counter()
             if last is not None:
-                times.append((now - last) / CHUNK)
+                times.append((now - last) / every)
             last = now
     seconds = statistics.median(times[1:] or times)
     stats = jax.devices()[0].memory_stats() or {}

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.text import CHUNK, FIRST_RATE, RATE, WARMUP, batch
+from benchmarks.text import FIRST_RATE, RATE, WARMUP, batch, steps_between_looks
 
 
 class Block(nn.Module):
@@ -112,17 +112,17 @@ def measure(model: nn.Module, tokens: np.ndarray, rows: int, length: int, count:
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    start, times, losses, last = time.perf_counter(), [], [], None
+    start, times, losses, last, every = time.perf_counter(), [], [], None, steps_between_looks(count)
     for n in range(1, count + 1):
         losses.append(step(n - 1))
         if n == 1:
             wait()
             compile_s = time.perf_counter() - start
-        if n % CHUNK == 0:
+        if n % every == 0:
             wait()
             now = time.perf_counter()
             if last is not None:
-                times.append((now - last) / CHUNK)
+                times.append((now - last) / every)
             last = now
     seconds = statistics.median(times[1:] or times)
     return {

@@ -48,7 +48,7 @@ def chunks(folder: Path, _: argparse.Namespace) -> dict[str, Any]:
 
 def long(folder: Path, _: argparse.Namespace, rows: int, length: int) -> dict[str, Any]:
     """124M with few rows of many tokens."""
-    size = ("--rows", rows, "--length", length, "--steps", 40, "--share", folder / "share")
+    size = ("--rows", rows, "--length", length, "--steps", 24, "--share", folder / "share")
     ours = child(folder, "shardwise", "benchmarks.gpt2", *size)
     theirs = child(folder, "compact", "benchmarks.gpt2_torch", *size)
     return {"shardwise": ours, "compact": theirs, "ratio": theirs["step_ms"] / ours["step_ms"]}
@@ -65,7 +65,7 @@ def xl(folder: Path, _: argparse.Namespace) -> dict[str, Any]:
     subprocess.run([sys.executable, "-m", "shardwise.cli", *words], check=True)
     plan = json.loads(path.read_text())["plan"]
     rows = plan["batch"]["inputs"][0]
-    size = ("--preset", "gpt2-xl", "--remat", "dots", "--chunks", 8, "--rows", rows, "--steps", 40)
+    size = ("--preset", "gpt2-xl", "--remat", "dots", "--chunks", 8, "--rows", rows, "--steps", 24)
     ran = child(folder, "xl", "benchmarks.gpt2", *size)
     return {"rows": rows, "planned_gib": sum(plan["memory"].values()) / 2**30, "planned_ms": plan["times"]["total"] * 1e3, **ran}
 
