@@ -37,7 +37,7 @@ def gpt2(entry: dict[str, Any]) -> str:
     for name, title in (("shardwise", "shardwise"), ("compact", "PyTorch, a compact model"), ("transformers", "PyTorch, `transformers`")):
         one = entry[name]
         mfu = f"{one['mfu']:.1%}" if one.get("mfu") else ""
-        ratio = f"{best / one['step_ms']:.2f}"
+        ratio = f"{best / one['step_ms']:.3f}"
         rows.append(
             [
                 title,
