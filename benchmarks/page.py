@@ -79,7 +79,7 @@ def picture(entry: dict[str, Any], path: Path) -> None:
         ("transformers", "PyTorch, transformers", ":"),
     ):
         axes.plot(range(1, len(entry[name]["losses"]) + 1), entry[name]["losses"], style, label=label, linewidth=1.3)
-    axes.set(xlabel="step", ylabel="loss, nats a byte", ylim=(1.5, 7))
+    axes.set(xlabel="step", ylabel="loss, nats a byte", ylim=(0, None))
     axes.legend(frameon=False)
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=130)

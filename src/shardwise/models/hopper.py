@@ -26,6 +26,7 @@ ON_CHIP = 227 * 1024  # bytes that the programs on one multiprocessor share
 ROWS, COLUMNS, DEPTH = 128, 128, 64  # of the tile of a warpgroup that multiplies; columns of its factors at a time
 STAGES = 3  # pieces of the factors that are loaded ahead
 PIECE = 64  # rows and columns that the last warpgroup works on at once
+SLOPES = 2  # pieces of slopes that are on their way to memory
 REGISTERS = 168, 24, 152  # of a thread that multiplies, loads, and ends; 128 on average
 
 
@@ -208,12 +209,12 @@ def _product_kernel(a: Any, b: Any, beside: Any, *outs: Any, back: bool) -> None
                 piece, place = tile.at[half, c, pl.ds(r, PIECE)], (pl.ds(row + half * ROWS + r, PIECE), pl.ds(column + c * PIECE, PIECE))
                 bias = lax.broadcast_in_dim(biases[c].astype(jnp.float32), (PIECE, PIECE), [1])
                 y, slope = gelu_and_slope(piece[...].astype(jnp.float32) + bias)
-                gpu.wait_smem_to_gmem(2, wait_read_only=True)  # of the two copies for each piece: those of the last may go on
+                gpu.wait_smem_to_gmem(2 * SLOPES - 1, wait_read_only=True)  # of two copies a piece: what was here before is copied
+                slopes[i % SLOPES] = slope.astype(dtype)
                 piece[...] = y.astype(dtype)
-                slopes[i % 2] = slope.astype(dtype)
                 gpu.commit_smem()
+                gpu.copy_smem_to_gmem(slopes.at[i % SLOPES], outs[1].at[place])
                 gpu.copy_smem_to_gmem(piece, outs[0].at[place])
-                gpu.copy_smem_to_gmem(slopes.at[i % 2], outs[1].at[place])
                 if (c, r) == (work[-1][0], work[-1][2]):
                     gpu.wait_smem_to_gmem(0, wait_read_only=True)
                     gpu.barrier_arrive(free.at[half])
@@ -247,18 +248,21 @@ def _product_kernel(a: Any, b: Any, beside: Any, *outs: Any, back: bool) -> None
                 gpu.set_max_registers(registers, action="increase" if registers > 128 else "decrease")
                 gpu.nd_loop((count,), collective_axes="program")(lambda info: work(info.local_index, info.index[0]))
 
-    held = partial(gpu.SMEM, dtype=dtype, transforms=(gpu.TilingTransform((8, 64)), gpu.SwizzleTransform(128)))
+    def held(*shape: int, across: int) -> Any:
+        """Shared memory, in the order in which the tensor cores and the copies want it."""
+        return gpu.SMEM(shape, dtype, transforms=(gpu.TilingTransform((8, across)), gpu.SwizzleTransform(2 * across)))
+
     pl.run_scoped(
         scope,
-        a_held=held((STAGES, 2 * ROWS, DEPTH)),
-        b_held=held((STAGES, COLUMNS, DEPTH) if back else (STAGES, DEPTH, COLUMNS)),
-        tile=held((2, blocks, ROWS, PIECE)),
+        a_held=held(STAGES, 2 * ROWS, DEPTH, across=DEPTH),
+        b_held=held(*((STAGES, COLUMNS, DEPTH) if back else (STAGES, DEPTH, COLUMNS)), across=DEPTH),
+        tile=held(2, blocks, ROWS, PIECE, across=PIECE),
         loaded=gpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         used=gpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         finished=gpu.Barrier(num_barriers=2),
         free=gpu.Barrier(num_arrivals=blocks if back else 1, num_barriers=2),
         collective_axes="wg",
-        **({} if back else {"slopes": held((2, PIECE, PIECE))}),
+        **({} if back else {"slopes": held(SLOPES, PIECE, PIECE, across=PIECE)}),
     )
 
 

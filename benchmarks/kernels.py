@@ -1,0 +1,123 @@
+"""Times of the kernels for GPUs one by one, in the shapes of GPT-2 124M with 64 x 1024 tokens, beside what they cannot beat:
+cuBLAS' bare product, or every byte moved once at the memory's speed.
+
+    python -m benchmarks.kernels
+    python -m benchmarks.kernels --set DEPTH=32 STAGES=5 SLOPES=5      with other constants of models/hopper.py
+
+The chip is kept warm by large products before each, as it is in a step: cold, its clock is higher.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardwise.hardware import find_chip
+from shardwise.models import hopper, norm
+
+Array = jax.Array
+
+
+def normal(seed: int, shape: tuple[int, ...], scale: float = 1.0) -> Array:
+    return (scale * jax.random.normal(jax.random.key(seed), shape, jnp.float32)).astype(jnp.bfloat16)
+
+
+def milliseconds(function: Callable[..., Any], *args: Any, calls: int = 60, warm_s: float = 0.4) -> float:
+    large, multiply = normal(9, (8192, 8192)), jax.jit(jnp.matmul)
+    end = time.perf_counter() + warm_s
+    while time.perf_counter() < end:
+        multiply(large, large).block_until_ready()
+    times = []
+    for _ in range(5):
+        jax.block_until_ready(function(*args))
+        start = time.perf_counter()
+        for _ in range(calls):
+            out = function(*args)
+        jax.block_until_ready(out)
+        times.append((time.perf_counter() - start) / calls * 1e3)
+    return statistics.median(times)
+
+
+def apart(found: Any, expected: Any) -> float:
+    """The largest difference of the first rows, relative to the largest number."""
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    arrays = [[np.asarray(x[:1024].astype(jnp.float32)) for x in pair] for pair in pairs]
+    return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in arrays)
+
+
+@jax.jit
+def gelu_as_jax_has_it(x: Array, up: Array, bias: Array) -> tuple[Array, Array]:
+    y, pull = jax.vjp(partial(jax.nn.gelu, approximate=True), (x @ up).astype(jnp.float32) + bias)
+    return y, pull(jnp.ones_like(y))[0]
+
+
+@jax.jit
+def slope_as_jax_has_it(g: Array, down: Array, slope: Array) -> tuple[Array, Array]:
+    product = (g @ down.T).astype(jnp.float32) * slope
+    return product, product.sum(0)
+
+
+@jax.jit
+def loss_as_jax_has_it(logits: Array, labels: Array) -> tuple[Array, Array]:
+    wide = logits.astype(jnp.float32)
+    return jax.nn.softmax(wide) - jax.nn.one_hot(labels, logits.shape[1]), -jax.nn.log_softmax(wide)[jnp.arange(len(labels)), labels]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=65536)
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="of whole numbers, or several with commas")
+    options = parser.parse_args()
+    for change in options.set:
+        name, _, value = change.partition("=")
+        numbers = tuple(int(part) for part in value.split(","))
+        assert hasattr(hopper, name), f"models/hopper.py has no {name}"
+        setattr(hopper, name, numbers if len(numbers) > 1 else numbers[0])
+    rows, width, wide, vocab = options.rows, 768, 3072, 50304
+    chip = find_chip(jax.devices()[0].device_kind)
+    assert chip is not None, "this GPU is unknown: its memory's speed is to go into shardwise/hardware.py"
+    speed = chip.bandwidth
+    x, up, bias = normal(0, (rows, width)), normal(1, (width, wide), 0.03), normal(2, (wide,), 0.1)
+    g, down = normal(3, (rows, width), 0.01), normal(4, (wide, width), 0.03)
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {rows} tokens {' '.join(options.set)}")
+
+    def show(name: str, took: float, least: float, what: str, wrong: float) -> None:
+        print(f"{name:22s} {took:7.3f} ms, {took / least:5.2f} times {what} ({least:.3f}); differs by {wrong:.1e}", flush=True)
+
+    y, slope = hopper.product_gelu(x, up, bias)
+    bare = milliseconds(jax.jit(jnp.matmul), x, up)
+    show("product_gelu", milliseconds(hopper.product_gelu, x, up, bias), bare, "cuBLAS", apart((y, slope), gelu_as_jax_has_it(x, up, bias)))
+    wrong = apart(hopper.product_slope(g, down, slope), slope_as_jax_has_it(g, down, slope))
+    bare = milliseconds(jax.jit(lambda g, down: g @ down.T), g, down)
+    show("product_slope", milliseconds(hopper.product_slope, g, down, slope), bare, "cuBLAS", wrong)
+
+    scale, shift = normal(5, (width,)), normal(6, (width,))
+    forward = jax.jit(lambda *args: norm.fused_layer_norm(*args, 1e-5)[1])
+    wrong = apart(forward(x, None, scale, shift), norm.plain_layer_norm(x, scale, shift, 1e-5)[1])
+    show("layer norm", milliseconds(forward, x, None, scale, shift), 2 * x.nbytes / speed * 1e3, "the memory", wrong)
+    backward = jax.jit(lambda x, scale, gx, gy: norm._backward(x, scale, gx, gy, 1e-5))
+    expected = jax.vjp(lambda x, late, *weights: norm.plain_layer_norm(x + late, *weights, 1e-5), x, jnp.zeros_like(shift), scale, shift)[1]
+    dx, dlate, dscale, dshift = expected((g, x))
+    wrong = apart(backward(x, scale, g, x), (dx, jnp.stack([dscale, dshift, dlate])))
+    show("layer norm, backward", milliseconds(backward, x, scale, g, x), 4 * x.nbytes / speed * 1e3, "the memory", wrong)
+
+    logits, labels = normal(7, (rows, vocab), 3), jax.random.randint(jax.random.key(8), (rows,), 0, vocab)
+    loss = jax.jit(hopper.cross_entropy, donate_argnums=0)
+    wrong = apart(jax.tree.map(lambda part: part[:1024], loss(logits + 0, labels)), loss_as_jax_has_it(logits[:1024], labels[:1024]))
+    held = [logits]
+
+    def again() -> Array:
+        held[0], nats = loss(held[0], labels)
+        return nats
+
+    show("loss", milliseconds(again, calls=20), 2 * logits.nbytes / speed * 1e3, "the memory", wrong)
+
+
+if __name__ == "__main__":
+    main()
