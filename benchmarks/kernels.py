@@ -2,7 +2,7 @@
 cuBLAS' bare product, or every byte moved once at the memory's speed.
 
     python -m benchmarks.kernels
-    python -m benchmarks.kernels --set DEPTH=32 STAGES=5 SLOPES=5      with other constants of models/hopper.py
+    python -m benchmarks.kernels --set DEPTH=32 STAGES=5 SLOPES=5      with other constants of models/hopper.py or norm.py
 
 The chip is kept warm by large products before each, as it is in a step: cold, its clock is higher.
 """
@@ -77,8 +77,8 @@ def main() -> None:
     for change in options.set:
         name, _, value = change.partition("=")
         numbers = tuple(int(part) for part in value.split(","))
-        assert hasattr(hopper, name), f"models/hopper.py has no {name}"
-        setattr(hopper, name, numbers if len(numbers) > 1 else numbers[0])
+        module = next(module for module in (hopper, norm) if hasattr(module, name))
+        setattr(module, name, numbers if len(numbers) > 1 else numbers[0])
     rows, width, wide, vocab = options.rows, 768, 3072, 50304
     chip = find_chip(jax.devices()[0].device_kind)
     assert chip is not None, "this GPU is unknown: its memory's speed is to go into shardwise/hardware.py"

@@ -51,15 +51,12 @@ PRESETS = {
 
 
 class Linear(nnx.Module):
-    """(N, ins) -> (N, outs), each of one or more dims: x @ kernel + bias."""
+    """What takes (N, ins) to (N, outs), each of one or more dims: x @ kernel + bias. Who uses it says how the bias is added."""
 
     def __init__(self, ins: tuple[int, ...], outs: tuple[int, ...], names: tuple[str | None, ...], stddev: float, rngs: nnx.Rngs):
         init = nnx.with_partitioning(nnx.initializers.normal(stddev), names)
         self.kernel = nnx.Param(init(rngs.params(), (*ins, *outs)))
         self.bias = nnx.Param(nnx.with_partitioning(nnx.initializers.zeros, names[len(ins) :])(rngs.params(), outs))
-
-    def __call__(self, x: Array) -> Array:
-        return project(x, self.kernel[...]) + self.bias[...]
 
 
 def project(x: Array, kernel: Array) -> Array:
@@ -212,10 +209,8 @@ class GPT(nnx.Module):
         late: Array | None = None
         if self.config.scan_layers:
 
-            def whole(
-                layer: Block, x: Array
-            ) -> Array:  # nothing is left to the next layer: its norm would have to add it in a pass of its own
-                return add_late(*block(layer, x, None))
+            def whole(layer: Block, x: Array) -> Array:
+                return add_late(*block(layer, x, None))  # left to the next norm, it would be added in a pass of its own
 
             x = nnx.scan(whole, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.blocks, x)
         else:
