@@ -48,13 +48,13 @@ def fused_between(x: Array, up: Array, bias: Array, down: Array) -> Array:
 
 def _between_forward(x: Array, up: Array, bias: Array, down: Array) -> tuple[Array, Any]:
     y, slope = by_rows(_product_gelu, "n d, d f, f -> n f, n f", whole="d")(x, up, bias)
-    return y @ down, (x, up, down, y, slope)
+    return y @ down, (x, up, bias, down, y, slope)
 
 
 def _between_backward(saved: Any, g: Array) -> tuple[Array, Array, Array, Array]:
-    x, up, down, y, slope = saved
+    x, up, bias, down, y, slope = saved
     dproduct, dbias = by_rows(_product_slope, "n d, f d, n f -> n f, f", whole="d")(g, down, slope)
-    return dproduct @ up.T, x.T @ dproduct, dbias.astype(up.dtype), y.T @ g
+    return dproduct @ up.T, x.T @ dproduct, dbias.astype(bias.dtype), y.T @ g
 
 
 fused_between.defvjp(_between_forward, _between_backward)

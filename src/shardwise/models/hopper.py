@@ -267,7 +267,7 @@ def _product_kernel(a: Any, b: Any, beside: Any, *outs: Any, back: bool) -> None
 
 
 def gelu_and_slope(x: Array, tanh: Callable[[Array], Array] = jnp.tanh) -> tuple[Array, Array]:
-    """By the tanh of the hardware: here `approx_math` makes it that, elsewhere the caller does. One of the two costs no more than it."""
+    """By the tanh of the hardware: here `approx_math` makes it that, elsewhere the caller does. Compilers leave out what is not used."""
     square = x * x
     share = 0.5 + 0.5 * tanh(x * (ROOT + (ROOT * CUBIC) * square))  # its slope: 2 * share * (1 - share) * that of what tanh is of
     y = x * share

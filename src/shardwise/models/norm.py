@@ -90,8 +90,8 @@ def _forward_rule(x: Array, late: Array | None, scale: Array, bias: Array, epsil
 def _backward_rule(epsilon: float, saved: Any, grads: tuple[Array, Array]) -> tuple[Array, Array | None, Array, Array]:
     x, late, scale = saved
     dx, sums = by_rows(partial(_backward, epsilon=epsilon), "n d, d, n d, n d -> n d, k d", whole="d")(x, scale, *grads)
-    dscale, dbias, dlate = sums.astype(scale.dtype)
-    return dx, None if late is None else dlate.astype(late.dtype), dscale, dbias
+    dscale, dbias, dlate = sums
+    return dx, None if late is None else dlate.astype(late.dtype), dscale.astype(scale.dtype), dbias.astype(scale.dtype)
 
 
 fused_layer_norm.defvjp(_forward_rule, _backward_rule)
