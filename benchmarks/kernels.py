@@ -2,7 +2,7 @@
 cuBLAS' bare product, or every byte moved once at the memory's speed.
 
     python -m benchmarks.kernels
-    python -m benchmarks.kernels --set DEPTH=32 STAGES=5 SLOPES=5      with other constants of models/hopper.py or norm.py
+    python -m benchmarks.kernels --set DEPTH=32 STAGES=6 SLOPES=4      with other constants of models/hopper.py or norm.py
 
 The chip is kept warm by large products before each, as it is in a step: cold, its clock is higher.
 """

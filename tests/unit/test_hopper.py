@@ -67,9 +67,9 @@ def test_a_product_times_a_slope_and_the_sum_of_its_rows(interpreted, rows, inne
     rng = np.random.default_rng(1)
     g, kernel, slope = half(rng, rows, inner), half(rng, columns, inner, scale=0.1), half(rng, rows, columns)
     gradient, sums = hopper.product_slope(g, kernel, slope)
-    expected = (wide(g) @ wide(kernel).T) * wide(slope)
+    expected = wide(jnp.asarray(wide(g) @ wide(kernel).T, jnp.bfloat16)) * wide(slope)
     np.testing.assert_allclose(wide(gradient), expected, rtol=2**-7, atol=2e-2)
-    np.testing.assert_allclose(sums, wide(gradient).sum(0), rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(sums, expected.sum(0), rtol=1e-3, atol=1e-2)  # of what is not rounded once more
 
 
 @needs_interpreter

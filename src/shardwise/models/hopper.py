@@ -7,7 +7,7 @@ it leaves the chip: of the four warpgroups of a program two multiply, one loads,
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -25,8 +25,8 @@ LINES = 64  # at a time
 ON_CHIP = 227 * 1024  # bytes that the programs on one multiprocessor share
 ROWS, COLUMNS, DEPTH = 128, 128, 64  # of the tile of a warpgroup that multiplies; columns of its factors at a time
 STAGES = 3  # pieces of the factors that are loaded ahead
-PIECE = 64  # rows and columns that the last warpgroup works on at once
-SLOPES = 2  # pieces of slopes that are on their way to memory
+PIECE, HEIGHT = 64, 32  # columns and rows of the part of a tile that the last warpgroup works on at once
+SLOPES = 2  # parts whose slopes are on their way from memory
 REGISTERS = 168, 24, 152  # of a thread that multiplies, loads, and ends; 128 on average
 
 
@@ -137,8 +137,19 @@ def _product(name: str, out_type: Any, back: bool) -> Any:
         num_threads=4,
         thread_name="wg",
         kernel_name=name,
-        compiler_params=gpu.CompilerParams(lowering_semantics=gpu.LoweringSemantics.Lane, approx_math=True),
+        compiler_params=gpu.CompilerParams(
+            lowering_semantics=gpu.LoweringSemantics.Lane,
+            approx_math=True,
+            unsafe_no_auto_barriers=True,  # the kernel has a barrier wherever one warpgroup hands something to another
+            reduction_scratch_bytes=4096,
+        ),
     )
+
+
+def lines() -> Any:
+    """How a warpgroup holds part of a tile: what a warp reads or writes at once is two whole lines of 128 bytes. The kernels wait for
+    shared memory most of all (the tensor cores alone want three quarters of its speed), so this warpgroup goes past it to the memory."""
+    return gpu.Layout.TILED(gpu.Tiling(((8, PIECE), (2, PIECE), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
 def _product_kernel(a: Any, b: Any, beside: Any, *outs: Any, back: bool) -> None:
@@ -154,11 +165,7 @@ def _product_kernel(a: Any, b: Any, beside: Any, *outs: Any, back: bool) -> None
         """The first row and the first column of a tile."""
         return lax.div(index, number(across)) * (2 * ROWS), lax.rem(index, number(across)) * COLUMNS
 
-    def block(index: Array, half: int, c: int) -> Any:
-        row, column = corner(index)
-        return pl.ds(row + half * ROWS, ROWS), pl.ds(column + c * PIECE, PIECE)
-
-    def scope(a_held: Any, b_held: Any, tile: Any, loaded: Any, used: Any, finished: Any, free: Any, slopes: Any = None) -> None:
+    def scope(a_held: Any, b_held: Any, tile: Any, loaded: Any, used: Any, finished: Any, free: Any) -> None:
         def load(mine: Array, index: Array) -> None:
             row, column = corner(index)
 
@@ -189,53 +196,54 @@ def _product_kernel(a: Any, b: Any, beside: Any, *outs: Any, back: bool) -> None
                 return total[...]
 
             total = pl.run_scoped(sum_up, gpu.ACC((ROWS, COLUMNS), jnp.float32))
-            pl.when(back or mine > 0)(lambda: gpu.barrier_wait(free.at[wg]))  # back: the slope is in the place of the tile
+            pl.when(mine > 0)(lambda: gpu.barrier_wait(free.at[wg]))
             for c in range(blocks):
-                x = total[:, c * PIECE : (c + 1) * PIECE]
-                tile[wg, c] = (x * tile[wg, c].astype(jnp.float32) if back else x).astype(dtype)
-            gpu.commit_smem()
+                tile[wg, c] = total[:, c * PIECE : (c + 1) * PIECE].astype(dtype)
             gpu.barrier_arrive(finished.at[wg])
 
-        def end_gelu(mine: Array, index: Array) -> None:
-            row, column = corner(index)
-            biases = [
-                gpu.load(beside.at[pl.ds(column + c * PIECE, PIECE)], layout=gpu.Layout.WGMMA.reduce(0), optimized=False)
-                for c in range(blocks)
-            ]
-            work = [(c, half, r) for c in range(blocks) for half in (0, 1) for r in range(0, ROWS, PIECE)]
-            for i, (c, half, r) in enumerate(work):
-                if (c, r) == (0, 0):
-                    gpu.barrier_wait(finished.at[half])
-                piece, place = tile.at[half, c, pl.ds(r, PIECE)], (pl.ds(row + half * ROWS + r, PIECE), pl.ds(column + c * PIECE, PIECE))
-                bias = lax.broadcast_in_dim(biases[c].astype(jnp.float32), (PIECE, PIECE), [1])
-                y, slope = gelu_and_slope(piece[...].astype(jnp.float32) + bias)
-                gpu.wait_smem_to_gmem(2 * SLOPES - 1, wait_read_only=True)  # of two copies a piece: what was here before is copied
-                slopes[i % SLOPES] = slope.astype(dtype)
-                piece[...] = y.astype(dtype)
-                gpu.commit_smem()
-                gpu.copy_smem_to_gmem(slopes.at[i % SLOPES], outs[1].at[place])
-                gpu.copy_smem_to_gmem(piece, outs[0].at[place])
-                if (c, r) == (work[-1][0], work[-1][2]):
-                    gpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    gpu.barrier_arrive(free.at[half])
+        parts = list(itertools.product((0, 1), range(blocks), range(0, ROWS, HEIGHT)))  # of a tile: half, columns and first row of it
 
-        def fetch(index: Array) -> None:
-            for half, c in itertools.product((0, 1), range(blocks)):
-                gpu.copy_gmem_to_smem(beside.at[block(index, half, c)], tile.at[half, c], free.at[half])
+        def place(index: Array, half: int, c: int, r: int) -> Any:
+            row, column = corner(index)
+            return pl.ds(row + half * ROWS + r, HEIGHT), pl.ds(column + c * PIECE, PIECE)
+
+        def ahead(fetch: Callable[..., Array], parts_ahead: int) -> Iterator[Array]:
+            """What is fetched of each part of a tile, while that of the parts behind it is on its way."""
+            fetched = [fetch(*part) for part in parts[:parts_ahead]]
+            for i in range(len(parts)):
+                fetched += [fetch(*part) for part in parts[i + parts_ahead : i + parts_ahead + 1]]
+                yield fetched[i].astype(jnp.float32)
+
+        def product(half: int, c: int, r: int) -> Array:
+            """Of the place that the multiplying warpgroup left it in, which is free after the last part."""
+            if (c, r) == parts[0][1:]:
+                gpu.barrier_wait(finished.at[half])
+            part = gpu.load(tile.at[half, c, pl.ds(r, HEIGHT)], layout=lines())
+            if (c, r) == parts[-1][1:]:
+                gpu.barrier_arrive(free.at[half])
+            return part
+
+        def end_gelu(mine: Array, index: Array) -> None:
+            _, column = corner(index)
+            at = [beside.at[pl.ds(column + c * PIECE, PIECE)] for c in range(blocks)]
+            vectors = [gpu.load(ref, layout=lines().reduce(0), optimized=False).astype(jnp.float32) for ref in at]
+            biases = [gpu.layout_cast(lax.broadcast_in_dim(vector, (HEIGHT, PIECE), [1]), lines()) for vector in vectors]
+            for part, x in zip(parts, ahead(product, 1), strict=True):
+                for out, value in zip(outs, gelu_and_slope(x + biases[part[1]]), strict=True):
+                    out.at[place(index, *part)][...] = value.astype(dtype)
 
         def end_slope(mine: Array, index: Array) -> None:
-            pl.when(mine == 0)(lambda: fetch(index))
-            for half in (0, 1):
-                gpu.barrier_wait(finished.at[half])
-                for c in range(blocks):
-                    gpu.copy_smem_to_gmem(tile.at[half, c], outs[0].at[block(index, half, c)])
+            def slope(*part: int) -> Array:
+                return gpu.load(beside.at[place(index, *part)], layout=lines(), optimized=False)
+
+            totals = [jnp.float32(0)] * blocks
+            for part, factor, x in zip(parts, ahead(slope, SLOPES), ahead(product, 1), strict=True):
+                gradient = x * factor
+                outs[0].at[place(index, *part)][...] = gradient.astype(dtype)
+                totals[part[1]] += gradient
             row, column = corner(index)
-            for c in range(blocks):
-                parts = [tile[half, c, pl.ds(r, PIECE)].astype(jnp.float32) for half in (0, 1) for r in range(0, ROWS, PIECE)]
-                outs[1].at[lax.div(row, number(2 * ROWS)), pl.ds(column + c * PIECE, PIECE)][...] = jnp.sum(sum(parts), axis=0)
-            gpu.wait_smem_to_gmem(0, wait_read_only=True)
-            gpu.commit_smem()  # all have read the tile
-            pl.when(index + programs < count)(lambda: fetch(index + programs))
+            for c, total in enumerate(totals):
+                outs[1].at[lax.div(row, number(2 * ROWS)), pl.ds(column + c * PIECE, PIECE)][...] = jnp.sum(total, axis=0)
 
         for who, registers, work in (
             (wg < 2, REGISTERS[0], multiply),
@@ -260,9 +268,8 @@ def _product_kernel(a: Any, b: Any, beside: Any, *outs: Any, back: bool) -> None
         loaded=gpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         used=gpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         finished=gpu.Barrier(num_barriers=2),
-        free=gpu.Barrier(num_arrivals=blocks if back else 1, num_barriers=2),
+        free=gpu.Barrier(num_barriers=2),
         collective_axes="wg",
-        **({} if back else {"slopes": held(SLOPES, PIECE, PIECE, across=PIECE)}),
     )
 
 
