@@ -157,7 +157,7 @@ def _product_kernel(a: Any, b: Any, beside: Any, *outs: Any, back: bool) -> None
     their product with it, and the sums of its rows."""
     (rows, inner), columns = a.shape, b.shape[0] if back else b.shape[1]
     pieces, blocks, dtype = inner // DEPTH, COLUMNS // PIECE, a.dtype
-    count, across, programs = rows // (2 * ROWS) * (columns // COLUMNS), columns // COLUMNS, multiprocessors()
+    count, across = rows // (2 * ROWS) * (columns // COLUMNS), columns // COLUMNS
     wg = lax.axis_index("wg")
     number = partial(jnp.array, dtype=jnp.int32)
 
