@@ -22,7 +22,7 @@ from benchmarks.text import FIRST_RATE, RATE, WARMUP, batch, stdlib_tokens, step
 from shardwise import Mean, Run, init_state, steps
 from shardwise.models.gpt import GPT, PRESETS, GPTConfig
 from shardwise.models.hf import params_to_hf
-from shardwise.models.loss import chunked_cross_entropy, cross_entropy
+from shardwise.models.loss import chunked_cross_entropy, linear_cross_entropy
 from shardwise.run import prepare
 
 
@@ -32,7 +32,7 @@ def make_run(config: GPTConfig, rows: int, length: int, chunks: int = 1) -> Run:
     def loss(model: GPT, batch: dict[str, jax.Array]) -> Mean:
         inputs, labels = batch["inputs"], batch["labels"]
         if chunks == 1:
-            return Mean(cross_entropy(model(inputs), labels))
+            return Mean(linear_cross_entropy(*model.features(inputs), labels.reshape(-1)))
         return Mean(chunked_cross_entropy(*model.features(inputs), labels.reshape(-1), chunks), labels.size)
 
     rate = optax.linear_schedule(FIRST_RATE, RATE, WARMUP)

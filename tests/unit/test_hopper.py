@@ -5,11 +5,13 @@ Before jax 0.12 the interpreter does not run them: there the tests only see that
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from shardwise.flops import count_kernels
 from shardwise.hlo import parse
 from shardwise.models import activation, hopper
+from shardwise.models import loss as losses
 from shardwise.precision import sums_in_float32
 
 VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
@@ -70,6 +72,40 @@ def test_a_product_times_a_slope_and_the_sum_of_its_rows(interpreted, rows, inne
     expected = wide(jnp.asarray(wide(g) @ wide(kernel).T, jnp.bfloat16)) * wide(slope)
     np.testing.assert_allclose(wide(gradient), expected, rtol=2**-7, atol=2e-2)
     np.testing.assert_allclose(sums, expected.sum(0), rtol=1e-3, atol=1e-2)  # of what is not rounded once more
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("rows", "inner", "columns"), [(512, 128, 384), (4608, 64, 128)])
+def test_a_product_as_exponentials_and_their_sums(interpreted, rows, inner, columns):
+    rng = np.random.default_rng(4)
+    x, table, less = half(rng, rows, inner), half(rng, columns, inner, scale=0.2), jnp.asarray(rng.normal(0, 2, rows), jnp.float32)
+    less = less.at[7].set(-200.0)  # exp(200) is no number in float32
+    shares, sums = hopper.product_exp(x, table, less)
+    product = jnp.asarray(wide(x) @ wide(table).T - np.asarray(less)[:, None], jnp.bfloat16)
+    expected = np.exp(np.minimum(wide(product), hopper.CEILING))
+    np.testing.assert_allclose(wide(shares), expected, rtol=2**-5)  # a product may be rounded to the neighbouring number
+    np.testing.assert_allclose(sums, expected.sum(1), rtol=5e-3)
+    assert wide(shares)[7].max() == wide(shares)[7].min() == pytest.approx(np.exp(hopper.CEILING), rel=2**-8)
+
+
+@needs_interpreter
+def test_the_loss_of_a_product_as_without_the_kernel(interpreted, monkeypatch):
+    monkeypatch.setattr(losses, "platform", lambda: "gpu")
+    monkeypatch.setattr(hopper, "is_here", lambda: True)
+    rng = np.random.default_rng(5)
+    features, table = half(rng, 256, 64), half(rng, 384, 64, scale=0.3)
+    labels, weights = rng.integers(0, 384, 256), rng.uniform(0, 2, 256).astype("f4")
+    labels[:3] = np.argmax(wide(features)[:3] @ wide(table).T, axis=1)  # and some that are likely
+
+    def found(loss, *arguments):
+        value = jax.value_and_grad(lambda *args: (loss(*args, labels) * weights).sum(), argnums=(0, 1))
+        return jax.tree.map(lambda x: np.asarray(x, np.float32), value(*arguments))
+
+    theirs = found(lambda f, t, labels: optax.softmax_cross_entropy_with_integer_labels(f @ t.T, labels), *map(wide, (features, table)))
+    ours = found(losses.linear_cross_entropy, features, table)
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-3)
+    for a, b in zip(ours[1], theirs[1], strict=True):
+        np.testing.assert_allclose(a, b, atol=0.01 * np.abs(b).max())
 
 
 @needs_interpreter

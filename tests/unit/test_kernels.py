@@ -102,6 +102,24 @@ def test_each_device_takes_its_own_rows_of_the_loss():
     assert_close(nats, optax.softmax_cross_entropy_with_integer_labels(logits, labels))
 
 
+@pytest.mark.parametrize("cut", ["data=8", "data=4,tensor=2"])
+def test_the_loss_of_a_product_is_that_of_its_logits(monkeypatch, cut):
+    """Where each device has the exponentials of its own rows (too few for the kernel), and where the logits themselves are cut."""
+    monkeypatch.setattr(losses, "_is_fused", lambda *_: losses._rows_are_whole())
+    rng = np.random.default_rng(4)
+    features, table = rng.normal(size=(64, 16)).astype("f4"), rng.normal(size=(40, 16)).astype("f4")
+    labels, weights = rng.integers(0, 40, 64), rng.uniform(size=64).astype("f4")
+
+    def found(loss, *arguments):
+        return jax.jit(jax.value_and_grad(lambda *args: (loss(*args, labels) * weights).sum(), argnums=(0, 1)))(*arguments)
+
+    theirs = found(lambda f, t, labels: optax.softmax_cross_entropy_with_integer_labels(f @ t.T, labels), features, table)
+    mesh = make_mesh(cut)
+    with jax.set_mesh(mesh):
+        spread = jax.device_put(features, NamedSharding(mesh, P("data")))
+        assert_close(found(losses.linear_cross_entropy, spread, table), theirs)
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 def test_the_loss_in_chunks_is_the_loss(where, weighted):
     rng = np.random.default_rng(0)

@@ -1,12 +1,14 @@
 """Kernels for Hopper GPUs (H100, H200) in which arithmetic and memory work at the same time, written in Mosaic GPU.
 
-Two passes over large arrays are saved that XLA and Triton make. The loss holds a row of the logits on chip while it sums
-and divides: read once, written once. A product becomes its GELU (or is multiplied by the slope of it, in the backward pass) before
-it leaves the chip: of the four warpgroups of a program two multiply, one loads, and one works on the tile that is done. In jax before
-0.11 Mosaic GPU has other names; there, and for shapes that do not fit, the callers have other kernels.
+Passes over large arrays are saved that XLA and Triton make. A product becomes its GELU (or is multiplied by the slope of it, in the
+backward pass, or becomes the shares of a softmax) before it leaves the chip: of the four warpgroups of a program two multiply, one
+loads, and one works on the tile that is done. Where the logits exist already, the loss holds a row of them on chip while it sums and
+divides: read once, written once. In jax before 0.11 Mosaic GPU has other names; there, and for shapes that do not fit, the callers have
+other kernels.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -28,6 +30,8 @@ STAGES = 3  # pieces of the factors that are loaded ahead
 PIECE, HEIGHT = 64, 32  # columns and rows of the part of a tile that the last warpgroup works on at once
 SLOPES = 2  # parts whose slopes are on their way from memory
 REGISTERS = 168, 24, 152  # of a thread that multiplies, loads, and ends; 128 on average
+TOGETHER = 16  # tiles above each other that are worked on at a time: what they share is read once
+CEILING = 75.0  # of what becomes a share: exp(75) times as many as there are words is still a number in float32
 
 
 def is_here() -> bool:
@@ -116,7 +120,7 @@ def can_multiply(x: Array, columns: int) -> bool:
 def product_gelu(x: Array, kernel: Array, bias: Array) -> tuple[Array, Array]:
     """x (N, D), kernel (D, F), bias (F,) -> gelu(x @ kernel + bias), and the slope of the GELU there."""
     out = jax.ShapeDtypeStruct((x.shape[0], kernel.shape[1]), x.dtype)
-    return tuple(_product("product_gelu", (out, out), back=False)(x, kernel, bias))
+    return tuple(_product("gelu", out, out)(x, kernel, bias))
 
 
 @jax.jit
@@ -124,19 +128,28 @@ def product_slope(g: Array, kernel: Array, slope: Array) -> tuple[Array, Array]:
     """g (N, D), kernel (F, D), slope (N, F) -> (g @ kernel.T) * slope, and the sum of its rows (F,)."""
     rows, columns = slope.shape
     sums = jax.ShapeDtypeStruct((rows // (2 * ROWS), columns), jnp.float32)
-    gradient, parts = _product("product_slope", (jax.ShapeDtypeStruct(slope.shape, g.dtype), sums), back=True)(g, kernel, slope)
+    gradient, parts = _product("slope", jax.ShapeDtypeStruct(slope.shape, g.dtype), sums)(g, kernel, slope)
     return gradient, parts.sum(0)
 
 
-def _product(name: str, out_type: Any, back: bool) -> Any:
+@jax.jit
+def product_exp(x: Array, table: Array, less: Array) -> tuple[Array, Array]:
+    """x (N, D), table (V, D), less (N,) -> exp(x @ table.T - less), at most that of CEILING, and the sum of each row (N,), float32."""
+    rows, columns = x.shape[0], table.shape[0]
+    sums = jax.ShapeDtypeStruct((columns // COLUMNS, rows), jnp.float32)
+    shares, parts = _product("exp", jax.ShapeDtypeStruct((rows, columns), x.dtype), sums)(x, table, less)
+    return shares, parts.sum(0)
+
+
+def _product(end: str, *out_type: jax.ShapeDtypeStruct) -> Any:
     return gpu.kernel(
-        partial(_product_kernel, back=back),
+        partial(_product_kernel, end=end),
         out_type=out_type,
         grid=(multiprocessors(),),
         grid_names=("program",),
         num_threads=4,
         thread_name="wg",
-        kernel_name=name,
+        kernel_name=f"product_{end}",
         compiler_params=gpu.CompilerParams(
             lowering_semantics=gpu.LoweringSemantics.Lane,
             approx_math=True,
@@ -152,18 +165,20 @@ def lines() -> Any:
     return gpu.Layout.TILED(gpu.Tiling(((8, PIECE), (2, PIECE), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
-def _product_kernel(a: Any, b: Any, beside: Any, *outs: Any, back: bool) -> None:
-    """Tiles of a (N, D) @ b. Forward, b (D, F) and beside, the bias: their GELU and its slope. Back, b.T (F, D) and beside, the slope:
-    their product with it, and the sums of its rows."""
-    (rows, inner), columns = a.shape, b.shape[0] if back else b.shape[1]
+def _product_kernel(a: Any, b: Any, beside: Any, *outs: Any, end: str) -> None:
+    """Tiles of the product of a (N, D) and b, and what they become: product_gelu, product_slope, product_exp."""
+    (rows, inner), transposed = a.shape, end != "gelu"
+    columns = b.shape[0 if transposed else 1]
     pieces, blocks, dtype = inner // DEPTH, COLUMNS // PIECE, a.dtype
-    count, across = rows // (2 * ROWS) * (columns // COLUMNS), columns // COLUMNS
+    down, across = rows // (2 * ROWS), columns // COLUMNS
+    count, together = down * across, math.gcd(down, TOGETHER)
     wg = lax.axis_index("wg")
     number = partial(jnp.array, dtype=jnp.int32)
 
     def corner(index: Array) -> tuple[Array, Array]:
         """The first row and the first column of a tile."""
-        return lax.div(index, number(across)) * (2 * ROWS), lax.rem(index, number(across)) * COLUMNS
+        group, within = lax.div(index, number(together * across)), lax.rem(index, number(together * across))
+        return (group * together + lax.rem(within, number(together))) * (2 * ROWS), lax.div(within, number(together)) * COLUMNS
 
     def scope(a_held: Any, b_held: Any, tile: Any, loaded: Any, used: Any, finished: Any, free: Any) -> None:
         def load(mine: Array, index: Array) -> None:
@@ -175,7 +190,7 @@ def _product_kernel(a: Any, b: Any, beside: Any, *outs: Any, back: bool) -> None
                 pl.when(at >= STAGES)(lambda: gpu.barrier_wait(used.at[slot]))
                 deep, wide = pl.ds(i * DEPTH, DEPTH), pl.ds(column, COLUMNS)
                 gpu.copy_gmem_to_smem(a.at[pl.ds(row, 2 * ROWS), deep], a_held.at[slot], loaded.at[slot])
-                gpu.copy_gmem_to_smem(b.at[wide, deep] if back else b.at[deep, wide], b_held.at[slot], loaded.at[slot])
+                gpu.copy_gmem_to_smem(b.at[wide, deep] if transposed else b.at[deep, wide], b_held.at[slot], loaded.at[slot])
 
             lax.fori_loop(0, pieces, one, None)
 
@@ -186,7 +201,7 @@ def _product_kernel(a: Any, b: Any, beside: Any, *outs: Any, back: bool) -> None
                     slot = lax.rem(at, number(STAGES))
                     gpu.barrier_wait(loaded.at[slot])
                     right = b_held.at[slot]
-                    gpu.wgmma(total, a_held.at[slot, pl.ds(wg * ROWS, ROWS)], right.transpose((1, 0)) if back else right)
+                    gpu.wgmma(total, a_held.at[slot, pl.ds(wg * ROWS, ROWS)], right.transpose((1, 0)) if transposed else right)
                     gpu.wgmma_wait(1)
                     pl.when(i > 0)(lambda: gpu.barrier_arrive(used.at[lax.rem(at + STAGES - 1, number(STAGES))]))
 
@@ -195,15 +210,19 @@ def _product_kernel(a: Any, b: Any, beside: Any, *outs: Any, back: bool) -> None
                 gpu.barrier_arrive(used.at[lax.rem(mine * pieces + pieces - 1, number(STAGES))])
                 return total[...]
 
+            if end == "exp":
+                at = beside.at[pl.ds(corner(index)[0] + wg * ROWS, ROWS)]
+                less = gpu.load(at, layout=gpu.Layout.WGMMA.reduce(1), optimized=False)
             total = pl.run_scoped(sum_up, gpu.ACC((ROWS, COLUMNS), jnp.float32))
             pl.when(mine > 0)(lambda: gpu.barrier_wait(free.at[wg]))
             for c in range(blocks):
-                tile[wg, c] = total[:, c * PIECE : (c + 1) * PIECE].astype(dtype)
+                x = total[:, c * PIECE : (c + 1) * PIECE]
+                tile[wg, c] = (x - lax.broadcast_in_dim(less, x.shape, [0]) if end == "exp" else x).astype(dtype)
             gpu.barrier_arrive(finished.at[wg])
 
-        parts = list(itertools.product((0, 1), range(blocks), range(0, ROWS, HEIGHT)))  # of a tile: half, columns and first row of it
+        parts = list(itertools.product((0, 1), range(0, ROWS, HEIGHT), range(blocks)))  # of a tile: half, first row and columns of it
 
-        def place(index: Array, half: int, c: int, r: int) -> Any:
+        def place(index: Array, half: int, r: int, c: int) -> Any:
             row, column = corner(index)
             return pl.ds(row + half * ROWS + r, HEIGHT), pl.ds(column + c * PIECE, PIECE)
 
@@ -214,12 +233,12 @@ def _product_kernel(a: Any, b: Any, beside: Any, *outs: Any, back: bool) -> None
                 fetched += [fetch(*part) for part in parts[i + parts_ahead : i + parts_ahead + 1]]
                 yield fetched[i].astype(jnp.float32)
 
-        def product(half: int, c: int, r: int) -> Array:
-            """Of the place that the multiplying warpgroup left it in, which is free after the last part."""
-            if (c, r) == parts[0][1:]:
+        def product(half: int, r: int, c: int) -> Array:
+            """From the place that the multiplying warpgroup left it in, which is free after the last part."""
+            if (r, c) == parts[0][1:]:
                 gpu.barrier_wait(finished.at[half])
             part = gpu.load(tile.at[half, c, pl.ds(r, HEIGHT)], layout=lines())
-            if (c, r) == parts[-1][1:]:
+            if (r, c) == parts[-1][1:]:
                 gpu.barrier_arrive(free.at[half])
             return part
 
@@ -229,7 +248,7 @@ def _product_kernel(a: Any, b: Any, beside: Any, *outs: Any, back: bool) -> None
             vectors = [gpu.load(ref, layout=lines().reduce(0), optimized=False).astype(jnp.float32) for ref in at]
             biases = [gpu.layout_cast(lax.broadcast_in_dim(vector, (HEIGHT, PIECE), [1]), lines()) for vector in vectors]
             for part, x in zip(parts, ahead(product, 1), strict=True):
-                for out, value in zip(outs, gelu_and_slope(x + biases[part[1]]), strict=True):
+                for out, value in zip(outs, gelu_and_slope(x + biases[part[2]]), strict=True):
                     out.at[place(index, *part)][...] = value.astype(dtype)
 
         def end_slope(mine: Array, index: Array) -> None:
@@ -240,15 +259,28 @@ def _product_kernel(a: Any, b: Any, beside: Any, *outs: Any, back: bool) -> None
             for part, factor, x in zip(parts, ahead(slope, SLOPES), ahead(product, 1), strict=True):
                 gradient = x * factor
                 outs[0].at[place(index, *part)][...] = gradient.astype(dtype)
-                totals[part[1]] += gradient
+                totals[part[2]] += gradient
             row, column = corner(index)
             for c, total in enumerate(totals):
                 outs[1].at[lax.div(row, number(2 * ROWS)), pl.ds(column + c * PIECE, PIECE)][...] = jnp.sum(total, axis=0)
 
+        def end_exp(mine: Array, index: Array) -> None:
+            row, column = corner(index)
+            total: Any = 0.0
+            for part, x in zip(parts, ahead(product, 1), strict=True):
+                half, r, c = part
+                share = jnp.exp2(jnp.minimum(x, CEILING) * LOG2E)
+                outs[0].at[place(index, *part)][...] = share.astype(dtype)
+                total = total + share
+                if c == blocks - 1:
+                    outs[1].at[lax.div(column, number(COLUMNS)), pl.ds(row + half * ROWS + r, HEIGHT)][...] = jnp.sum(total, axis=1)
+                    total = 0.0
+
+        ends = {"gelu": end_gelu, "slope": end_slope, "exp": end_exp}
         for who, registers, work in (
             (wg < 2, REGISTERS[0], multiply),
             (wg == 2, REGISTERS[1], load),
-            (wg == 3, REGISTERS[2], end_slope if back else end_gelu),
+            (wg == 3, REGISTERS[2], ends[end]),
         ):
 
             @pl.when(who)  # type: ignore[untyped-decorator]
@@ -263,7 +295,7 @@ def _product_kernel(a: Any, b: Any, beside: Any, *outs: Any, back: bool) -> None
     pl.run_scoped(
         scope,
         a_held=held(STAGES, 2 * ROWS, DEPTH, across=DEPTH),
-        b_held=held(*((STAGES, COLUMNS, DEPTH) if back else (STAGES, DEPTH, COLUMNS)), across=DEPTH),
+        b_held=held(*((STAGES, COLUMNS, DEPTH) if transposed else (STAGES, DEPTH, COLUMNS)), across=DEPTH),
         tile=held(2, blocks, ROWS, PIECE, across=PIECE),
         loaded=gpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         used=gpu.Barrier(num_arrivals=2, num_barriers=STAGES),

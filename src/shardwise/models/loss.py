@@ -2,7 +2,7 @@
 
 For V words the logits of N tokens are the largest array of a small model's step, so what counts is how often they pass
 through memory: written by the output layer, read and overwritten by their gradient once, read by the two products of the
-backward pass.
+backward pass. Where the loss is given what goes into the output layer, its exponentials are written instead of the logits.
 """
 
 from functools import partial
@@ -41,9 +41,13 @@ def _gradient(logits: Array, labels: Array, log_total: Array) -> Array:
     return jnp.exp(logits.astype(jnp.float32) - log_total[..., None]) - is_label
 
 
-def _forward_rule(logits: Array, labels: Array) -> tuple[Array, Any]:
+def _rows_are_whole() -> bool:
     shape = jax.sharding.get_abstract_mesh().shape
-    if platform() == "gpu" and all(shape.get(axis, 1) == 1 for axis in TENSOR):  # no row may be cut
+    return all(shape.get(axis, 1) == 1 for axis in TENSOR)
+
+
+def _forward_rule(logits: Array, labels: Array) -> tuple[Array, Any]:
+    if platform() == "gpu" and _rows_are_whole():
         nats, gradient = fused_cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
         return nats.reshape(labels.shape), (gradient.reshape(logits.shape),)
     nats, log_total = _forward(logits, labels)
@@ -106,6 +110,72 @@ def _fused(logits: Array, labels: Array) -> tuple[Array, Array]:
     )(logits, labels)
 
 
+def linear_cross_entropy(features: Array, table: Array, labels: Array) -> Array:
+    """`cross_entropy(features @ table.T, labels)` for features (N, D), table (V, D) and labels (N,): on Hopper GPUs in fewer passes.
+
+    There the product leaves the chip as exponentials, of the logits less that of the label: their sum is all that is missing, and goes
+    into the backward pass as a number for each token. A label that is 75 nats less likely than other words counts as about that.
+    """
+    if _is_fused(features, table):
+        return _linear(features, table, labels)
+    return cross_entropy(_logits(features, table), labels)
+
+
+def _is_fused(features: Array, table: Array) -> bool:
+    fits = features.dtype == table.dtype and hopper.can_multiply(features, table.shape[0])
+    return fits and platform() == "gpu" and hopper.is_here() and _rows_are_whole()
+
+
+def _logits(features: Array, table: Array) -> Array:
+    return jax.lax.dot_general(features, table, (((1,), (1,)), ((), ())))
+
+
+@jax.custom_vjp
+def _linear(features: Array, table: Array, labels: Array) -> Array:
+    return cross_entropy(_logits(features, table), labels)
+
+
+def _linear_forward(features: Array, table: Array, labels: Array) -> tuple[Array, Any]:
+    nats, gradient, scale = _nats_and_gradient(features, table, labels)
+    return nats, (features, table, gradient, scale)
+
+
+def _linear_backward(saved: Any, g: Array) -> tuple[Array, Array, None]:
+    features, table, gradient, scale = saved
+    return *_through_product(features, table, gradient, g * scale, table.dtype), None
+
+
+_linear.defvjp(_linear_forward, _linear_backward)
+
+
+def _nats_and_gradient(features: Array, table: Array, labels: Array) -> tuple[Array, Array, Array]:
+    """The losses, and what has to be multiplied by a number for each token to be the gradient of the logits: with those numbers."""
+    if _is_fused(features, table):
+        shares, total = by_rows(_shares, "n d, v d, n -> n v, n", whole="d v")(features, table, labels)
+        return jnp.log(total), shares, 1 / total
+    nats, saved = _forward_rule(_logits(features, table), labels)
+    return nats, _backward_rule(saved, jnp.ones_like(nats))[0], jnp.ones_like(nats)
+
+
+def _shares(features: Array, table: Array, labels: Array) -> tuple[Array, Array]:
+    """How much likelier each word is than the label (for the label itself: what makes it the gradient), and the sum of that."""
+    of_label = (features.astype(jnp.float32) * table[labels].astype(jnp.float32)).sum(1)
+    if hopper.can_multiply(features, table.shape[0]):
+        shares, total = hopper.product_exp(features, table, of_label)
+    else:  # what one device holds may not be cut into tiles
+        less = _logits(features, table).astype(jnp.float32) - of_label[:, None]
+        shares = jnp.exp(jnp.minimum(less, hopper.CEILING))
+        shares, total = shares.astype(features.dtype), shares.sum(1)
+    return shares.at[jnp.arange(len(labels)), labels].set((1 - total).astype(shares.dtype)), total
+
+
+def _through_product(features: Array, table: Array, gradient: Array, scale: Array, of_table: Any) -> tuple[Array, Array]:
+    """Gradients of features and table, the latter of a given dtype, from that of the logits, whose rows are still to be scaled."""
+    weighted = (features * scale[:, None]).astype(features.dtype)
+    to_table = jax.lax.dot_general(gradient, weighted, (((0,), (0,)), ((), ())), preferred_element_type=of_table)
+    return ((gradient @ table) * scale[:, None]).astype(features.dtype), to_table
+
+
 def chunked_cross_entropy(features: Array, table: Array, labels: Array, chunks: int, weights: Array | None = None) -> Array:
     """The sum of `weights * cross_entropy(features @ table.T, labels)`, never holding more than one of `chunks` parts of the logits.
 
@@ -130,12 +200,8 @@ def _chunked(features: Array, table: Array, labels: Array, weights: Array, chunk
 def _chunked_forward(features: Array, table: Array, labels: Array, weights: Array, chunks: int) -> tuple[Array, Any]:
     def one(sums: tuple[Array, Array], part: Any) -> tuple[Any, Any]:
         rows, labels, weights = part
-        logits = rows @ table.T
-        nats, saved = _forward_rule(logits, labels)
-        to_logits = _backward_rule(saved, jnp.ones_like(nats))[0]
-        weighted = rows * weights[:, None].astype(rows.dtype)
-        to_table = jax.lax.dot_general(to_logits, weighted, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-        to_rows = (to_logits @ table) * weights[:, None].astype(rows.dtype)
+        nats, gradient, scale = _nats_and_gradient(rows, table, labels)
+        to_rows, to_table = _through_product(rows, table, gradient, weights * scale, jnp.float32)
         return (sums[0] + (nats * weights).sum(), sums[1] + to_table), (to_rows, nats)
 
     zeros = jnp.float32(0), jnp.zeros(table.shape, jnp.float32)
