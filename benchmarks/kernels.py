@@ -64,6 +64,12 @@ def slope_as_jax_has_it(g: Array, down: Array, slope: Array) -> tuple[Array, Arr
 
 
 @jax.jit
+def exp_as_jax_has_it(x: Array, table: Array) -> tuple[Array, Array]:
+    shares = jnp.exp((x @ table.T).astype(jnp.float32))
+    return shares, shares.sum(1)
+
+
+@jax.jit
 def loss_as_jax_has_it(logits: Array, labels: Array) -> tuple[Array, Array]:
     wide = logits.astype(jnp.float32)
     return jax.nn.softmax(wide) - jax.nn.one_hot(labels, logits.shape[1]), -jax.nn.log_softmax(wide)[jnp.arange(len(labels)), labels]
@@ -96,6 +102,12 @@ def main() -> None:
     wrong = apart(hopper.product_slope(g, down, slope), slope_as_jax_has_it(g, down, slope))
     bare = milliseconds(jax.jit(lambda g, down: g @ down.T), g, down)
     show("product_slope", milliseconds(hopper.product_slope, g, down, slope), bare, "cuBLAS", wrong)
+
+    table = normal(10, (vocab, width), 0.03)
+    less = jnp.zeros(rows, jnp.float32)
+    wrong = apart([part[:1024] for part in hopper.product_exp(x, table, less)], exp_as_jax_has_it(x[:1024], table))
+    bare = milliseconds(jax.jit(lambda x, table: x @ table.T), x, table, calls=20)
+    show("product_exp", milliseconds(hopper.product_exp, x, table, less, calls=20), bare, "cuBLAS", wrong)
 
     scale, shift = normal(5, (width,)), normal(6, (width,))
     forward = jax.jit(lambda *args: norm.fused_layer_norm(*args, 1e-5)[1])
