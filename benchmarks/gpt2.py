@@ -32,7 +32,7 @@ def make_run(config: GPTConfig, rows: int, length: int, chunks: int = 1) -> Run:
     def loss(model: GPT, batch: dict[str, jax.Array]) -> Mean:
         inputs, labels = batch["inputs"], batch["labels"]
         if chunks == 1:
-            return Mean(linear_cross_entropy(*model.features(inputs), labels.reshape(-1)))
+            return Mean(linear_cross_entropy(*model.features(inputs), labels))
         return Mean(chunked_cross_entropy(*model.features(inputs), labels.reshape(-1), chunks), labels.size)
 
     rate = optax.linear_schedule(FIRST_RATE, RATE, WARMUP)

@@ -65,8 +65,8 @@ All three compute in bfloat16 over float32 weights with AdamW and clipping, flas
 its fused AdamW. They begin with the same weights and see the same text. Over {len(ours)} steps the losses of shardwise and of the faster
 PyTorch model differ by {apart(ours, other)} on average; those of the two PyTorch models by {apart(hub, other)}.
 
-The recipe's loss is `Mean(linear_cross_entropy(*model.features(inputs), labels.reshape(-1)))`, of `shardwise.models.loss`, which takes what
-goes into the output layer, (N, D), and its weights, (V, D), of any model. The card works at the limit of its power here, at 1.6 of 1.98
+The recipe's loss is `Mean(linear_cross_entropy(*model.features(inputs), labels))`, of `shardwise.models.loss`, which takes what goes
+into the output layer, (N, D), and its weights, (V, D), of any model. The card works at the limit of its power here, at 1.6 of 1.98
 GHz: what makes a step faster is less work, not less waiting.
 
 ![losses](performance.png)
@@ -206,7 +206,12 @@ def memory(entry: dict[str, Any]) -> str:
     cases = {name: row for name, row in entry.items() if isinstance(row, dict) and "total" in row}
     rows = [[name, *(f"{row[key]:.2f}" for key in ("state", "temporary", "total"))] for name, row in cases.items()]
     head = ["bytes a parameter, by the compiler", "weights and AdamW's averages", "gradient and all else", "in all"]
-    note = "AdamW over float32 weights needs 4 + 8 + 4. Blocks are computed again, of one row of 64 tokens."
+    note = "AdamW over float32 weights needs 4 + 8 + 4. Blocks are computed again, of one row of 64 tokens. "
+    added = []
+    for dtype in ("float32", "bfloat16"):
+        (small, few), (large, many) = ((row["total"], row["parameters"]) for row in (cases[f"gpt2 {dtype}"], cases[f"gpt2-xl {dtype}"]))
+        added.append(f"{(large * many - small * few) / (many - few):.2f} bytes with products in {dtype}")
+    note += f"What a parameter more adds, from the smaller model to the larger one: {' and '.join(added)}."
     return f"{table(head, rows)}\n\n{note}\n\n{measured(entry)}\n"
 
 

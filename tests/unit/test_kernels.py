@@ -108,12 +108,12 @@ def test_the_loss_of_a_product_is_that_of_its_logits(monkeypatch, cut):
     monkeypatch.setattr(losses, "_is_fused", lambda *_: losses._rows_are_whole())
     rng = np.random.default_rng(4)
     features, table = rng.normal(size=(64, 16)).astype("f4"), rng.normal(size=(40, 16)).astype("f4")
-    labels, weights = rng.integers(0, 40, 64), rng.uniform(size=64).astype("f4")
+    labels, weights = rng.integers(0, 40, (4, 16)), rng.uniform(size=(4, 16)).astype("f4")
 
     def found(loss, *arguments):
         return jax.jit(jax.value_and_grad(lambda *args: (loss(*args, labels) * weights).sum(), argnums=(0, 1)))(*arguments)
 
-    theirs = found(lambda f, t, labels: optax.softmax_cross_entropy_with_integer_labels(f @ t.T, labels), features, table)
+    theirs = found(lambda f, t, y: optax.softmax_cross_entropy_with_integer_labels((f @ t.T).reshape(4, 16, 40), y), features, table)
     mesh = make_mesh(cut)
     with jax.set_mesh(mesh):
         spread = jax.device_put(features, NamedSharding(mesh, P("data")))

@@ -111,14 +111,14 @@ def _fused(logits: Array, labels: Array) -> tuple[Array, Array]:
 
 
 def linear_cross_entropy(features: Array, table: Array, labels: Array) -> Array:
-    """`cross_entropy(features @ table.T, labels)` for features (N, D), table (V, D) and labels (N,): on Hopper GPUs in fewer passes.
+    """`cross_entropy` of what goes into the output layer, (N, D) or (..., D), and of its weights, (V, D): on Hopper GPUs in fewer passes.
 
     There the product leaves the chip as exponentials, of the logits less that of the label: their sum is all that is missing, and goes
     into the backward pass as a number for each token. A label that is 75 nats less likely than other words counts as about that.
     """
-    if _is_fused(features, table):
-        return _linear(features, table, labels)
-    return cross_entropy(_logits(features, table), labels)
+    rows, flat = features.reshape(-1, features.shape[-1]), labels.reshape(-1)
+    nats = _linear(rows, table, flat) if _is_fused(rows, table) else cross_entropy(_logits(rows, table), flat)
+    return nats.reshape(labels.shape)
 
 
 def _is_fused(features: Array, table: Array) -> bool:
