@@ -18,14 +18,13 @@ import optax
 
 from shardwise import Batches, Mean, Run, Tokens, optim, stdlib_bytes
 from shardwise.models.gpt import GPT, PRESETS
-from shardwise.models.loss import cross_entropy
+from shardwise.models.loss import linear_cross_entropy
 from shardwise.models.sampling import generate
 
 
 def loss(model: GPT, batch: dict[str, jax.Array]) -> Mean:
     """Nats for each byte: an entry for each of them, so that padding and micro-batches cannot change the mean."""
-    nats = cross_entropy(model(batch["inputs"]), batch["labels"])
-    return Mean(nats)
+    return Mean(linear_cross_entropy(*model.features(batch["inputs"]), batch["labels"]))
 
 
 def sample(model: GPT, prompt: str = "def ", num_bytes: int = 300) -> str:
