@@ -120,6 +120,22 @@ def test_the_loss_of_a_product_is_that_of_its_logits(monkeypatch, cut):
         assert_close(found(losses.linear_cross_entropy, spread, table), theirs)
 
 
+def test_a_label_that_is_out_of_the_question_is_still_learned(monkeypatch):
+    """exp(1000) is no number: the kernel's arithmetic ends at 60 nats, where the loss must be finite and pull the right way."""
+    monkeypatch.setattr(losses, "_is_fused", lambda *_: True)
+    features, table = jnp.ones((4, 16), jnp.bfloat16), jnp.zeros((40, 16), jnp.bfloat16).at[:20].set(-1000 / 16)
+
+    def loss(features, table):
+        return losses.linear_cross_entropy(features, table, jnp.arange(4)).sum() / 2**20  # as one of a million tokens
+
+    nats, (to_features, to_table) = jax.value_and_grad(loss, argnums=(0, 1))(features, table)
+    assert 60 < nats * 2**20 / 4 < 60 + np.log(40)
+    wide = np.asarray(to_table.astype(jnp.float32)) * 2**20
+    assert (wide[:4] < -0.9).all()  # of the labels: as far as it goes
+    np.testing.assert_allclose(wide[20:].sum(0), 4, rtol=0.02)  # of all that is likelier: as much, the other way
+    assert np.isfinite(np.asarray(to_features.astype(jnp.float32))).all()
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 def test_the_loss_in_chunks_is_the_loss(where, weighted):
     rng = np.random.default_rng(0)

@@ -31,7 +31,7 @@ PIECE, HEIGHT = 64, 32  # columns and rows of the part of a tile that the last w
 SLOPES = 2  # parts whose slopes are on their way from memory
 REGISTERS = 168, 24, 152  # of a thread that multiplies, loads, and ends; 128 on average
 TOGETHER = 16  # tiles above each other that are worked on at a time: what they share is read once
-CEILING = 75.0  # of what becomes a share: exp(75) times as many as there are words is still a number in float32
+CEILING = 60.0  # of what becomes a share: exp(60) times as many words as there are, and its inverse over all tokens, are numbers in float32
 
 
 def is_here() -> bool:

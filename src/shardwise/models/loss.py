@@ -114,7 +114,7 @@ def linear_cross_entropy(features: Array, table: Array, labels: Array) -> Array:
     """`cross_entropy` of what goes into the output layer, (N, D) or (..., D), and of its weights, (V, D): on Hopper GPUs in fewer passes.
 
     There the product leaves the chip as exponentials, of the logits less that of the label: their sum is all that is missing, and goes
-    into the backward pass as a number for each token. A label that is 75 nats less likely than other words counts as about that.
+    into the backward pass as a number for each token. A label that is 60 nats less likely than other words counts as about that.
     """
     rows, flat = features.reshape(-1, features.shape[-1]), labels.reshape(-1)
     nats = _linear(rows, table, flat) if _is_fused(rows, table) else cross_entropy(_logits(rows, table), flat)
