@@ -161,7 +161,7 @@ def _product(end: str, *out_type: jax.ShapeDtypeStruct) -> Any:
 
 def lines() -> Any:
     """How a warpgroup holds part of a tile: what a warp reads or writes at once is two whole lines of 128 bytes. By count, shared memory is
-    the busiest part of the chip here (the tensor cores alone want three quarters of its speed): this warpgroup goes past it to the memory."""
+    the busiest part here (the tensor cores alone want three quarters of its speed): this warpgroup goes past it to the memory."""
     return gpu.Layout.TILED(gpu.Tiling(((8, PIECE), (2, PIECE), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
