@@ -66,8 +66,8 @@ its fused AdamW. They begin with the same weights and see the same text. Over {l
 PyTorch model differ by {apart(ours, other)} on average; those of the two PyTorch models by {apart(hub, other)}.
 
 The recipe's loss is `Mean(linear_cross_entropy(*model.features(inputs), labels))`, of `shardwise.models.loss`, which takes what goes
-into the output layer, (N, D), and its weights, (V, D), of any model. The card works at the limit of its power here, at 1.6 of 1.98
-GHz: what makes a step faster is less work, not less waiting.
+into the output layer, (N, D), and its weights, (V, D), of any model. The card works at the limit of its power here: what makes a step
+faster is less work, not less waiting.
 
 ![losses](performance.png)
 

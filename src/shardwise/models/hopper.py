@@ -154,7 +154,6 @@ def _product(end: str, *out_type: jax.ShapeDtypeStruct) -> Any:
             lowering_semantics=gpu.LoweringSemantics.Lane,
             approx_math=True,
             unsafe_no_auto_barriers=True,  # the kernel has a barrier wherever one warpgroup hands something to another
-            reduction_scratch_bytes=4096,
         ),
     )
 

@@ -42,6 +42,7 @@ def _gradient(logits: Array, labels: Array, log_total: Array) -> Array:
 
 
 def _rows_are_whole() -> bool:
+    """No mesh axis cuts the logits of a token, which the kernels hold or sum as a whole."""
     shape = jax.sharding.get_abstract_mesh().shape
     return all(shape.get(axis, 1) == 1 for axis in TENSOR)
 
@@ -117,8 +118,7 @@ def linear_cross_entropy(features: Array, table: Array, labels: Array) -> Array:
     into the backward pass as a number for each token. A label that is 60 nats less likely than other words counts as about that.
     """
     rows, flat = features.reshape(-1, features.shape[-1]), labels.reshape(-1)
-    nats = _linear(rows, table, flat) if _is_fused(rows, table) else cross_entropy(_logits(rows, table), flat)
-    return nats.reshape(labels.shape)
+    return (_fused_linear if _is_fused(rows, table) else _plain_linear)(rows, table, flat).reshape(labels.shape)
 
 
 def _is_fused(features: Array, table: Array) -> bool:
@@ -130,9 +130,14 @@ def _logits(features: Array, table: Array) -> Array:
     return jax.lax.dot_general(features, table, (((1,), (1,)), ((), ())))
 
 
-@jax.custom_vjp
-def _linear(features: Array, table: Array, labels: Array) -> Array:
+def _plain_linear(features: Array, table: Array, labels: Array) -> Array:
     return cross_entropy(_logits(features, table), labels)
+
+
+@jax.custom_vjp
+def _fused_linear(features: Array, table: Array, labels: Array) -> Array:
+    """The value; differentiated, it is the rules."""
+    return _plain_linear(features, table, labels)
 
 
 def _linear_forward(features: Array, table: Array, labels: Array) -> tuple[Array, Any]:
@@ -145,7 +150,7 @@ def _linear_backward(saved: Any, g: Array) -> tuple[Array, Array, None]:
     return *_through_product(features, table, gradient, g * scale, table.dtype), None
 
 
-_linear.defvjp(_linear_forward, _linear_backward)
+_fused_linear.defvjp(_linear_forward, _linear_backward)
 
 
 def _nats_and_gradient(features: Array, table: Array, labels: Array) -> tuple[Array, Array, Array]:
@@ -192,7 +197,7 @@ def chunked_cross_entropy(features: Array, table: Array, labels: Array, chunks: 
 def _chunked(features: Array, table: Array, labels: Array, weights: Array, chunks: int) -> Array:
     def one(total: Array, part: Any) -> tuple[Array, None]:
         rows, labels, weights = part
-        return total + (cross_entropy(rows @ table.T, labels) * weights).sum(), None
+        return total + (_plain_linear(rows, table, labels) * weights).sum(), None
 
     return jax.lax.scan(one, jnp.float32(0), _parts((features, labels, weights), chunks))[0]
 
