@@ -9,6 +9,7 @@ and the source it was measured with; docs/performance.md is made from that (`pyt
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 from functools import partial
@@ -23,14 +24,30 @@ LONG = {"16k": (4, 16384), "64k": (1, 65536)}  # rows of so many tokens
 def gpt2(folder: Path, _: argparse.Namespace) -> dict[str, Any]:
     """124M, 64 x 1024: tokens a second beside both PyTorch models, and the losses of 200 steps from the same weights."""
     size = ("--rows", 64, "--steps", 200, "--share", folder / "share")
-    ours = child(folder, "shardwise", "benchmarks.gpt2", *size)
-    theirs = {model: child(folder, model, "benchmarks.gpt2_torch", *size, "--model", model) for model in ("compact", "transformers")}
+    ours = watched(folder, "shardwise", "benchmarks.gpt2", *size)
+    theirs = {model: watched(folder, model, "benchmarks.gpt2_torch", *size, "--model", model) for model in ("compact", "transformers")}
     answer: dict[str, Any] = {"shardwise": ours, **theirs}
     best = min(theirs, key=lambda model: theirs[model]["step_ms"])
     answer |= {"best": best, "ratio": theirs[best]["step_ms"] / ours["step_ms"]}
     answer["largest_loss_difference"], answer["mean_loss_difference"] = apart(ours, theirs[best])
     answer["between_pytorch"] = apart(theirs["compact"], theirs["transformers"])
     print(f"# {answer['ratio']:.3f} times the tokens/s of {best}; losses at most {answer['largest_loss_difference']:.2%} apart", flush=True)
+    return answer
+
+
+def watched(folder: Path, name: str, module: str, *args: object) -> dict[str, Any]:
+    """`child`, and at what clock (MHz) and power (W) the card worked while it was busy: the medians."""
+    words = ["nvidia-smi", "--query-gpu=utilization.gpu,clocks.sm,power.draw", "--format=csv,noheader,nounits", "--loop-ms=500"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as smi:
+        try:
+            answer = child(folder, name, module, *args)
+        finally:
+            smi.terminate()
+        seen = [line.split(", ") for line in smi.communicate()[0].splitlines()]
+    busy = [(float(moment[1]), float(moment[2])) for moment in seen if moment[0] in ("99", "100")]
+    if busy:
+        answer["clock_mhz"], answer["power_w"] = map(statistics.median, zip(*busy, strict=True))
+        print(f"# the card at {answer['clock_mhz']:.0f} MHz and {answer['power_w']:.0f} W", flush=True)
     return answer
 
 

@@ -66,13 +66,23 @@ its fused AdamW. They begin with the same weights and see the same text. Over {l
 PyTorch model differ by {apart(ours, other)} on average; those of the two PyTorch models by {apart(hub, other)}.
 
 The recipe's loss is `Mean(linear_cross_entropy(*model.features(inputs), labels))`, of `shardwise.models.loss`, which takes what goes
-into the output layer, (N, D), and its weights, (V, D), of any model. The card works at the limit of its power here: what makes a step
-faster is less work, not less waiting.
+into the output layer, (N, D), and its weights, (V, D), of any model.{power(entry)}
 
 ![losses](performance.png)
 
 {measured(entry)}
 """
+
+
+def power(entry: dict[str, Any]) -> str:
+    ours = entry["shardwise"]
+    if "power_w" not in ours:
+        return ""
+    others = " and ".join(f"{entry[name]['power_w']:.0f} W at {entry[name]['clock_mhz']:.0f} MHz" for name in ("compact", "transformers"))
+    return f"""
+
+While shardwise trains, the card draws {ours["power_w"]:.0f} W at {ours["clock_mhz"]:.0f} MHz, medians of what nvidia-smi says; with the
+PyTorch models {others}. At the limit of its power, what makes a step faster is less work, not less waiting."""
 
 
 def picture(entry: dict[str, Any], path: Path) -> None:

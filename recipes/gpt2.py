@@ -16,7 +16,7 @@ import numpy as np
 
 from shardwise import Batches, Mean, Rules, Run, Tokens, open_tokens, optim
 from shardwise.models.gpt import GPT, PRESETS
-from shardwise.models.loss import chunked_cross_entropy, cross_entropy
+from shardwise.models.loss import chunked_cross_entropy, linear_cross_entropy
 
 
 def recipe(
@@ -45,7 +45,7 @@ def recipe(
         """Nats for each token."""
         inputs, labels = batch["inputs"], batch["labels"]
         if loss_chunks == 1:
-            return Mean(cross_entropy(model(inputs), labels))
+            return Mean(linear_cross_entropy(*model.features(inputs), labels))
         return Mean(chunked_cross_entropy(*model.features(inputs), labels.reshape(-1), loss_chunks), labels.size)
 
     # Few numbers, and no dim of them is divisible by hundreds of chips.

@@ -17,13 +17,13 @@ import jax
 
 from shardwise import Batches, InitFrom, Mean, Packed, Run, Tokens, open_tokens, optim, split
 from shardwise.models.gpt import GPT, PRESETS
-from shardwise.models.loss import cross_entropy
+from shardwise.models.loss import linear_cross_entropy
 
 
 def loss(model: GPT, batch: dict[str, jax.Array]) -> Mean:
     """Nats for each token. Where rows are packed, the last label of a document has no weight."""
-    logits = model(batch["inputs"], batch.get("segment_ids"), batch.get("positions"))
-    nats = cross_entropy(logits, batch["labels"])
+    features, table = model.features(batch["inputs"], batch.get("segment_ids"), batch.get("positions"))
+    nats = linear_cross_entropy(features, table, batch["labels"])
     return Mean(nats * batch["weights"], batch["weights"]) if "weights" in batch else Mean(nats)
 
 
