@@ -171,7 +171,8 @@ def torch(entry: dict[str, Any]) -> str:
         times = "" if row["side"] == "shardwise" else f"{row['shardwise_over_it']:.2f}"
         rows.append([row["model"], names[row["side"]], f"{row['step_ms']:.1f} ms", times])
     head = ["model of 16 x 128 bytes a step, width 128", "", "a step", "shardwise takes, times that"]
-    return f"{table(head, rows)}\n\n{measured(entry)}\n"
+    note = "Each takes its turn in every round; times are medians of the rounds, and so are the ratios, each of one round."
+    return f"{table(head, rows)}\n\n{note}\n\n{measured(entry)}\n"
 
 
 def start(entry: dict[str, Any]) -> str:

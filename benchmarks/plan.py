@@ -29,6 +29,7 @@ FITTED = {
 }
 OTHERS = {
     "124M, 16 rows": {"preset": "gpt2", "batch_size": 16, "scan_layers": False},
+    "124M, 32 rows, one scanned layer": {"preset": "gpt2", "batch_size": 32},
     "124M, 48 rows, dots": {"preset": "gpt2", "batch_size": 48, "remat": "dots"},
     "124M, 8 rows of 4096": {"preset": "gpt2", "batch_size": 8, "length": 4096},
     "355M, 32 rows, block": {"preset": "gpt2-medium", "batch_size": 32, "remat": "block"},
