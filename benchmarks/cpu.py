@@ -24,7 +24,7 @@ def torch(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 PARTS: dict[str, Part] = {
     "torch": torch,
     "loop": lambda folder, _: child(folder, "loop", "benchmarks.loop"),
-    "start": lambda folder, _: start(folder, "recipes/stdlib_gpt.py"),
+    "start": lambda folder, _: start(folder, "recipes/stdlib_gpt.py", pairs=5),
     "optimizers": lambda folder, _: child(folder, "optimizers", "benchmarks.optimizers", "--preset", "byte"),
     "data": lambda folder, _: child(folder, "data", "benchmarks.data"),
     "checkpoints": lambda folder, _: child(folder, "checkpoints", "benchmarks.checkpoint"),

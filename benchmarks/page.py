@@ -181,7 +181,10 @@ def start(entry: dict[str, Any]) -> str:
     for which in ("first", "second"):
         seconds = [entry[which]["total"], *(entry[which]["seconds"].get(name, 0.0) for name in names)]
         rows.append([f"{which} start", *(f"{s:.1f} s" for s in seconds)])
-    return f"{table(['to the end of the first step', 'in all', *names], rows)}\n\n{measured(entry)}\n"
+    note = f"The second takes {entry['ratio']:.2f} times as long as the first"
+    if len(ratios := entry.get("ratios", ())) > 1:
+        note += f", the median of {len(ratios)} such pairs, which take {min(ratios):.2f} to {max(ratios):.2f}"
+    return f"{table(['to the end of the first step', 'in all', *names], rows)}\n\n{note}.\n\n{measured(entry)}\n"
 
 
 def xl(entry: dict[str, Any]) -> str:

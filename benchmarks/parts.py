@@ -25,14 +25,19 @@ def child(folder: Path, name: str, module: str, *args: object) -> dict[str, Any]
     return json.loads(path.read_text())
 
 
-def start(folder: Path, *words: str) -> dict[str, Any]:
-    """The same run started twice, each to the end of its first step."""
-    found = []
+def start(folder: Path, *words: str, pairs: int = 1) -> dict[str, Any]:
+    """The same run started twice, each to the end of its first step: of several such pairs the one in the middle, and all ratios."""
+    found = sorted((_pair(folder / str(n), *words) for n in range(pairs)), key=lambda pair: pair["ratio"])
+    return {**found[pairs // 2], "ratios": [pair["ratio"] for pair in found]}
+
+
+def _pair(folder: Path, *words: str) -> dict[str, Any]:
+    found = {}
     for name in ("first", "second"):
         command = [sys.executable, "-m", "shardwise.cli", "train", *words, "--steps", "2", "--out", str(folder / name)]
         subprocess.run(command, check=True, env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache")})
-        found.append(json.loads((folder / name / "starting.jsonl").read_text()))
-    return {"first": found[0], "second": found[1], "ratio": found[1]["total"] / found[0]["total"]}
+        found[name] = json.loads((folder / name / "starting.jsonl").read_text())
+    return {**found, "ratio": found["second"]["total"] / found["first"]["total"]}
 
 
 def run_parts(about: str, kind: str, parts: dict[str, Part], ratios: Callable[[dict[str, Any]], list[tuple[str, float, str]]]) -> None:
