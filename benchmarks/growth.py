@@ -19,6 +19,7 @@ import optax
 from shardwise import Batches, Mean, Run, Tokens, init_state, use_cpu_devices
 from shardwise.models.gpt import GPT, PRESETS, GPTConfig
 from shardwise.models.loss import cross_entropy
+from shardwise.native import keep_freed_memory
 from shardwise.planning import plan_run
 from shardwise.run import prepare
 
@@ -114,6 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    keep_freed_memory()  # as the command line does
     use_cpu_devices(8)
     found = {"sizes": sizes(), "tpu": on_tpu()}
     if options.json:

@@ -47,6 +47,7 @@ def run_parts(about: str, kind: str, parts: dict[str, Part], ratios: Callable[[d
     parser.add_argument("--torch", metavar="PYTHON", help="an interpreter that has PyTorch, if it is another one")
     parser.add_argument("--record", type=Path, default=RECORDS / f"{kind}.json")
     options = parser.parse_args()
+    about_it = describe(kind, options.torch)  # now: a record that has changed is a change of the source
     for name in options.parts:
         began = time.time()
         with tempfile.TemporaryDirectory() as folder:
@@ -56,7 +57,7 @@ def run_parts(about: str, kind: str, parts: dict[str, Part], ratios: Callable[[d
                 traceback.print_exc()  # the other parts still count
                 continue
         if found:
-            save(options.record, name, {**found, **describe(kind, options.torch), "seconds": round(time.time() - began)})
+            save(options.record, name, {**found, **about_it, "seconds": round(time.time() - began)})
         print(f"# {name}: {time.time() - began:.0f} s", flush=True)
     for what, ratio, goal in ratios(json.loads(options.record.read_text())):
         print(f"{ratio:8.3f}  {what} (goal: {goal})")

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise import Mean, Run
 from shardwise.data import Packed
 from shardwise.models.attention import PARTS
 from shardwise.models.gpt import GPT, PRESETS, GPTConfig
@@ -21,6 +22,7 @@ from shardwise.models.hf import params_from_hf, params_to_hf
 from shardwise.models.hf_config import config_from_hf
 from shardwise.models.loss import cross_entropy
 from shardwise.models.sampling import generate
+from shardwise.run import prepare
 from tests.unit.shapes import definition_and_shapes
 
 VARIANTS = [(scan_layers, remat) for scan_layers in (False, True) for remat in ("none", "block", "dots")]
@@ -235,6 +237,26 @@ def test_remat_multiplies_again_what_its_name_says():
         products[remat] = gradient.lower(abstract(config)[1], config).as_text().count("stablehlo.dot_general")
     assert products["dots"] == products["none"] + PARTS  # the scores of attention, not the four kernels, nor the mixing
     assert products["block"] > products["dots"]
+
+
+def test_each_layer_adds_the_same_to_the_step_of_a_cpu():
+    """XLA would sum the stream up from the first layer on wherever it is read: the work would grow with the square of the layers."""
+
+    def instructions(num_layers: int) -> int:
+        config = GPTConfig(vocab_size=64, max_length=8, num_layers=num_layers, num_heads=2, width=16)
+        rows = np.zeros((2, 8), np.int32)
+        run = Run(
+            model=lambda rngs: GPT(config, rngs),
+            loss=lambda model, batch: Mean(cross_entropy(model(batch["inputs"]), batch["labels"])),
+            optimizer=optax.sgd(0.1),
+            data=lambda step: {"inputs": rows, "labels": rows},
+            steps=1,
+            mesh=jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",)),
+        )
+        return prepare(run).step.lower().compile().as_text().count(" = ")
+
+    few, more, most = map(instructions, (2, 4, 8))
+    assert most - more < 2.05 * (more - few)
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])
