@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.lax import optimization_barrier
 from jax.sharding import PartitionSpec
 
 Array = jax.Array
@@ -66,7 +65,7 @@ def _parts(length: int) -> list[tuple[int, int]]:
 
 
 def _cpu_forward(q: Array, k: Array, v: Array, segment_ids: Array | None) -> tuple[Array, Any]:
-    q, k, v = optimization_barrier(tuple(x.swapaxes(1, 2) for x in (q * q.shape[3] ** -0.5, k, v)))  # (B, H, T, K)
+    q, k, v = (x.swapaxes(1, 2) for x in (q * q.shape[3] ** -0.5, k, v))  # (B, H, T, K)
     parts = []
     for start, end in _parts(q.shape[2]):
         seen = jnp.arange(start, end)[:, None] >= jnp.arange(end)
@@ -87,10 +86,10 @@ def _cpu_backward(saved: Any, grad: Array) -> tuple[Array, Array, Array, None]:
     q, k, v, parts = saved
     dq, dk, dv = [], jnp.zeros_like(grad), jnp.zeros_like(grad)
     for (start, end), (weights, total, out) in zip(_parts(q.shape[2]), parts, strict=True):
-        g = optimization_barrier((grad[:, start:end].swapaxes(1, 2) / total).astype(grad.dtype))
+        g = (grad[:, start:end].swapaxes(1, 2) / total).astype(grad.dtype)
         to_weights = jnp.einsum("bhtk,bhsk->bhts", g, v[:, :, :end], preferred_element_type=jnp.float32)
         to_scores = (weights * (to_weights - (g * out).sum(-1, keepdims=True, dtype=jnp.float32))).astype(q.dtype)
-        dq.append(optimization_barrier(jnp.einsum("bhts,bhsk->bhtk", to_scores, k[:, :, :end]) * q.shape[3] ** -0.5).swapaxes(1, 2))
+        dq.append((jnp.einsum("bhts,bhsk->bhtk", to_scores, k[:, :, :end]) * q.shape[3] ** -0.5).swapaxes(1, 2))
         dk += _over_queries(to_scores, q[:, :, start:end], grad.shape[1])
         dv += _over_queries(weights, g, grad.shape[1])
     return jnp.concatenate(dq, axis=1), dk, dv, None
@@ -99,10 +98,9 @@ def _cpu_backward(saved: Any, grad: Array) -> tuple[Array, Array, Array, None]:
 def _over_queries(scores: Array, x: Array, length: int) -> Array:
     """(B, H, T, S) and (B, H, T, K) -> (B, S, H, K), with zeros up to `length` keys.
 
-    A product of matrices as they lie in memory, rows by columns, is what XLA has fast kernels for. The barriers hold the transposed
-    ones where they are small, or XLA would rather transpose the scores.
+    A product of matrices as they lie in memory, rows by columns, is what XLA has fast kernels for.
     """
-    product = optimization_barrier(jnp.einsum("bhkt,bhts->bhks", optimization_barrier(x.swapaxes(2, 3)), scores))
+    product = jnp.einsum("bhkt,bhts->bhks", x.swapaxes(2, 3), scores)
     return jnp.pad(product.transpose(0, 3, 1, 2), ((0, 0), (0, length - product.shape[3]), (0, 0), (0, 0)))
 
 
