@@ -33,7 +33,7 @@ Batch = Any  # a pytree of arrays whose first dimension is the rows
 Loss = Callable[[nnx.Module, Batch], Any]
 # XLA's own kernels for products know nothing of the epilogues of cuBLAS, which add biases and residuals on the way. And where a scan
 # over layers keeps a product, XLA would compute it twice: once for the layer, once into the stack of all layers.
-# On CPUs the pass takes `optimization_barrier` away before XLA fuses: what a barrier has is computed again in each fusion that reads it.
+# On CPUs that pass takes `optimization_barrier` away before XLA fuses: what stands before one would be computed again wherever it is read.
 COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
     "gpu": {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_dynamic_slice_fusion": False},
     "cpu": {"xla_disable_hlo_passes": "cse_barrier_expander"},
