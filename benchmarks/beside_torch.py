@@ -25,7 +25,7 @@ MODELS = {"4 layers": 4, "the default recipe's": 2}  # layers
 
 
 def shardwise_step(layers: int) -> Callable[[int], None]:
-    from shardwise.native import keep_freed_memory
+    from shardwise.runtime import keep_freed_memory
 
     keep_freed_memory()  # as the command line does, before JAX is imported
     import jax
@@ -36,8 +36,15 @@ def shardwise_step(layers: int) -> Callable[[int], None]:
     from shardwise.run import prepare
 
     config = replace(PRESETS["byte"], num_layers=layers)
-    assert (config.vocab_size, config.max_length, config.num_heads, config.width) == (VOCAB, LENGTH, HEADS, WIDTH)
-    prepared = prepare(replace(recipe(batch_size=ROWS, length=LENGTH), model=lambda rngs: GPT(config, rngs)))
+    assert (config.vocab_size, config.max_length, config.num_heads, config.width) == (
+        VOCAB,
+        LENGTH,
+        HEADS,
+        WIDTH,
+    )
+    prepared = prepare(
+        replace(recipe(batch_size=ROWS, length=LENGTH), model=lambda rngs: GPT(config, rngs))
+    )
     state, batch = init_state(prepared.spec, 0), prepared.step.place(prepared.batches(0))
 
     def steps(count: int) -> None:
@@ -57,7 +64,9 @@ def torch_step(layers: int, compiled: bool) -> Callable[[int], None]:
     torch.set_num_threads(THREADS)
     model = GPT(LENGTH, VOCAB, layers, HEADS, WIDTH)
     loss = torch.compile(model) if compiled else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.99), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=4e-3, betas=(0.9, 0.99), weight_decay=0.1, fused=True
+    )
     tokens = torch.randint(0, VOCAB, (ROWS, LENGTH + 1))
 
     def steps(count: int) -> None:
@@ -88,7 +97,9 @@ def measure(layers: int, sides: dict[str, str], rounds: int, count: int) -> dict
     env = os.environ | {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": str(THREADS)}
     words = ["-m", "benchmarks.beside_torch", "--layers", str(layers), "--answer"]
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": env}
-    children = {side: subprocess.Popen([python, *words, side], **pipes) for side, python in sides.items()}
+    children = {
+        side: subprocess.Popen([python, *words, side], **pipes) for side, python in sides.items()
+    }
     for child in children.values():
         ask(child, 3)  # compiles
     found = [{side: ask(child, count) for side, child in children.items()} for _ in range(rounds)]
@@ -98,7 +109,9 @@ def measure(layers: int, sides: dict[str, str], rounds: int, count: int) -> dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--torch", metavar="PYTHON", help="an interpreter with PyTorch")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=5, help="of a side in a round")
@@ -109,14 +122,28 @@ def main() -> None:
     if options.answer:
         answer(options.answer, options.layers)
         return
-    sides = {"shardwise": sys.executable} | (dict.fromkeys(("eager", "compile"), options.torch) if options.torch else {})
+    sides = {"shardwise": sys.executable} | (
+        dict.fromkeys(("eager", "compile"), options.torch) if options.torch else {}
+    )
     rows = []
     for name, layers in MODELS.items():
         times = measure(layers, sides, options.rounds, options.steps)
         for side, seconds in times.items():
-            ratio = statistics.median(ours / other for ours, other in zip(times["shardwise"], seconds, strict=True))
-            rows.append({"model": name, "side": side, "step_ms": statistics.median(seconds) * 1e3, "shardwise_over_it": ratio})
-            print(f"{name:22} {side:10} {rows[-1]['step_ms']:7.1f} ms a step; shardwise takes {ratio:.2f} x that", flush=True)
+            ratio = statistics.median(
+                ours / other for ours, other in zip(times["shardwise"], seconds, strict=True)
+            )
+            rows.append(
+                {
+                    "model": name,
+                    "side": side,
+                    "step_ms": statistics.median(seconds) * 1e3,
+                    "shardwise_over_it": ratio,
+                }
+            )
+            print(
+                f"{name:22} {side:10} {rows[-1]['step_ms']:7.1f} ms a step; shardwise takes {ratio:.2f} x that",
+                flush=True,
+            )
     if options.json:
         options.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
 

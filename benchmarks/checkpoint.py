@@ -22,14 +22,16 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 from shardwise import Checkpoints, abstract_state, init_state
-from shardwise.checkpoint import Keep
+from shardwise.checkpoint.store import Keep
 
 
 class Layers(nnx.Module):
     """So many matrices of 4 MiB: with Adam's two moments each is three of them."""
 
     def __init__(self, count: int, rngs: nnx.Rngs):
-        self.layers = nnx.List([nnx.Linear(1024, 1024, use_bias=False, rngs=rngs) for _ in range(count)])
+        self.layers = nnx.List(
+            [nnx.Linear(1024, 1024, use_bias=False, rngs=rngs) for _ in range(count)]
+        )
 
 
 def measure(action):
@@ -40,7 +42,9 @@ def measure(action):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--megabytes", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--json", type=Path)
@@ -49,18 +53,40 @@ def main() -> None:
     spec = abstract_state(lambda rngs: Layers(count, rngs), optax.adam(1e-3), "data=1")
     state = init_state(spec, 0)
     # Random moments: zeros would compress to nothing.
-    fill = jax.jit(lambda tree: jax.tree.map(lambda x: x if x.ndim == 0 else jax.random.normal(jax.random.key(1), x.shape), tree))
+    fill = jax.jit(
+        lambda tree: jax.tree.map(
+            lambda x: x if x.ndim == 0 else jax.random.normal(jax.random.key(1), x.shape), tree
+        )
+    )
     state = replace(state, opt_state=fill(state.opt_state))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}: a state of {size / 1e6:,.0f} MB, {options.rounds} rounds")
+    print(
+        f"{jax.devices()[0].device_kind}, jax {jax.__version__}: a state of {size / 1e6:,.0f} MB, {options.rounds} rounds"
+    )
 
     folder = Path(tempfile.mkdtemp(prefix="shardwise-bench-"))
     times: dict[str, list[float]] = {
-        name: [] for name in ("stall", "orbax stall", "whole save", "orbax save", "verify", "restore", "orbax restore")
+        name: []
+        for name in (
+            "stall",
+            "orbax stall",
+            "whole save",
+            "orbax save",
+            "verify",
+            "restore",
+            "orbax restore",
+        )
     }
     orbax = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
-    tree = {"step": state.step, "params": state.params, "other": state.other, "opt_state": state.opt_state}
-    wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+    tree = {
+        "step": state.step,
+        "params": state.params,
+        "other": state.other,
+        "opt_state": state.opt_state,
+    }
+    wanted = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
+    )
     try:
         with Checkpoints(folder / "checkpoints", Keep(last=1)) as checkpoints:
             for n in range(options.rounds + 1):
@@ -71,7 +97,11 @@ def main() -> None:
                     return stall, stall + measure(checkpoints.wait)[0]
 
                 def plain():
-                    stall, _ = measure(lambda: orbax.save(folder / "orbax" / str(n), args=ocp.args.StandardSave(tree)))  # noqa: B023
+                    stall, _ = measure(
+                        lambda: orbax.save(
+                            folder / "orbax" / str(n), args=ocp.args.StandardSave(tree)
+                        )
+                    )  # noqa: B023
                     return stall, stall + measure(orbax.wait_until_finished)[0]
 
                 if n % 2:  # whoever comes second meets the other's pages on their way to the disk
@@ -81,7 +111,11 @@ def main() -> None:
                 verify, problems = measure(lambda: checkpoints.verify(n))  # noqa: B023
                 assert problems == []
                 restore, _ = measure(lambda: checkpoints.restore(spec, n))  # noqa: B023
-                orbax_restore, _ = measure(lambda: orbax.restore(folder / "orbax" / str(n), args=ocp.args.StandardRestore(wanted)))  # noqa: B023
+                orbax_restore, _ = measure(
+                    lambda: orbax.restore(
+                        folder / "orbax" / str(n), args=ocp.args.StandardRestore(wanted)
+                    )
+                )  # noqa: B023
                 shutil.rmtree(folder / "orbax" / str(n))
                 if n:  # the first round warms up
                     row = (stall, orbax_stall, save, orbax_save, verify, restore, orbax_restore)
@@ -91,7 +125,9 @@ def main() -> None:
         shutil.rmtree(folder)
     medians = {name: statistics.median(values) for name, values in times.items()}
     for name, seconds in medians.items():
-        print(f"  {name:14} {seconds * 1e3:9.1f} ms   {' '.join(f'{value * 1e3:.0f}' for value in times[name])}")
+        print(
+            f"  {name:14} {seconds * 1e3:9.1f} ms   {' '.join(f'{value * 1e3:.0f}' for value in times[name])}"
+        )
     ratios = {
         "stall, times that of Orbax alone": medians["stall"] / medians["orbax stall"],
         "whole save, times that of Orbax alone": medians["whole save"] / medians["orbax save"],
@@ -101,7 +137,9 @@ def main() -> None:
     for name, ratio in ratios.items():
         print(f"  {ratio:6.3f}  {name}")
     if options.json:
-        options.json.write_text(json.dumps({"bytes": size, "seconds": medians, "ratios": ratios}, indent=2) + "\n")
+        options.json.write_text(
+            json.dumps({"bytes": size, "seconds": medians, "ratios": ratios}, indent=2) + "\n"
+        )
 
 
 if __name__ == "__main__":

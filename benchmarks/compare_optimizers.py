@@ -15,9 +15,9 @@ from pathlib import Path
 import jax
 
 from shardwise import fit
+from shardwise.console import line_picture
 from shardwise.metrics import read_metrics
-from shardwise.report import line_picture
-from shardwise.shown import smoothed
+from shardwise.text import smoothed
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
@@ -58,15 +58,28 @@ def run_one(name: str, steps: int, folder: Path) -> dict:
 
 
 def draw(found: dict[str, dict], picture: Path) -> None:
-    with line_picture(picture, xlabel="step", ylabel="training loss, nats a byte, smoothed", ylim=(1.2, 4.0)) as axes:
+    with line_picture(
+        picture, xlabel="step", ylabel="training loss, nats a byte, smoothed", ylim=(1.2, 4.0)
+    ) as axes:
         for name, each in sorted(found.items(), key=lambda item: item[1]["held_out"]):
-            axes.plot(smoothed(each["losses"], 0.05), linewidth=1.8, label=f"{name}, held out {each['held_out']:.3f}")
+            axes.plot(
+                smoothed(each["losses"], 0.05),
+                linewidth=1.8,
+                label=f"{name}, held out {each['held_out']:.3f}",
+            )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--only", nargs="+", choices=list(stdlib_gpt.LEARNING_RATES), default=list(stdlib_gpt.LEARNING_RATES))
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=list(stdlib_gpt.LEARNING_RATES),
+        default=list(stdlib_gpt.LEARNING_RATES),
+    )
     parser.add_argument("--docs", type=Path, default=ROOT / "docs")
     options = parser.parse_args()
     folder = ROOT / "build" / "compare"
@@ -81,7 +94,9 @@ def main() -> None:
         for name, each in sorted(found.items(), key=lambda item: item[1]["held_out"])
     ]
     device, params = jax.devices()[0].device_kind, next(iter(found.values()))["params"]
-    page = PAGE.format(steps=options.steps, params=params, jax=jax.__version__, device=device, rows="\n".join(rows))
+    page = PAGE.format(
+        steps=options.steps, params=params, jax=jax.__version__, device=device, rows="\n".join(rows)
+    )
     (options.docs / "optimizer_comparison.md").write_text(page)
     draw(found, options.docs / "optimizer_comparison.png")
     print("\n".join(rows))

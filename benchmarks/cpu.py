@@ -25,7 +25,9 @@ PARTS: dict[str, Part] = {
     "torch": torch,
     "loop": lambda folder, _: child(folder, "loop", "benchmarks.loop"),
     "start": lambda folder, _: start(folder, "recipes/stdlib_gpt.py", pairs=5),
-    "optimizers": lambda folder, _: child(folder, "optimizers", "benchmarks.optimizers", "--preset", "byte"),
+    "optimizers": lambda folder, _: child(
+        folder, "optimizers", "benchmarks.optimizers", "--preset", "byte"
+    ),
     "data": lambda folder, _: child(folder, "data", "benchmarks.data"),
     "checkpoints": lambda folder, _: child(folder, "checkpoints", "benchmarks.checkpoint"),
     "growth": lambda folder, _: child(folder, "growth", "benchmarks.growth"),
@@ -37,19 +39,45 @@ def ratios(record: dict[str, Any]) -> list[tuple[str, float, str]]:
     found = []
     for row in record.get("torch", {}).get("rows", []):
         if row["side"] != "shardwise":
-            found.append((f"a step of {row['model']} model, times PyTorch's ({row['side']})", row["shardwise_over_it"], "at most 1"))
+            found.append(
+                (
+                    f"a step of {row['model']} model, times PyTorch's ({row['side']})",
+                    row["shardwise_over_it"],
+                    "at most 1",
+                )
+            )
     for name in ("small", "medium"):
         if case := record.get("loop", {}).get(name):
             found.append(
-                (f"the loop with its log, {case['by_hand_s'] * 1e3:.0f} ms a step, times one by hand", case["fit_ratio"], "at most 1.02")
+                (
+                    f"the loop with its log, {case['by_hand_s'] * 1e3:.0f} ms a step, times one by hand",
+                    case["fit_ratio"],
+                    "at most 1.02",
+                )
             )
     if "start" in record:
-        found.append(("second start to the end of the first step, times the first", record["start"]["ratio"], "at most 0.33"))
+        found.append(
+            (
+                "second start to the end of the first step, times the first",
+                record["start"]["ratio"],
+                "at most 0.33",
+            )
+        )
     for name, answer in record.get("optimizers", {}).get("optimizers", {}).items():
-        found.append((f"an update by {name}, times its memory traffic", answer["ratio"], "at most 1.3 on a GPU"))
+        found.append(
+            (
+                f"an update by {name}, times its memory traffic",
+                answer["ratio"],
+                "at most 1.3 on a GPU",
+            )
+        )
     if "data" in record:
         found.append(
-            ("batches of 1024 tokens a row, times the speed of NumPy by hand", record["data"]["1024"]["ratio"]["batches"], "at least 1")
+            (
+                "batches of 1024 tokens a row, times the speed of NumPy by hand",
+                record["data"]["1024"]["ratio"]["batches"],
+                "at least 1",
+            )
         )
     for name, ratio in record.get("checkpoints", {}).get("ratios", {}).items():
         found.append((name, ratio, "small"))

@@ -55,22 +55,48 @@ def compare(file, length, rounds, count):
         rows = windows[numbers[step]].astype(np.int32)
         return {"inputs": rows[:, :-1], "labels": rows[:, 1:]}
 
-    pieces = np.ndarray(len(tokens), np.dtype((np.void, 2 * length + 2)), memory_map, strides=(2 * length,))
+    pieces = np.ndarray(
+        len(tokens), np.dtype((np.void, 2 * length + 2)), memory_map, strides=(2 * length,)
+    )
 
     def by_trick(step):
-        rows = pieces[numbers[step - 10**6 + count]].view(np.uint16).reshape(-1, length + 1).astype(np.int32)
+        rows = (
+            pieces[numbers[step - 10**6 + count]]
+            .view(np.uint16)
+            .reshape(-1, length + 1)
+            .astype(np.int32)
+        )
         return {"inputs": rows[:, :-1], "labels": rows[:, 1:]}
 
     times = []
     for first in range(0, rounds * count, count):
         # For the second loop in another order, so that it does not find the rows of the first in the cache.
-        numbers = {step: order(len(tokens), step * ROWS, (step + 1) * ROWS, 0) for step in range(first, first + 2 * count)}
-        assert all(np.array_equal(by_hand(first)[name], batches(first)[name]) for name in ("inputs", "labels"))
+        numbers = {
+            step: order(len(tokens), step * ROWS, (step + 1) * ROWS, 0)
+            for step in range(first, first + 2 * count)
+        }
+        assert all(
+            np.array_equal(by_hand(first)[name], batches(first)[name])
+            for name in ("inputs", "labels")
+        )
         hand, trick, ours = turns([by_hand, by_trick, batches], first, count)
-        times.append({"by hand": hand, "trick": trick, "batches": ours, "packed": turns([packed], first, count // 8)[0] * 8})
+        times.append(
+            {
+                "by hand": hand,
+                "trick": trick,
+                "batches": ours,
+                "packed": turns([packed], first, count // 8)[0] * 8,
+            }
+        )
         times[-1]["prefetch"] = through_prefetch(batches, first, count)
-    speed = {name: count * ROWS * length / statistics.median(entry[name] for entry in times) for name in times[0]}
-    ratio = {name: statistics.median(entry["by hand"] / entry[name] for entry in times) for name in times[0]}
+    speed = {
+        name: count * ROWS * length / statistics.median(entry[name] for entry in times)
+        for name in times[0]
+    }
+    ratio = {
+        name: statistics.median(entry["by hand"] / entry[name] for entry in times)
+        for name in times[0]
+    }
     return {"tokens_s": speed, "ratio": ratio}
 
 
@@ -83,11 +109,16 @@ def shuffle_costs(size=10**7, count=2**14):
     by_grain = (time.perf_counter() - start) / count
     start = time.perf_counter()
     order(size, 0, 8 * count, seed=1)
-    return {"grain_us": by_grain * 1e6, "ours_us": (time.perf_counter() - start) / (8 * count) * 1e6}
+    return {
+        "grain_us": by_grain * 1e6,
+        "ours_us": (time.perf_counter() - start) / (8 * count) * 1e6,
+    }
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--count", type=int, default=1024, help="batches for each in each round")
     parser.add_argument("--megabytes", type=int, default=256, help="size of the file")
@@ -95,18 +126,31 @@ def main():
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tokens.bin"
-        np.random.default_rng(0).integers(0, 50257, options.megabytes * 2**19, np.uint16).tofile(path)
+        np.random.default_rng(0).integers(0, 50257, options.megabytes * 2**19, np.uint16).tofile(
+            path
+        )
         file = open_tokens(path, "uint16")
         answer = {"shuffle": shuffle_costs()}
-        print("a row of the shuffle: Grain {grain_us:.2f} us, ours {ours_us:.3f} us".format(**answer["shuffle"]))
-        print(f"batches of {ROWS} rows; median of {options.rounds} rounds; M tokens/s, and of the loop by hand")
-        print(f"{'length':>6s} {'by hand':>9s} {'by hand, trick':>18s} {'Batches':>18s} {'Packed':>18s} {'Prefetch, 1 thread':>18s}")
+        print(
+            "a row of the shuffle: Grain {grain_us:.2f} us, ours {ours_us:.3f} us".format(
+                **answer["shuffle"]
+            )
+        )
+        print(
+            f"batches of {ROWS} rows; median of {options.rounds} rounds; M tokens/s, and of the loop by hand"
+        )
+        print(
+            f"{'length':>6s} {'by hand':>9s} {'by hand, trick':>18s} {'Batches':>18s} {'Packed':>18s} {'Prefetch, 1 thread':>18s}"
+        )
         for length in (128, 1024):
             row = answer[str(length)] = compare(file, length, options.rounds, options.count)
             parts = [
-                f"{row['tokens_s'][name] / 1e6:9.0f} {row['ratio'][name]:6.2f} x" for name in ("trick", "batches", "packed", "prefetch")
+                f"{row['tokens_s'][name] / 1e6:9.0f} {row['ratio'][name]:6.2f} x"
+                for name in ("trick", "batches", "packed", "prefetch")
             ]
-            print(f"{length:6d} {row['tokens_s']['by hand'] / 1e6:9.0f} {' '.join(parts)}", flush=True)
+            print(
+                f"{length:6d} {row['tokens_s']['by hand'] / 1e6:9.0f} {' '.join(parts)}", flush=True
+            )
     if options.json:
         options.json.write_text(json.dumps(answer, indent=2) + "\n")
 

@@ -21,9 +21,9 @@ import optax
 from benchmarks.text import FIRST_RATE, RATE, WARMUP, batch, stdlib_tokens, steps_between_looks
 from shardwise import Mean, Run, init_state, steps
 from shardwise.models.gpt import GPT, PRESETS, GPTConfig
-from shardwise.models.hf import params_to_hf
 from shardwise.models.loss import chunked_cross_entropy, linear_cross_entropy
 from shardwise.run import prepare
+from shardwise.weights.hf import params_to_hf
 
 
 def make_run(config: GPTConfig, rows: int, length: int, chunks: int = 1) -> Run:
@@ -33,13 +33,17 @@ def make_run(config: GPTConfig, rows: int, length: int, chunks: int = 1) -> Run:
         inputs, labels = batch["inputs"], batch["labels"]
         if chunks == 1:
             return Mean(linear_cross_entropy(*model.features(inputs), labels))
-        return Mean(chunked_cross_entropy(*model.features(inputs), labels.reshape(-1), chunks), labels.size)
+        return Mean(
+            chunked_cross_entropy(*model.features(inputs), labels.reshape(-1), chunks), labels.size
+        )
 
     rate = optax.linear_schedule(FIRST_RATE, RATE, WARMUP)
     return Run(
         model=lambda rngs: GPT(config, rngs),
         loss=loss,
-        optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95, weight_decay=0.1)),
+        optimizer=optax.chain(
+            optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95, weight_decay=0.1)
+        ),
         data=lambda n: batch(tokens, n, rows, length),
         steps=1,
         compute_dtype="bfloat16",
@@ -55,7 +59,13 @@ def measure(run: Run, config: GPTConfig, count: int, share: Path | None = None) 
         share.mkdir(parents=True, exist_ok=True)
         np.save(share / "tokens.npy", stdlib_tokens())
         np.savez(share / "weights.npz", **params_to_hf(state.params, config))
-    start, times, losses, last, every = time.perf_counter(), [], [], None, steps_between_looks(count)
+    start, times, losses, last, every = (
+        time.perf_counter(),
+        [],
+        [],
+        None,
+        steps_between_looks(count),
+    )
     for n, _, metrics in steps(prepared.step, state, prepared.batches, until=count):
         losses.append(metrics["loss"])
         if n == 1:
@@ -98,15 +108,24 @@ def profile(run: Run, folder: Path, top: int = 60) -> None:
         for line in plane.lines if "GPU" in plane.name else ():
             for event in line.events if line.name.startswith("Stream") else ():
                 kernels.setdefault(event.name[:90], []).append(event.duration_ns / 1e6)
-                first, last = min(first, event.start_ns), max(last, event.start_ns + event.duration_ns)
-    rows = sorted(((sum(times) / 5, len(times) // 5, key) for key, times in kernels.items()), reverse=True)
-    print(f"all kernels: {sum(row[0] for row in rows):.2f} ms a step, from the first to the last {(last - first) / 5e6:.2f} ms a step")
+                first, last = (
+                    min(first, event.start_ns),
+                    max(last, event.start_ns + event.duration_ns),
+                )
+    rows = sorted(
+        ((sum(times) / 5, len(times) // 5, key) for key, times in kernels.items()), reverse=True
+    )
+    print(
+        f"all kernels: {sum(row[0] for row in rows):.2f} ms a step, from the first to the last {(last - first) / 5e6:.2f} ms a step"
+    )
     for total, count, key in rows[:top]:
         print(f"{total:8.3f} ms {count:4d} x  {key}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--preset", default="gpt2", choices=sorted(PRESETS))
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--length", type=int, default=1024)
@@ -116,11 +135,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--share", type=Path)
-    parser.add_argument("--profile", type=Path, help="instead of timing, write a profile of five steps into this folder")
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        help="instead of timing, write a profile of five steps into this folder",
+    )
     options = parser.parse_args()
-    config = replace(PRESETS[options.preset], max_length=options.length, remat=options.remat, scan_layers=options.scan)
+    config = replace(
+        PRESETS[options.preset],
+        max_length=options.length,
+        remat=options.remat,
+        scan_layers=options.scan,
+    )
     run = make_run(config, options.rows, options.length, options.chunks)
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {options.preset}, {options.rows} x {options.length} tokens")
+    print(
+        f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {options.preset}, {options.rows} x {options.length} tokens"
+    )
     if options.profile:
         profile(run, options.profile)
         return

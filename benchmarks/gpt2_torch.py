@@ -32,33 +32,52 @@ class Block(nn.Module):
 
     def forward(self, x):
         rows, length, width = x.shape
-        q, k, v = (part.view(rows, length, self.heads, -1).transpose(1, 2) for part in self.qkv(self.norm1(x)).split(width, dim=2))
+        q, k, v = (
+            part.view(rows, length, self.heads, -1).transpose(1, 2)
+            for part in self.qkv(self.norm1(x)).split(width, dim=2)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
         return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
 
 
 class GPT(nn.Module):
-    def __init__(self, length: int, vocab: int = 50304, layers: int = 12, heads: int = 12, width: int = 768):
+    def __init__(
+        self, length: int, vocab: int = 50304, layers: int = 12, heads: int = 12, width: int = 768
+    ):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocab, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList([Block(width, heads) for _ in range(layers)])
         self.norm = nn.LayerNorm(width)
 
     def forward(self, tokens, labels):
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.tokens(tokens) + self.positions(
+            torch.arange(tokens.shape[1], device=tokens.device)
+        )
         for block in self.blocks:
             x = block(x)
         logits = F.linear(self.norm(x), self.tokens.weight)
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.reshape(-1))
 
 
-PARTS = {"ln_1": "norm1", "ln_2": "norm2", "attn.c_attn": "qkv", "attn.c_proj": "out", "mlp.c_fc": "up", "mlp.c_proj": "down"}
+PARTS = {
+    "ln_1": "norm1",
+    "ln_2": "norm2",
+    "attn.c_attn": "qkv",
+    "attn.c_proj": "out",
+    "mlp.c_fc": "up",
+    "mlp.c_proj": "down",
+}
 
 
 def compact(length: int, weights: dict[str, torch.Tensor]) -> nn.Module:
     model = GPT(length)
-    named = {"wte.weight": "tokens.weight", "wpe.weight": "positions.weight", "ln_f.weight": "norm.weight", "ln_f.bias": "norm.bias"}
+    named = {
+        "wte.weight": "tokens.weight",
+        "wpe.weight": "positions.weight",
+        "ln_f.weight": "norm.weight",
+        "ln_f.bias": "norm.bias",
+    }
     state = {}
     for name, tensor in weights.items():
         name = name.removeprefix("transformer.")
@@ -81,7 +100,15 @@ class Hub(nn.Module):
         from transformers import GPT2Config, GPT2LMHeadModel
 
         zero = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        self.model = GPT2LMHeadModel(GPT2Config(vocab_size=50304, n_positions=length, attn_implementation="sdpa", use_cache=False, **zero))
+        self.model = GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=50304,
+                n_positions=length,
+                attn_implementation="sdpa",
+                use_cache=False,
+                **zero,
+            )
+        )
         missing, unknown = self.model.load_state_dict(weights, strict=False)
         assert not unknown
         assert set(missing) <= {"lm_head.weight"}, missing
@@ -91,19 +118,26 @@ class Hub(nn.Module):
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.reshape(-1))
 
 
-def measure(model: nn.Module, tokens: np.ndarray, rows: int, length: int, count: int, device: str) -> dict[str, Any]:
+def measure(
+    model: nn.Module, tokens: np.ndarray, rows: int, length: int, count: int, device: str
+) -> dict[str, Any]:
     torch.set_float32_matmul_precision("high")
     model = model.to(device)
     compiled = torch.compile(model)
     fused = device == "cuda"
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=fused)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=fused
+    )
     wait = torch.cuda.synchronize if fused else lambda: None
 
     def step(n: int) -> torch.Tensor:
         for group in optimizer.param_groups:
             group["lr"] = FIRST_RATE + (RATE - FIRST_RATE) * min(n / WARMUP, 1)
         rows_ = batch(tokens, n, rows, length)
-        inputs, labels = (torch.from_numpy(rows_[name]).long().to(device, non_blocking=True) for name in ("inputs", "labels"))
+        inputs, labels = (
+            torch.from_numpy(rows_[name]).long().to(device, non_blocking=True)
+            for name in ("inputs", "labels")
+        )
         with torch.autocast(device, dtype=torch.bfloat16):
             loss = compiled(inputs, labels)
         loss.backward()
@@ -112,7 +146,13 @@ def measure(model: nn.Module, tokens: np.ndarray, rows: int, length: int, count:
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    start, times, losses, last, every = time.perf_counter(), [], [], None, steps_between_looks(count)
+    start, times, losses, last, every = (
+        time.perf_counter(),
+        [],
+        [],
+        None,
+        steps_between_looks(count),
+    )
     for n in range(1, count + 1):
         losses.append(step(n - 1))
         if n == 1:
@@ -135,7 +175,9 @@ def measure(model: nn.Module, tokens: np.ndarray, rows: int, length: int, count:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--model", choices=["compact", "transformers"], default="compact")
@@ -144,10 +186,22 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    print(f"{torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}, torch {torch.__version__}, {options.model}")
-    weights = {name: torch.from_numpy(array) for name, array in np.load(options.share / "weights.npz").items()}
+    print(
+        f"{torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}, torch {torch.__version__}, {options.model}"
+    )
+    weights = {
+        name: torch.from_numpy(array)
+        for name, array in np.load(options.share / "weights.npz").items()
+    }
     model = (compact if options.model == "compact" else Hub)(options.length, weights)
-    answer = measure(model, np.load(options.share / "tokens.npy"), options.rows, options.length, options.steps, device)
+    answer = measure(
+        model,
+        np.load(options.share / "tokens.npy"),
+        options.rows,
+        options.length,
+        options.steps,
+        device,
+    )
     print(
         f"{answer['step_ms']:8.2f} ms, {answer['tokens_per_s']:10,.0f} tokens/s, loss {answer['losses'][-1]:.3f}, "
         f"peak {answer['peak_gib']:.1f} GiB, compile {answer['compile_s']:.1f} s",

@@ -25,19 +25,30 @@ def gpt2(folder: Path, _: argparse.Namespace) -> dict[str, Any]:
     """124M, 64 x 1024: tokens a second beside both PyTorch models, and the losses of 200 steps from the same weights."""
     size = ("--rows", 64, "--steps", 200, "--share", folder / "share")
     ours = watched(folder, "shardwise", "benchmarks.gpt2", *size)
-    theirs = {model: watched(folder, model, "benchmarks.gpt2_torch", *size, "--model", model) for model in ("compact", "transformers")}
+    theirs = {
+        model: watched(folder, model, "benchmarks.gpt2_torch", *size, "--model", model)
+        for model in ("compact", "transformers")
+    }
     answer: dict[str, Any] = {"shardwise": ours, **theirs}
     best = min(theirs, key=lambda model: theirs[model]["step_ms"])
     answer |= {"best": best, "ratio": theirs[best]["step_ms"] / ours["step_ms"]}
     answer["largest_loss_difference"], answer["mean_loss_difference"] = apart(ours, theirs[best])
     answer["between_pytorch"] = apart(theirs["compact"], theirs["transformers"])
-    print(f"# {answer['ratio']:.3f} times the tokens/s of {best}; losses at most {answer['largest_loss_difference']:.2%} apart", flush=True)
+    print(
+        f"# {answer['ratio']:.3f} times the tokens/s of {best}; losses at most {answer['largest_loss_difference']:.2%} apart",
+        flush=True,
+    )
     return answer
 
 
 def watched(folder: Path, name: str, module: str, *args: object) -> dict[str, Any]:
     """`child`, and at what clock (MHz) and power (W) the card worked while it was busy: the medians."""
-    words = ["nvidia-smi", "--query-gpu=utilization.gpu,clocks.sm,power.draw", "--format=csv,noheader,nounits", "--loop-ms=500"]
+    words = [
+        "nvidia-smi",
+        "--query-gpu=utilization.gpu,clocks.sm,power.draw",
+        "--format=csv,noheader,nounits",
+        "--loop-ms=500",
+    ]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as smi:
         try:
             answer = child(folder, name, module, *args)
@@ -47,7 +58,9 @@ def watched(folder: Path, name: str, module: str, *args: object) -> dict[str, An
     busy = [(float(moment[1]), float(moment[2])) for moment in seen if moment[0] in ("99", "100")]
     if busy:
         answer["clock_mhz"], answer["power_w"] = map(statistics.median, zip(*busy, strict=True))
-        print(f"# the card at {answer['clock_mhz']:.0f} MHz and {answer['power_w']:.0f} W", flush=True)
+        print(
+            f"# the card at {answer['clock_mhz']:.0f} MHz and {answer['power_w']:.0f} W", flush=True
+        )
     return answer
 
 
@@ -59,7 +72,10 @@ def apart(one: dict[str, Any], other: dict[str, Any]) -> tuple[float, float]:
 
 def chunks(folder: Path, _: argparse.Namespace) -> dict[str, Any]:
     """The loss with 8 parts of the logits, one at a time, beside the whole."""
-    whole, parts = (child(folder, f"chunks{n}", "benchmarks.gpt2", "--rows", 64, "--steps", 60, "--chunks", n) for n in (1, 8))
+    whole, parts = (
+        child(folder, f"chunks{n}", "benchmarks.gpt2", "--rows", 64, "--steps", 60, "--chunks", n)
+        for n in (1, 8)
+    )
     return {"whole": whole, "parts": parts, "ratio": parts["step_ms"] / whole["step_ms"]}
 
 
@@ -76,7 +92,17 @@ def xl(folder: Path, _: argparse.Namespace) -> dict[str, Any]:
 
     The layers are not scanned: XLA copies what a scan keeps into a stack of all layers and out of it, a tenth of the step.
     """
-    options = ("--preset", "gpt2-xl", "--remat", "dots", "--loss-chunks", 8, "--no-scan-layers", "--batch-size", 56)
+    options = (
+        "--preset",
+        "gpt2-xl",
+        "--remat",
+        "dots",
+        "--loss-chunks",
+        8,
+        "--no-scan-layers",
+        "--batch-size",
+        56,
+    )
     path = folder / "plan.json"
     words = ["plan", "recipes/gpt2.py", *map(str, options), "--largest-batch", "--json", str(path)]
     subprocess.run([sys.executable, "-m", "shardwise.cli", *words], check=True)
@@ -84,7 +110,12 @@ def xl(folder: Path, _: argparse.Namespace) -> dict[str, Any]:
     rows = plan["batch"]["inputs"][0]
     size = ("--preset", "gpt2-xl", "--remat", "dots", "--chunks", 8, "--rows", rows, "--steps", 24)
     ran = child(folder, "xl", "benchmarks.gpt2", *size)
-    return {"rows": rows, "planned_gib": sum(plan["memory"].values()) / 2**30, "planned_ms": plan["times"]["total"] * 1e3, **ran}
+    return {
+        "rows": rows,
+        "planned_gib": sum(plan["memory"].values()) / 2**30,
+        "planned_ms": plan["times"]["total"] * 1e3,
+        **ran,
+    }
 
 
 PARTS: dict[str, Part] = {
@@ -93,9 +124,13 @@ PARTS: dict[str, Part] = {
     "chunks": chunks,
     "xl": xl,
     **{name: partial(long, rows=rows, length=length) for name, (rows, length) in LONG.items()},
-    "loop": lambda folder, _: child(folder, "loop", "benchmarks.loop", "--cases", "gpt2", "--rounds", 5),
+    "loop": lambda folder, _: child(
+        folder, "loop", "benchmarks.loop", "--cases", "gpt2", "--rounds", 5
+    ),
     "start": lambda folder, _: start(folder, "recipes/gpt2.py", "--batch-size", "32"),
-    "start_in_a_row": lambda folder, _: start(folder, "recipes/gpt2.py", "--batch-size", "32", "--no-scan-layers"),
+    "start_in_a_row": lambda folder, _: start(
+        folder, "recipes/gpt2.py", "--batch-size", "32", "--no-scan-layers"
+    ),
 }
 
 
@@ -103,23 +138,57 @@ def ratios(record: dict[str, Any]) -> list[tuple[str, float, str]]:
     """(what, how much, the goal) of all that the record holds."""
     found = []
     if entry := record.get("gpt2"):
-        found.append((f"tokens/s of GPT-2 124M, times the faster PyTorch ({entry['best']})", entry["ratio"], "at least 1.2"))
-        found.append(("largest relative difference of their losses", entry["largest_loss_difference"], "at most 0.01"))
+        found.append(
+            (
+                f"tokens/s of GPT-2 124M, times the faster PyTorch ({entry['best']})",
+                entry["ratio"],
+                "at least 1.2",
+            )
+        )
+        found.append(
+            (
+                "largest relative difference of their losses",
+                entry["largest_loss_difference"],
+                "at most 0.01",
+            )
+        )
     for name, entry in record.get("memory", {}).items():
         if name.startswith("gpt2"):
-            found.append((f"bytes a parameter, {name}: state, gradient and what else the step needs", entry["total"], "at most 16"))
+            found.append(
+                (
+                    f"bytes a parameter, {name}: state, gradient and what else the step needs",
+                    entry["total"],
+                    "at most 16",
+                )
+            )
     if entry := record.get("chunks"):
-        found.append(("a step with the loss in 8 chunks, times whole", entry["ratio"], "at most 1.05"))
+        found.append(
+            ("a step with the loss in 8 chunks, times whole", entry["ratio"], "at most 1.05")
+        )
     if entry := record.get("xl"):
         found.append((f"MFU of GPT-2 1.5B with {entry['rows']} rows", entry["mfu"], "at least 0.5"))
     for name in LONG:
         if entry := record.get(name):
-            found.append((f"tokens/s of rows of {name} tokens, times PyTorch", entry["ratio"], "at least 1"))
+            found.append(
+                (f"tokens/s of rows of {name} tokens, times PyTorch", entry["ratio"], "at least 1")
+            )
     if entry := record.get("loop", {}).get("gpt2"):
-        found.append(("fit() with data, log and a checkpoint, times a loop by hand", entry["with_checkpoint_ratio"], "at most 1.01"))
+        found.append(
+            (
+                "fit() with data, log and a checkpoint, times a loop by hand",
+                entry["with_checkpoint_ratio"],
+                "at most 1.01",
+            )
+        )
     for name, layers in (("start", "one scanned layer"), ("start_in_a_row", "all layers in a row")):
         if entry := record.get(name):
-            found.append((f"second start to the end of the first step, times the first, {layers}", entry["ratio"], "at most 0.33"))
+            found.append(
+                (
+                    f"second start to the end of the first step, times the first, {layers}",
+                    entry["ratio"],
+                    "at most 0.33",
+                )
+            )
     return found
 
 

@@ -19,9 +19,9 @@ import optax
 from shardwise import Batches, Mean, Run, Tokens, init_state, use_cpu_devices
 from shardwise.models.gpt import GPT, PRESETS, GPTConfig
 from shardwise.models.loss import cross_entropy
-from shardwise.native import keep_freed_memory
-from shardwise.planning import plan_run
+from shardwise.plan.plan import plan_run
 from shardwise.run import prepare
+from shardwise.runtime import keep_freed_memory
 
 SMALL = GPTConfig(vocab_size=256, max_length=64, num_layers=2, num_heads=4, width=64)
 ROWS = 16
@@ -35,7 +35,14 @@ def make_run(config: GPTConfig, rows: int, mesh: Any) -> Run:
     tokens = np.random.default_rng(0).integers(0, 256, 2 * rows * config.max_length)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     data = Batches(Tokens(tokens, config.max_length), rows)
-    return Run(model=lambda rngs: GPT(config, rngs), loss=loss, optimizer=optimizer, data=data, steps=1, mesh=mesh)
+    return Run(
+        model=lambda rngs: GPT(config, rngs),
+        loss=loss,
+        optimizer=optimizer,
+        data=data,
+        steps=1,
+        mesh=mesh,
+    )
 
 
 def measure(config: GPTConfig, rows: int = ROWS, devices: int = 1) -> dict[str, float]:
@@ -71,12 +78,22 @@ def measure(config: GPTConfig, rows: int = ROWS, devices: int = 1) -> dict[str, 
 def sizes() -> dict[str, list[tuple[int, dict[str, float]]]]:
     """Each way to grow, with what was measured at each size."""
     ways: dict[str, list[tuple[int, Any]]] = {
-        "layers, in a row": [(n, {"config": replace(SMALL, num_layers=n)}) for n in (2, 4, 8, 16, 32)],
-        "layers, scanned": [(n, {"config": replace(SMALL, num_layers=n, scan_layers=True)}) for n in (2, 4, 8, 16, 32)],
+        "layers, in a row": [
+            (n, {"config": replace(SMALL, num_layers=n)}) for n in (2, 4, 8, 16, 32)
+        ],
+        "layers, scanned": [
+            (n, {"config": replace(SMALL, num_layers=n, scan_layers=True)})
+            for n in (2, 4, 8, 16, 32)
+        ],
         "width": [(n, {"config": replace(SMALL, width=n)}) for n in (64, 128, 256, 512)],
-        "length": [(n, {"config": replace(SMALL, max_length=n), "rows": 2048 // n}) for n in (64, 128, 256, 512, 1024)],
+        "length": [
+            (n, {"config": replace(SMALL, max_length=n), "rows": 2048 // n})
+            for n in (64, 128, 256, 512, 1024)
+        ],
         "rows": [(n, {"config": SMALL, "rows": n}) for n in (8, 16, 32, 64, 128)],
-        "devices, 8 rows each": [(n, {"config": SMALL, "rows": 8 * n, "devices": n}) for n in (1, 2, 4, 8)],
+        "devices, 8 rows each": [
+            (n, {"config": SMALL, "rows": 8 * n, "devices": n}) for n in (1, 2, 4, 8)
+        ],
     }
     found: dict[str, list[tuple[int, dict[str, float]]]] = {}
     for name, cases in ways.items():
@@ -84,14 +101,22 @@ def sizes() -> dict[str, list[tuple[int, dict[str, float]]]]:
             row = measure(**arguments)
             found.setdefault(name, []).append((size, row))
             show = " ".join(f"{key} {row[key]:.2f} s" for key in ("prepare", "lower", "compile"))
-            print(f"{name} {size}: {show}, step {row['step'] * 1e3:.1f} ms, {row['bytes'] / 2**20:.1f} MiB", flush=True)
+            print(
+                f"{name} {size}: {show}, step {row['step'] * 1e3:.1f} ms, {row['bytes'] / 2**20:.1f} MiB",
+                flush=True,
+            )
     return found
 
 
 def on_tpu() -> list[dict[str, Any]]:
     """GPT-2 124M and deeper, compiled for v5e chips."""
     found = []
-    for layers, scan, target in ((6, False, "2x4"), (12, False, "2x4"), (24, False, "2x4"), *((n, True, "2x4") for n in (6, 12, 24, 48))):
+    for layers, scan, target in (
+        (6, False, "2x4"),
+        (12, False, "2x4"),
+        (24, False, "2x4"),
+        *((n, True, "2x4") for n in (6, 12, 24, 48)),
+    ):
         found.append(_planned(layers, scan, target))
     found += [_planned(12, True, target) for target in ("1x1", "2x2", "4x4", "8x8", "16x16")]
     return found
@@ -103,7 +128,14 @@ def _planned(layers: int, scan: bool, target: str) -> dict[str, Any]:
     run = replace(make_run(config, 4 * chips, "data=-1"), compute_dtype="bfloat16")
     plan = plan_run(run, f"v5e:{target}")
     seconds = plan.times.total if plan.times else None
-    row = {"layers": layers, "scan": scan, "chips": chips, "compile": plan.compile_seconds, "peak": plan.memory.peak, "step": seconds}
+    row = {
+        "layers": layers,
+        "scan": scan,
+        "chips": chips,
+        "compile": plan.compile_seconds,
+        "peak": plan.memory.peak,
+        "step": seconds,
+    }
     print(
         f"v5e:{target}, {layers} layers{', scanned' if scan else ''}: compile {row['compile']:.1f} s, {row['peak'] / 2**30:.2f} GiB",
         flush=True,
@@ -112,7 +144,9 @@ def _planned(layers: int, scan: bool, target: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     keep_freed_memory()  # as the command line does

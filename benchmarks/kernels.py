@@ -19,16 +19,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardwise.hardware import find_chip
-from shardwise.models import hopper, norm
+from shardwise.kernels import hopper, norm
 
 Array = jax.Array
 
 
 def normal(seed: int, shape: tuple[int, ...], scale: float = 1.0) -> Array:
-    return (scale * jax.random.normal(jax.random.key(seed), shape, jnp.float32)).astype(jnp.bfloat16)
+    return (scale * jax.random.normal(jax.random.key(seed), shape, jnp.float32)).astype(
+        jnp.bfloat16
+    )
 
 
-def milliseconds(function: Callable[..., Any], *args: Any, calls: int = 60, warm_s: float = 0.4) -> float:
+def milliseconds(
+    function: Callable[..., Any], *args: Any, calls: int = 60, warm_s: float = 0.4
+) -> float:
     large, multiply = normal(9, (8192, 8192)), jax.jit(jnp.matmul)
     end = time.perf_counter() + warm_s
     while time.perf_counter() < end:
@@ -72,13 +76,23 @@ def exp_as_jax_has_it(x: Array, table: Array) -> tuple[Array, Array]:
 @jax.jit
 def loss_as_jax_has_it(logits: Array, labels: Array) -> tuple[Array, Array]:
     wide = logits.astype(jnp.float32)
-    return jax.nn.softmax(wide) - jax.nn.one_hot(labels, logits.shape[1]), -jax.nn.log_softmax(wide)[jnp.arange(len(labels)), labels]
+    return jax.nn.softmax(wide) - jax.nn.one_hot(labels, logits.shape[1]), -jax.nn.log_softmax(
+        wide
+    )[jnp.arange(len(labels)), labels]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=65536)
-    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="of whole numbers, or several with commas")
+    parser.add_argument(
+        "--set",
+        nargs="*",
+        default=[],
+        metavar="NAME=VALUE",
+        help="of whole numbers, or several with commas",
+    )
     options = parser.parse_args()
     for change in options.set:
         name, _, value = change.partition("=")
@@ -87,18 +101,31 @@ def main() -> None:
         setattr(module, name, numbers if len(numbers) > 1 else numbers[0])
     rows, width, wide, vocab = options.rows, 768, 3072, 50304
     chip = find_chip(jax.devices()[0].device_kind)
-    assert chip is not None, "this GPU is unknown: its memory's speed is to go into shardwise/hardware.py"
+    assert chip is not None, (
+        "this GPU is unknown: its memory's speed is to go into shardwise/hardware.py"
+    )
     speed = chip.bandwidth
     x, up, bias = normal(0, (rows, width)), normal(1, (width, wide), 0.03), normal(2, (wide,), 0.1)
     g, down = normal(3, (rows, width), 0.01), normal(4, (wide, width), 0.03)
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {rows} tokens {' '.join(options.set)}")
+    print(
+        f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {rows} tokens {' '.join(options.set)}"
+    )
 
     def show(name: str, took: float, least: float, what: str, wrong: float) -> None:
-        print(f"{name:22s} {took:7.3f} ms, {took / least:5.2f} times {what} ({least:.3f}); differs by {wrong:.1e}", flush=True)
+        print(
+            f"{name:22s} {took:7.3f} ms, {took / least:5.2f} times {what} ({least:.3f}); differs by {wrong:.1e}",
+            flush=True,
+        )
 
     y, slope = hopper.product_gelu(x, up, bias)
     bare = milliseconds(jax.jit(jnp.matmul), x, up)
-    show("product_gelu", milliseconds(hopper.product_gelu, x, up, bias), bare, "cuBLAS", apart((y, slope), gelu_as_jax_has_it(x, up, bias)))
+    show(
+        "product_gelu",
+        milliseconds(hopper.product_gelu, x, up, bias),
+        bare,
+        "cuBLAS",
+        apart((y, slope), gelu_as_jax_has_it(x, up, bias)),
+    )
     wrong = apart(hopper.product_slope(g, down, slope), slope_as_jax_has_it(g, down, slope))
     bare = milliseconds(jax.jit(lambda g, down: g @ down.T), g, down)
     show("product_slope", milliseconds(hopper.product_slope, g, down, slope), bare, "cuBLAS", wrong)
@@ -107,28 +134,60 @@ def main() -> None:
     less = jnp.zeros(rows, jnp.float32)
     wrong = apart(hopper.product_exp(x, table, less), exp_as_jax_has_it(x[:1024], table))
     bare = milliseconds(jax.jit(lambda x, table: x @ table.T), x, table, calls=20)
-    show("product_exp", milliseconds(hopper.product_exp, x, table, less, calls=20), bare, "cuBLAS", wrong)
+    show(
+        "product_exp",
+        milliseconds(hopper.product_exp, x, table, less, calls=20),
+        bare,
+        "cuBLAS",
+        wrong,
+    )
 
     scale, shift = normal(5, (width,)), normal(6, (width,))
     forward = jax.jit(lambda *args: norm.fused_layer_norm(*args, 1e-5)[1])
     wrong = apart(forward(x, None, scale, shift), norm.plain_layer_norm(x, scale, shift, 1e-5)[1])
-    show("layer norm", milliseconds(forward, x, None, scale, shift), 2 * x.nbytes / speed * 1e3, "the memory", wrong)
+    show(
+        "layer norm",
+        milliseconds(forward, x, None, scale, shift),
+        2 * x.nbytes / speed * 1e3,
+        "the memory",
+        wrong,
+    )
     backward = jax.jit(lambda x, scale, gx, gy: norm._backward(x, scale, gx, gy, 1e-5))
-    expected = jax.vjp(lambda x, late, *weights: norm.plain_layer_norm(x + late, *weights, 1e-5), x, jnp.zeros_like(shift), scale, shift)[1]
+    expected = jax.vjp(
+        lambda x, late, *weights: norm.plain_layer_norm(x + late, *weights, 1e-5),
+        x,
+        jnp.zeros_like(shift),
+        scale,
+        shift,
+    )[1]
     dx, dlate, dscale, dshift = expected((g, x))
     wrong = apart(backward(x, scale, g, x), (dx, jnp.stack([dscale, dshift, dlate])))
-    show("layer norm, backward", milliseconds(backward, x, scale, g, x), 4 * x.nbytes / speed * 1e3, "the memory", wrong)
+    show(
+        "layer norm, backward",
+        milliseconds(backward, x, scale, g, x),
+        4 * x.nbytes / speed * 1e3,
+        "the memory",
+        wrong,
+    )
 
-    logits, labels = normal(7, (rows, vocab), 3), jax.random.randint(jax.random.key(8), (rows,), 0, vocab)
+    logits, labels = (
+        normal(7, (rows, vocab), 3),
+        jax.random.randint(jax.random.key(8), (rows,), 0, vocab),
+    )
     loss = jax.jit(hopper.cross_entropy, donate_argnums=0)
-    wrong = apart(jax.tree.map(lambda part: part[:1024], loss(logits + 0, labels)), loss_as_jax_has_it(logits[:1024], labels[:1024]))
+    wrong = apart(
+        jax.tree.map(lambda part: part[:1024], loss(logits + 0, labels)),
+        loss_as_jax_has_it(logits[:1024], labels[:1024]),
+    )
     held = [logits]
 
     def again() -> Array:
         held[0], nats = loss(held[0], labels)
         return nats
 
-    show("loss", milliseconds(again, calls=20), 2 * logits.nbytes / speed * 1e3, "the memory", wrong)
+    show(
+        "loss", milliseconds(again, calls=20), 2 * logits.nbytes / speed * 1e3, "the memory", wrong
+    )
 
 
 if __name__ == "__main__":

@@ -26,19 +26,35 @@ import optax
 from flax import nnx
 
 from shardwise import Batches, Mean, Run, Tokens, fit, init_state, steps
-from shardwise.bookkeeping import Bookkeeper
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.models.loss import cross_entropy
 from shardwise.run import prepare
 from shardwise.step import COMPILER_OPTIONS
+from shardwise.training.log import Bookkeeper
 
 
 def loss(model, batch):
     return Mean(cross_entropy(model(batch["inputs"]), batch["labels"]))
 
 
-def gpt(width: int, layers: int, rows: int, length: int, vocab: int = 256, heads: int = 2, dtype: str | None = None, scan: bool = False):
-    config = GPTConfig(vocab_size=vocab, max_length=length, num_layers=layers, num_heads=heads, width=width, scan_layers=scan)
+def gpt(
+    width: int,
+    layers: int,
+    rows: int,
+    length: int,
+    vocab: int = 256,
+    heads: int = 2,
+    dtype: str | None = None,
+    scan: bool = False,
+):
+    config = GPTConfig(
+        vocab_size=vocab,
+        max_length=length,
+        num_layers=layers,
+        num_heads=heads,
+        width=width,
+        scan_layers=scan,
+    )
     tokens = np.random.default_rng(0).integers(0, 256, 200_000)
     return (lambda rngs: GPT(config, rngs)), Batches(Tokens(tokens, length), rows), dtype
 
@@ -47,7 +63,16 @@ CASES = {  # name: model, data and dtype; from a step that is all overhead to on
     "tiny": gpt(width=8, layers=1, rows=2, length=8),
     "small": gpt(width=64, layers=1, rows=16, length=64),
     "medium": gpt(width=128, layers=2, rows=16, length=64),
-    "gpt2": gpt(width=768, layers=12, rows=32, length=1024, vocab=50304, heads=12, dtype="bfloat16", scan=True),
+    "gpt2": gpt(
+        width=768,
+        layers=12,
+        rows=32,
+        length=1024,
+        vocab=50304,
+        heads=12,
+        dtype="bfloat16",
+        scan=True,
+    ),
 }
 
 
@@ -67,7 +92,11 @@ class ByHand:
         self.state = params, optimizer.init(params)
 
         def objective(params, batch):
-            params = params if self.dtype is None else jax.tree.map(lambda x: x.astype(self.dtype), params)
+            params = (
+                params
+                if self.dtype is None
+                else jax.tree.map(lambda x: x.astype(self.dtype), params)
+            )
             model = nnx.merge(graphdef, nnx.State(params), nnx.State(rest))
             return cross_entropy(model(batch["inputs"]), batch["labels"]).mean()
 
@@ -77,7 +106,9 @@ class ByHand:
             updates, opt_state = optimizer.update(grads, opt_state, params)
             return (optax.apply_updates(params, updates), opt_state), value
 
-        self.step = jax.jit(step, donate_argnums=0, compiler_options=COMPILER_OPTIONS.get(jax.default_backend()))
+        self.step = jax.jit(
+            step, donate_argnums=0, compiler_options=COMPILER_OPTIONS.get(jax.default_backend())
+        )
 
     def run(self, count):
         previous = None
@@ -102,7 +133,9 @@ class Ours:
     def run(self, count):
         previous = None
         start = int(self.state.step)
-        for _, self.state, metrics in steps(self.prepared.step, self.state, self.prepared.batches, until=start + count):
+        for _, self.state, metrics in steps(
+            self.prepared.step, self.state, self.prepared.batches, until=start + count
+        ):
             if previous is not None:
                 float(previous)
             previous = metrics["loss"]
@@ -119,7 +152,9 @@ class Whole(Ours):
 
     def run(self, count):
         start = int(self.state.step)
-        for n, self.state, metrics in steps(self.prepared.step, self.state, self.prepared.batches, until=start + count):
+        for n, self.state, metrics in steps(
+            self.prepared.step, self.state, self.prepared.batches, until=start + count
+        ):
             self.book.record(n, metrics)
         self.book.finish()
 
@@ -139,7 +174,13 @@ def whole_fit(run):
 
     fit(replace(run, data=data, steps=370, out=Path(tempfile.mkdtemp()), save_every=100))
     waits = {n: asked[n + 1] - asked[n] for n in range(60, 360)}
-    print("longest: " + ", ".join(f"{waits[n] * 1e3:.0f} ms at step {n}" for n in sorted(waits, key=waits.get)[:-6:-1]), flush=True)
+    print(
+        "longest: "
+        + ", ".join(
+            f"{waits[n] * 1e3:.0f} ms at step {n}" for n in sorted(waits, key=waits.get)[:-6:-1]
+        ),
+        flush=True,
+    )
     usual = statistics.median(waits.values())
     return (asked[360] - asked[160]) / 200, asked[160] - asked[60] - 100 * usual
 
@@ -152,31 +193,54 @@ def timed(loop, count):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument("--seconds", type=float, default=0.4, help="of work for each loop in each round")
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=["tiny", "small", "medium"])
+    parser.add_argument(
+        "--seconds", type=float, default=0.4, help="of work for each loop in each round"
+    )
+    parser.add_argument(
+        "--cases", nargs="+", choices=list(CASES), default=["tiny", "small", "medium"]
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
     answer = {}
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}; median of {options.rounds} rounds")
-    print(f"{'step':8s} {'by hand':>12s} {'steps()':>20s} {'host':>11s} {'all of fit()':>22s} {'host':>11s}")
+    print(
+        f"{jax.devices()[0].device_kind}, jax {jax.__version__}; median of {options.rounds} rounds"
+    )
+    print(
+        f"{'step':8s} {'by hand':>12s} {'steps()':>20s} {'host':>11s} {'all of fit()':>22s} {'host':>11s}"
+    )
     for name in options.cases:
         factory, batches, dtype = CASES[name]
         out = Path(tempfile.mkdtemp())
-        run = Run(model=factory, loss=loss, optimizer=make_optimizer(), data=batches, steps=1, mesh=mesh, out=out, compute_dtype=dtype)
+        run = Run(
+            model=factory,
+            loss=loss,
+            optimizer=make_optimizer(),
+            data=batches,
+            steps=1,
+            mesh=mesh,
+            out=out,
+            compute_dtype=dtype,
+        )
         loops = {"by hand": ByHand(factory, batches, dtype), "steps": Ours(run), "fit": Whole(run)}
         for loop in loops.values():
             loop.run(3)
         count = max(20, int(options.seconds / timed(loops["by hand"], 20)[0]))
-        rounds = [{key: timed(loop, count) for key, loop in loops.items()} for _ in range(options.rounds)]
+        rounds = [
+            {key: timed(loop, count) for key, loop in loops.items()} for _ in range(options.rounds)
+        ]
         hand = statistics.median(r["by hand"][0] for r in rounds)
         row = {"by_hand_s": hand}
         text = f"{name:8s} {hand * 1e3:9.3f} ms"
         for key in ("steps", "fit"):
             ratio = statistics.median(r[key][0] / r["by hand"][0] for r in rounds)
-            extra, host = (statistics.median(r[key][i] - r["by hand"][i] for r in rounds) for i in (0, 1))
+            extra, host = (
+                statistics.median(r[key][i] - r["by hand"][i] for r in rounds) for i in (0, 1)
+            )
             row |= {f"{key}_ratio": ratio, f"{key}_extra_s": extra, f"{key}_host_s": host}
             text += f"   {ratio:6.3f} x {extra * 1e6:+7.0f} us {host * 1e6:+8.0f} us"
         print(text, flush=True)

@@ -19,8 +19,12 @@ from shardwise.run import prepare
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--presets", nargs="+", default=["gpt2", "gpt2-xl"], choices=sorted(PRESETS))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--presets", nargs="+", default=["gpt2", "gpt2-xl"], choices=sorted(PRESETS)
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     answer = {}
@@ -28,12 +32,22 @@ def main() -> None:
     for preset in options.presets:
         for dtype in ("float32", "bfloat16"):
             config = replace(PRESETS[preset], max_length=64, scan_layers=True, remat="block")
-            run = replace(make_run(config, 1, 64), compute_dtype=None if dtype == "float32" else dtype)
+            run = replace(
+                make_run(config, 1, 64), compute_dtype=None if dtype == "float32" else dtype
+            )
             prepared = prepare(run)
             found = prepared.step.lower().compile().memory_analysis()
             count = sum(x.size for x in jax.tree.leaves(prepared.spec.abstract.params))
-            row = {"parameters": count, "state": found.argument_size_in_bytes / count, "temporary": found.temp_size_in_bytes / count}
-            row["total"] = row["state"] + row["temporary"] + (found.output_size_in_bytes - found.alias_size_in_bytes) / count
+            row = {
+                "parameters": count,
+                "state": found.argument_size_in_bytes / count,
+                "temporary": found.temp_size_in_bytes / count,
+            }
+            row["total"] = (
+                row["state"]
+                + row["temporary"]
+                + (found.output_size_in_bytes - found.alias_size_in_bytes) / count
+            )
             answer[f"{preset} {dtype}"] = row
             print(
                 f"{preset:10s} {dtype:8s} {row['state']:6.2f} of state + {row['temporary']:6.2f} beside = {row['total']:6.2f} a parameter",

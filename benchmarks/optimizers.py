@@ -34,16 +34,35 @@ def by_hand(lr):
 OPTIMIZERS = {
     "adamw": (lambda lr: optim.adamw(lr, b2=0.95, weight_decay=0.1, clip=1.0), 8),
     "adamw, optax by hand": (by_hand, 8),
-    "adamw, bfloat16 moment": (lambda lr: optim.adamw(lr, b2=0.95, weight_decay=0.1, clip=1.0, moment_dtype="bfloat16"), 7),
-    "adamw, average kept": (lambda lr: optim.adamw(lr, b2=0.95, weight_decay=0.1, clip=1.0, ema=0.999), 10),
+    "adamw, bfloat16 moment": (
+        lambda lr: optim.adamw(lr, b2=0.95, weight_decay=0.1, clip=1.0, moment_dtype="bfloat16"),
+        7,
+    ),
+    "adamw, average kept": (
+        lambda lr: optim.adamw(lr, b2=0.95, weight_decay=0.1, clip=1.0, ema=0.999),
+        10,
+    ),
     "sgd": (lambda lr: optim.sgd(lr, clip=1.0), 6),
     "lion": (lambda lr: optim.lion(lr, weight_decay=0.1, clip=1.0), 6),
     "adafactor": (lambda lr: optim.adafactor(lr, clip=1.0), 5),
     "muon": (lambda lr: optim.muon(lr, adam=TABLES, weight_decay=0.1, clip=1.0), 6),
-    "muon, bfloat16": (lambda lr: optim.muon(lr, adam=TABLES, weight_decay=0.1, clip=1.0, iterate_in="bfloat16"), 6),
-    "muon, stacked": (lambda lr: optim.muon(lr, adam=TABLES, stacked=("blocks/*",), weight_decay=0.1, clip=1.0), 6),
+    "muon, bfloat16": (
+        lambda lr: optim.muon(lr, adam=TABLES, weight_decay=0.1, clip=1.0, iterate_in="bfloat16"),
+        6,
+    ),
+    "muon, stacked": (
+        lambda lr: optim.muon(lr, adam=TABLES, stacked=("blocks/*",), weight_decay=0.1, clip=1.0),
+        6,
+    ),
     "muon, stacked, bfloat16": (
-        lambda lr: optim.muon(lr, adam=TABLES, stacked=("blocks/*",), weight_decay=0.1, clip=1.0, iterate_in="bfloat16"),
+        lambda lr: optim.muon(
+            lr,
+            adam=TABLES,
+            stacked=("blocks/*",),
+            weight_decay=0.1,
+            clip=1.0,
+            iterate_in="bfloat16",
+        ),
         6,
     ),
 }
@@ -67,7 +86,9 @@ def seconds(function, state, rounds: int = 5, calls: int = 5) -> float:
 def random_like(abstract, scale: float, seed: int):
     leaves, structure = jax.tree.flatten(abstract)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
-    return structure.unflatten([scale * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)])
+    return structure.unflatten(
+        [scale * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
+    )
 
 
 def time_of_update(tx: optax.GradientTransformation, abstract, with_norms: bool) -> float:
@@ -79,7 +100,9 @@ def time_of_update(tx: optax.GradientTransformation, abstract, with_norms: bool)
 
         def update(i, carry):
             params, state, _ = carry
-            changed = jax.tree.map(lambda g: g * (1 + 1e-6 * i), grads)  # or the compiler would take the norm once for all
+            changed = jax.tree.map(
+                lambda g: g * (1 + 1e-6 * i), grads
+            )  # or the compiler would take the norm once for all
             updates, state = tx.update(changed, state, params)
             params = optax.apply_updates(params, updates)
             return params, state, (norm(updates), norm(params)) if with_norms else carry[2]
@@ -91,22 +114,43 @@ def time_of_update(tx: optax.GradientTransformation, abstract, with_norms: bool)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--preset", default="gpt2", choices=sorted(PRESETS))
-    parser.add_argument("--only", nargs="+", choices=list(OPTIMIZERS), default=["adamw", "adamw, optax by hand", "muon"])
-    parser.add_argument("--norms", action="store_true", help="with the norms of update and parameters, as the training step has them")
-    parser.add_argument("--stacked", action="store_true", help="the layers in stacked arrays (scan_layers): 16 large leaves, not 148")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=list(OPTIMIZERS),
+        default=["adamw", "adamw, optax by hand", "muon"],
+    )
+    parser.add_argument(
+        "--norms",
+        action="store_true",
+        help="with the norms of update and parameters, as the training step has them",
+    )
+    parser.add_argument(
+        "--stacked",
+        action="store_true",
+        help="the layers in stacked arrays (scan_layers): 16 large leaves, not 148",
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     config = replace(PRESETS[options.preset], scan_layers=options.stacked)
     schedule = optim.cosine(3e-4, 10_000, warmup=0.05)
     mesh = make_mesh("data=1", jax.devices()[:1])
-    abstract = abstract_state(lambda rngs: GPT(config, rngs), optax.identity(), mesh).abstract.params
+    abstract = abstract_state(
+        lambda rngs: GPT(config, rngs), optax.identity(), mesh
+    ).abstract.params
     count = sum(leaf.size for leaf in jax.tree.leaves(abstract))
 
-    copies_in_a_row = jax.jit(lambda x: jax.lax.fori_loop(0, ROW, lambda _, x: x + 1, x), donate_argnums=0)
+    copies_in_a_row = jax.jit(
+        lambda x: jax.lax.fori_loop(0, ROW, lambda _, x: x + 1, x), donate_argnums=0
+    )
     bandwidth = 2 * 4 * count * ROW / seconds(copies_in_a_row, jnp.zeros(count, jnp.float32))
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}: {count:,} parameters, copies at {bandwidth / 1e9:,.0f} GB/s")
+    print(
+        f"{jax.devices()[0].device_kind}, jax {jax.__version__}: {count:,} parameters, copies at {bandwidth / 1e9:,.0f} GB/s"
+    )
     answers = {}
     for name in options.only:
         make, numbers = OPTIMIZERS[name]
@@ -116,7 +160,12 @@ def main() -> None:
         of = f"{numbers} numbers a parameter need ({needed * 1e3:.3f} ms)"
         print(f"{name:24} {took * 1e3:7.3f} ms, {took / needed:5.2f} times what {of}", flush=True)
     if options.json:
-        options.json.write_text(json.dumps({"bandwidth": bandwidth, "parameters": count, "optimizers": answers}, indent=2) + "\n")
+        options.json.write_text(
+            json.dumps(
+                {"bandwidth": bandwidth, "parameters": count, "optimizers": answers}, indent=2
+            )
+            + "\n"
+        )
 
 
 if __name__ == "__main__":

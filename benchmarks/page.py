@@ -27,14 +27,22 @@ def table(columns: list[str], rows: list[list[str]], align: str = "--:") -> str:
 def measured(entry: dict[str, Any]) -> str:
     """With what an entry was measured, for small print."""
     versions = entry["versions"]
-    names = [f"{name} {versions[name]}" for name in ("jax", "flax", "torch", "transformers") if name in versions]
+    names = [
+        f"{name} {versions[name]}"
+        for name in ("jax", "flax", "torch", "transformers")
+        if name in versions
+    ]
     return f"<sub>{entry['hardware']}; Python {versions['python']}, {', '.join(names)}; source {entry['source']}, {entry['date']}</sub>"
 
 
 def gpt2(entry: dict[str, Any]) -> str:
     rows = []
     best = entry[entry["best"]]["step_ms"]
-    for name, title in (("shardwise", "shardwise"), ("compact", "PyTorch, a compact model"), ("transformers", "PyTorch, `transformers`")):
+    for name, title in (
+        ("shardwise", "shardwise"),
+        ("compact", "PyTorch, a compact model"),
+        ("transformers", "PyTorch, `transformers`"),
+    ):
         one = entry[name]
         mfu = f"{one['mfu']:.1%}" if one.get("mfu") else ""
         ratio = f"{best / one['step_ms']:.3f}"
@@ -57,7 +65,16 @@ def gpt2(entry: dict[str, Any]) -> str:
         return f"{sum(found) / len(found):.2%} (at most {max(found):.2%}; in the first 50 steps {max(found[:50]):.2%})"
 
     head = table(
-        ["GPT-2 124M, 64 x 1024 tokens a step", "a step", "tokens/s", "times the faster PyTorch", "MFU", "memory", "compilation"], rows
+        [
+            "GPT-2 124M, 64 x 1024 tokens a step",
+            "a step",
+            "tokens/s",
+            "times the faster PyTorch",
+            "MFU",
+            "memory",
+            "compilation",
+        ],
+        rows,
     )
     return f"""{head}
 
@@ -78,7 +95,10 @@ def power(entry: dict[str, Any]) -> str:
     ours = entry["shardwise"]
     if "power_w" not in ours:
         return ""
-    others = " and ".join(f"{entry[name]['power_w']:.0f} W at {entry[name]['clock_mhz']:.0f} MHz" for name in ("compact", "transformers"))
+    others = " and ".join(
+        f"{entry[name]['power_w']:.0f} W at {entry[name]['clock_mhz']:.0f} MHz"
+        for name in ("compact", "transformers")
+    )
     return f"""
 
 While shardwise trains, the card draws {ours["power_w"]:.0f} W at {ours["clock_mhz"]:.0f} MHz, medians of what nvidia-smi says; with the
@@ -92,7 +112,13 @@ def picture(entry: dict[str, Any], path: Path) -> None:
         ("compact", "PyTorch, compact", "--"),
         ("transformers", "PyTorch, transformers", ":"),
     ):
-        axes.plot(range(1, len(entry[name]["losses"]) + 1), entry[name]["losses"], style, label=label, linewidth=1.3)
+        axes.plot(
+            range(1, len(entry[name]["losses"]) + 1),
+            entry[name]["losses"],
+            style,
+            label=label,
+            linewidth=1.3,
+        )
     axes.set(xlabel="step", ylabel="loss, nats a byte", ylim=(0, None))
     axes.legend(frameon=False)
     axes.grid(alpha=0.3)
@@ -113,7 +139,12 @@ def growth(entry: dict[str, Any]) -> str:
             ]
             for size, row in cases
         ]
-        parts.append(table([name, "before XLA", "lowering", "compilation", "a step", "", "memory of a device"], rows))
+        parts.append(
+            table(
+                [name, "before XLA", "lowering", "compilation", "a step", "", "memory of a device"],
+                rows,
+            )
+        )
     rows = [
         [
             f"{row['layers']} layers{', scanned' if row['scan'] else ''}, {row['chips']} chips",
@@ -123,7 +154,17 @@ def growth(entry: dict[str, Any]) -> str:
         ]
         for row in entry["tpu"]
     ]
-    parts.append(table(["GPT-2 compiled for TPU v5e, 4 rows a chip", "trace and compilation", "memory of a chip", "a step, planned"], rows))
+    parts.append(
+        table(
+            [
+                "GPT-2 compiled for TPU v5e, 4 rows a chip",
+                "trace and compilation",
+                "memory of a chip",
+                "a step, planned",
+            ],
+            rows,
+        )
+    )
     words = (
         "Left: what comes before the first step, against layers. Middle: time of a step against its arithmetic, from the smallest case of\n"
         "each table; below the grey line it grows slower than the work. Right: memory of a device, likewise against what is doubled."
@@ -133,15 +174,38 @@ def growth(entry: dict[str, Any]) -> str:
 
 def growth_picture(entry: dict[str, Any], path: Path) -> None:
     figure, (before, steps, memory) = plt.subplots(1, 3, figsize=(10, 3.4), layout="constrained")
-    for (name, cases), style in zip(entry["sizes"].items(), ("-o", "--s", "-.^", ":v", "-D", "--x"), strict=False):
+    for (name, cases), style in zip(
+        entry["sizes"].items(), ("-o", "--s", "-.^", ":v", "-D", "--x"), strict=False
+    ):
         sizes, rows = zip(*cases, strict=True)
         if name.startswith("layers"):
-            before.plot(sizes, [row["prepare"] + row["lower"] + row["compile"] for row in rows], style, markersize=4, label=f"{name}, CPU")
+            before.plot(
+                sizes,
+                [row["prepare"] + row["lower"] + row["compile"] for row in rows],
+                style,
+                markersize=4,
+                label=f"{name}, CPU",
+            )
         work, time = ([row[key] / rows[0][key] for row in rows] for key in ("flops", "step"))
         steps.plot(work, time, style, markersize=4, label=name)
-        memory.plot([size / sizes[0] for size in sizes], [row["bytes"] / rows[0]["bytes"] for row in rows], style, markersize=4, label=name)
-    for scan, style, label in ((False, "-*", "layers, in a row, TPU"), (True, "--*", "layers, scanned, TPU")):
-        found = sorted({(row["layers"], row["compile"]) for row in entry["tpu"] if row["scan"] is scan and row["chips"] == 8})
+        memory.plot(
+            [size / sizes[0] for size in sizes],
+            [row["bytes"] / rows[0]["bytes"] for row in rows],
+            style,
+            markersize=4,
+            label=name,
+        )
+    for scan, style, label in (
+        (False, "-*", "layers, in a row, TPU"),
+        (True, "--*", "layers, scanned, TPU"),
+    ):
+        found = sorted(
+            {
+                (row["layers"], row["compile"])
+                for row in entry["tpu"]
+                if row["scan"] is scan and row["chips"] == 8
+            }
+        )
         before.plot(*zip(*found, strict=True), style, markersize=5, label=label)
     ends = [1, max(line.get_xdata()[-1] for line in steps.lines)]
     steps.plot(ends, ends, color="lightgrey", linewidth=4, zorder=0)
@@ -165,12 +229,21 @@ def growth_picture(entry: dict[str, Any], path: Path) -> None:
 
 
 def torch(entry: dict[str, Any]) -> str:
-    names = {"shardwise": "shardwise", "eager": "PyTorch, eager", "compile": "PyTorch, `torch.compile`"}
+    names = {
+        "shardwise": "shardwise",
+        "eager": "PyTorch, eager",
+        "compile": "PyTorch, `torch.compile`",
+    }
     rows = []
     for row in entry["rows"]:
         times = "" if row["side"] == "shardwise" else f"{row['shardwise_over_it']:.2f}"
         rows.append([row["model"], names[row["side"]], f"{row['step_ms']:.1f} ms", times])
-    head = ["model of 16 x 128 bytes a step, width 128", "", "a step", "shardwise takes, times that"]
+    head = [
+        "model of 16 x 128 bytes a step, width 128",
+        "",
+        "a step",
+        "shardwise takes, times that",
+    ]
     note = "Each takes its turn in every round; times are medians of the rounds, and so are the ratios, each of one round."
     return f"{table(head, rows)}\n\n{note}\n\n{measured(entry)}\n"
 
@@ -179,7 +252,10 @@ def start(entry: dict[str, Any]) -> str:
     names = list(entry["first"]["seconds"])
     rows = []
     for which in ("first", "second"):
-        seconds = [entry[which]["total"], *(entry[which]["seconds"].get(name, 0.0) for name in names)]
+        seconds = [
+            entry[which]["total"],
+            *(entry[which]["seconds"].get(name, 0.0) for name in names),
+        ]
         rows.append([f"{which} start", *(f"{s:.1f} s" for s in seconds)])
     note = f"The second takes {entry['ratio']:.2f} times as long as the first"
     if len(ratios := entry.get("ratios", ())) > 1:
@@ -188,9 +264,23 @@ def start(entry: dict[str, Any]) -> str:
 
 
 def xl(entry: dict[str, Any]) -> str:
-    head = ["GPT-2 1.5B", "rows of 1024 tokens, by `plan --largest-batch`", "a step", "tokens/s", "MFU", "memory"]
+    head = [
+        "GPT-2 1.5B",
+        "rows of 1024 tokens, by `plan --largest-batch`",
+        "a step",
+        "tokens/s",
+        "MFU",
+        "memory",
+    ]
     rows = [
-        ["planned", f"{entry['rows']}", f"{entry['planned_ms']:.0f} ms", "", "", f"{entry['planned_gib']:.1f} GiB"],
+        [
+            "planned",
+            f"{entry['rows']}",
+            f"{entry['planned_ms']:.0f} ms",
+            "",
+            "",
+            f"{entry['planned_gib']:.1f} GiB",
+        ],
         [
             "measured",
             f"{entry['rows']}",
@@ -218,13 +308,26 @@ def long(entry: dict[str, Any]) -> str:
 
 def memory(entry: dict[str, Any]) -> str:
     cases = {name: row for name, row in entry.items() if isinstance(row, dict) and "total" in row}
-    rows = [[name, *(f"{row[key]:.2f}" for key in ("state", "temporary", "total"))] for name, row in cases.items()]
-    head = ["bytes a parameter, by the compiler", "weights and AdamW's averages", "gradient and all else", "in all"]
+    rows = [
+        [name, *(f"{row[key]:.2f}" for key in ("state", "temporary", "total"))]
+        for name, row in cases.items()
+    ]
+    head = [
+        "bytes a parameter, by the compiler",
+        "weights and AdamW's averages",
+        "gradient and all else",
+        "in all",
+    ]
     note = "AdamW over float32 weights needs 4 + 8 + 4. Blocks are computed again, of one row of 64 tokens. "
     added = []
     for dtype in ("float32", "bfloat16"):
-        (small, few), (large, many) = ((row["total"], row["parameters"]) for row in (cases[f"gpt2 {dtype}"], cases[f"gpt2-xl {dtype}"]))
-        added.append(f"{(large * many - small * few) / (many - few):.2f} bytes with products in {dtype}")
+        (small, few), (large, many) = (
+            (row["total"], row["parameters"])
+            for row in (cases[f"gpt2 {dtype}"], cases[f"gpt2-xl {dtype}"])
+        )
+        added.append(
+            f"{(large * many - small * few) / (many - few):.2f} bytes with products in {dtype}"
+        )
     note += f"What a parameter more adds, from the smaller model to the larger one: {' and '.join(added)}."
     return f"{table(head, rows)}\n\n{note}\n\n{measured(entry)}\n"
 
@@ -233,7 +336,12 @@ def chunks(entry: dict[str, Any]) -> str:
     whole, parts = entry["whole"], entry["parts"]
     rows = [
         ["all logits at once", f"{whole['step_ms']:.1f} ms", "1", f"{whole['peak_gib']:.1f} GiB"],
-        ["an eighth of the logits at a time", f"{parts['step_ms']:.1f} ms", f"{entry['ratio']:.3f}", f"{parts['peak_gib']:.1f} GiB"],
+        [
+            "an eighth of the logits at a time",
+            f"{parts['step_ms']:.1f} ms",
+            f"{entry['ratio']:.3f}",
+            f"{parts['peak_gib']:.1f} GiB",
+        ],
     ]
     return f"{table(['the loss of GPT-2 124M, 64 x 1024 tokens', 'a step', 'times', 'memory'], rows)}\n\n{measured(entry)}\n"
 
@@ -244,7 +352,11 @@ def loop(entry: dict[str, Any]) -> str:
         ["written by hand", f"{row['by_hand_s'] * 1e3:.1f} ms", "1"],
         ["`steps()`", "", f"{row['steps_ratio']:.3f}"],
         ["with the log of `fit()`", "", f"{row['fit_ratio']:.3f}"],
-        ["all of `fit()`, a save of 1.5 GB every 100 steps", "", f"{row['with_checkpoint_ratio']:.3f}"],
+        [
+            "all of `fit()`, a save of 1.5 GB every 100 steps",
+            "",
+            f"{row['with_checkpoint_ratio']:.3f}",
+        ],
     ]
     note = f"The first save costs {row['first_save_s']:.1f} s more: the driver pins memory of the host for it, once."
     return f"{table(['loop around GPT-2 124M, 32 x 1024 tokens', 'a step', 'times'], rows)}\n\n{note}\n\n{measured(entry)}\n"
@@ -254,11 +366,21 @@ def cpu_loop(entry: dict[str, Any]) -> str:
     rows = [
         [
             f"{row['by_hand_s'] * 1e3:.1f} ms",
-            *(cell for key in ("steps", "fit") for cell in (f"{row[f'{key}_ratio']:.3f}", f"{row[f'{key}_host_s'] * 1e6:+.0f} us")),
+            *(
+                cell
+                for key in ("steps", "fit")
+                for cell in (f"{row[f'{key}_ratio']:.3f}", f"{row[f'{key}_host_s'] * 1e6:+.0f} us")
+            ),
         ]
         for row in (entry[name] for name in ("tiny", "small", "medium"))
     ]
-    head = ["a step by hand", "`steps()`, times", "its own thread", "with the log of `fit()`, times", "its own thread"]
+    head = [
+        "a step by hand",
+        "`steps()`, times",
+        "its own thread",
+        "with the log of `fit()`, times",
+        "its own thread",
+    ]
     note = "The program, and the thread that reads ahead, share two cores with the loop; for an accelerator its own thread is what counts."
     return f"{table(head, rows)}\n\n{note}\n\n{measured(entry)}\n"
 
@@ -291,8 +413,19 @@ def main() -> None:
         if name in records[record]:
             parts.append(f"## {title}\n\n{show(records[record][name])}")
     changes = json.loads((RECORDS / "changes.json").read_text())
-    rows = [[c["where"], c["change"], c["predicted"], c["measured"], "kept" if c["kept"] else "not kept"] for c in changes]
-    parts.append(f"## What changes brought\n\n{table(['', 'change', 'predicted', 'measured', ''], rows, '---')}")
+    rows = [
+        [
+            c["where"],
+            c["change"],
+            c["predicted"],
+            c["measured"],
+            "kept" if c["kept"] else "not kept",
+        ]
+        for c in changes
+    ]
+    parts.append(
+        f"## What changes brought\n\n{table(['', 'change', 'predicted', 'measured', ''], rows, '---')}"
+    )
     if "gpt2" in records["gpu"]:
         picture(records["gpu"]["gpt2"], DOCS / "performance.png")
     if "growth" in records["cpu"]:

@@ -22,9 +22,19 @@ FITTED = {
     "124M, 64 rows, block": {"preset": "gpt2", "batch_size": 64, "remat": "block"},
     "124M, 128 rows in 4 parts": {"preset": "gpt2", "batch_size": 128, "accumulate": 4},
     "355M, 16 rows, dots": {"preset": "gpt2-medium", "batch_size": 16, "remat": "dots"},
-    "774M, 16 rows, block, 8 chunks": {"preset": "gpt2-large", "batch_size": 16, "remat": "block", "loss_chunks": 8},
+    "774M, 16 rows, block, 8 chunks": {
+        "preset": "gpt2-large",
+        "batch_size": 16,
+        "remat": "block",
+        "loss_chunks": 8,
+    },
     "1.5B, 8 rows, block": {"preset": "gpt2-xl", "batch_size": 8, "remat": "block"},
-    "1.5B, 32 rows, block, 16 chunks": {"preset": "gpt2-xl", "batch_size": 32, "remat": "block", "loss_chunks": 16},
+    "1.5B, 32 rows, block, 16 chunks": {
+        "preset": "gpt2-xl",
+        "batch_size": 32,
+        "remat": "block",
+        "loss_chunks": 16,
+    },
     "124M, 64 rows, 16 chunks": {"preset": "gpt2", "batch_size": 64, "loss_chunks": 16},
 }
 OTHERS = {
@@ -48,7 +58,7 @@ def measure(arguments: dict) -> dict:
     from gpt2 import recipe
 
     from shardwise import init_state
-    from shardwise.planning import plan_run
+    from shardwise.plan.plan import plan_run
     from shardwise.run import prepare
 
     run = recipe(steps=100, **arguments)
@@ -78,7 +88,9 @@ def measure(arguments: dict) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--fitted", action="store_true")
     parser.add_argument("--one", help="(used by itself)")
     parser.add_argument("--json", type=Path)
@@ -87,9 +99,16 @@ def main() -> None:
         print(json.dumps(measure(json.loads(options.one))))
         return
     rows = []
-    print(f"{'':44} {'planned':>10} {'measured':>10} {'ratio':>6}   {'planned':>9} {'measured':>9} {'ratio':>6}")
+    print(
+        f"{'':44} {'planned':>10} {'measured':>10} {'ratio':>6}   {'planned':>9} {'measured':>9} {'ratio':>6}"
+    )
     for name, arguments in (FITTED if options.fitted else OTHERS).items():
-        done = subprocess.run([sys.executable, __file__, "--one", json.dumps(arguments)], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, __file__, "--one", json.dumps(arguments)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         if done.returncode:
             print(f"{name:44} {done.stderr[-600:]}")
             continue
@@ -100,11 +119,30 @@ def main() -> None:
             if row["planned_ms"]
             else (0, row["measured_ms"], 0)
         )
-        memory = (row["planned_gib"], row["measured_gib"], row["planned_gib"] / max(row["measured_gib"], 1e-9))
-        print("{:44} {:7.1f} ms {:7.1f} ms {:6.3f}   {:5.2f} GiB {:5.2f} GiB {:6.4f}".format(name, *times, *memory), flush=True)
-    pairs = [(a, b) for a, b in itertools.combinations(rows, 2) if a["planned_ms"] and abs(a["measured_ms"] / b["measured_ms"] - 1) > 0.02]
-    wrong = [f"{a['name']} / {b['name']}" for a, b in pairs if (a["planned_ms"] < b["planned_ms"]) != (a["measured_ms"] < b["measured_ms"])]
-    print(f"of {len(pairs)} pairs that take times more than 2 % apart, {len(wrong)} are planned in the wrong order {' '.join(wrong)}")
+        memory = (
+            row["planned_gib"],
+            row["measured_gib"],
+            row["planned_gib"] / max(row["measured_gib"], 1e-9),
+        )
+        print(
+            "{:44} {:7.1f} ms {:7.1f} ms {:6.3f}   {:5.2f} GiB {:5.2f} GiB {:6.4f}".format(
+                name, *times, *memory
+            ),
+            flush=True,
+        )
+    pairs = [
+        (a, b)
+        for a, b in itertools.combinations(rows, 2)
+        if a["planned_ms"] and abs(a["measured_ms"] / b["measured_ms"] - 1) > 0.02
+    ]
+    wrong = [
+        f"{a['name']} / {b['name']}"
+        for a, b in pairs
+        if (a["planned_ms"] < b["planned_ms"]) != (a["measured_ms"] < b["measured_ms"])
+    ]
+    print(
+        f"of {len(pairs)} pairs that take times more than 2 % apart, {len(wrong)} are planned in the wrong order {' '.join(wrong)}"
+    )
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2) + "\n")
 

@@ -23,24 +23,61 @@ RECIPE = Path(__file__).parent.parent / "recipes" / "gpt2.py"
 
 def plan(preset: str, chips: int, folder: str) -> dict:
     answer = Path(folder) / f"{preset}-{chips}.json"
-    words = ["--preset", preset, "--mesh", f"fsdp={chips}", "--batch-size", str(chips), "--length", "2048", "--remat", "block"]
-    command = [sys.executable, "-m", "shardwise.cli", "plan", str(RECIPE), "--on", TOPOLOGIES[chips], "--no-cache", *words]
+    words = [
+        "--preset",
+        preset,
+        "--mesh",
+        f"fsdp={chips}",
+        "--batch-size",
+        str(chips),
+        "--length",
+        "2048",
+        "--remat",
+        "block",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "shardwise.cli",
+        "plan",
+        str(RECIPE),
+        "--on",
+        TOPOLOGIES[chips],
+        "--no-cache",
+        *words,
+    ]
     begun = time.perf_counter()
-    done = subprocess.run([*command, "--json", str(answer)], capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    done = subprocess.run(
+        [*command, "--json", str(answer)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
     seconds = time.perf_counter() - begun
     if done.returncode not in (0, 2) or not answer.exists():
         raise SystemExit(f"{' '.join(command)}\n{done.stderr[-2000:]}")
-    return {"preset": preset, "chips": chips, "wall_s": seconds, **json.loads(answer.read_text())["plan"]}
+    return {
+        "preset": preset,
+        "chips": chips,
+        "wall_s": seconds,
+        **json.loads(answer.read_text())["plan"],
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--presets", nargs="+", default=["gpt-7b", "gpt-70b"])
-    parser.add_argument("--chips", nargs="+", type=int, default=list(TOPOLOGIES), choices=list(TOPOLOGIES))
+    parser.add_argument(
+        "--chips", nargs="+", type=int, default=list(TOPOLOGIES), choices=list(TOPOLOGIES)
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = []
-    print(f"{'':8} {'chips':>5} {'planned in':>11} {'with':>9}   {'peak of a chip':>15} {'step':>9} {'tokens/s':>11} {'MFU':>6}")
+    print(
+        f"{'':8} {'chips':>5} {'planned in':>11} {'with':>9}   {'peak of a chip':>15} {'step':>9} {'tokens/s':>11} {'MFU':>6}"
+    )
     for preset, chips in itertools.product(options.presets, options.chips):
         with tempfile.TemporaryDirectory() as folder:
             row = plan(preset, chips, folder)
@@ -65,7 +102,9 @@ def main() -> None:
             "mfu",
             "traffic",
         )
-        options.json.write_text(json.dumps([{name: row[name] for name in kept} for row in rows], indent=2) + "\n")
+        options.json.write_text(
+            json.dumps([{name: row[name] for name in kept} for row in rows], indent=2) + "\n"
+        )
 
 
 if __name__ == "__main__":

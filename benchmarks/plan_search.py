@@ -19,15 +19,17 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
 
 from gpt2 import recipe
 
-from shardwise.planning import plan_run
-from shardwise.search import Candidate, find_meshes, search
-from shardwise.target import find_target
+from shardwise.plan.plan import plan_run
+from shardwise.plan.search import Candidate, find_meshes, search
+from shardwise.plan.target import find_target
 
 OPTIONS = {"accumulate": [1, 2], "remat": ["none", "dots", "block"]}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--preset", default="gpt2-xl")
     parser.add_argument("--on", default="v5e:4x4")
     parser.add_argument("--batch-size", type=int, default=64)
@@ -38,24 +40,40 @@ def main() -> None:
     target = find_target(options.on)
 
     def make(candidate):
-        return recipe(preset=options.preset, batch_size=options.batch_size, mesh=candidate.mesh, **dict(candidate.options))
+        return recipe(
+            preset=options.preset,
+            batch_size=options.batch_size,
+            mesh=candidate.mesh,
+            **dict(candidate.options),
+        )
 
     def compile_one(candidate, run):
         begun = time.perf_counter()
         plan = plan_run(run, target, dict(candidate.options), options.cache)
         about = f"{plan.times.total * 1e3:8.1f} ms, {plan.memory.peak / 2**30:5.1f} GiB{'' if plan.fits else ' too large'}"
-        print(f"{candidate.mesh:18} {dict(candidate.options)!s:38} {about} ({time.perf_counter() - begun:.0f} s)", flush=True)
+        print(
+            f"{candidate.mesh:18} {dict(candidate.options)!s:38} {about} ({time.perf_counter() - begun:.0f} s)",
+            flush=True,
+        )
         return plan
 
     meshes = find_meshes(len(target.devices))
     found = search(make, compile_one, target, meshes, OPTIONS)
     best = found.best
     for entry in found.ranking:
-        print(f"  {entry.candidate.mesh:22} {dict(entry.candidate.options)!s:38} {entry.status:13} {entry.why}")
-    print(f"search: {best.candidate if best else None}, {found.num_compiled} of {found.num_candidates} compiled")
+        print(
+            f"  {entry.candidate.mesh:22} {dict(entry.candidate.options)!s:38} {entry.status:13} {entry.why}"
+        )
+    print(
+        f"search: {best.candidate if best else None}, {found.num_compiled} of {found.num_candidates} compiled"
+    )
     if options.only_search:
         return
-    possible = {entry.candidate.mesh for entry in found.entries.values() if entry.status not in ("pruned", "refused")}
+    possible = {
+        entry.candidate.mesh
+        for entry in found.entries.values()
+        if entry.status not in ("pruned", "refused")
+    }
     times = {}
     for mesh, *values in itertools.product([m for m in meshes if m in possible], *OPTIONS.values()):
         candidate = Candidate(mesh, tuple(zip(OPTIONS, values, strict=True)))
@@ -64,11 +82,21 @@ def main() -> None:
             times[candidate] = plan.times.total
     fastest = min(times, key=times.get)
     ratio = times[best.candidate] / times[fastest]
-    print(f"of all {len(possible) * 6} compiled, {len(times)} fit; the best is {fastest}: {times[fastest] * 1e3:.1f} ms")
-    print(f"the search chose {best.candidate}: {ratio:.4f} times that, with {found.num_compiled} compilations")
+    print(
+        f"of all {len(possible) * 6} compiled, {len(times)} fit; the best is {fastest}: {times[fastest] * 1e3:.1f} ms"
+    )
+    print(
+        f"the search chose {best.candidate}: {ratio:.4f} times that, with {found.num_compiled} compilations"
+    )
     if options.json:
-        rows = [{"mesh": c.mesh, **dict(c.options), "seconds": s} for c, s in sorted(times.items(), key=lambda item: item[1])]
-        options.json.write_text(json.dumps({"ratio": ratio, "compiled": found.num_compiled, "fitting": rows}, indent=2) + "\n")
+        rows = [
+            {"mesh": c.mesh, **dict(c.options), "seconds": s}
+            for c, s in sorted(times.items(), key=lambda item: item[1])
+        ]
+        options.json.write_text(
+            json.dumps({"ratio": ratio, "compiled": found.num_compiled, "fitting": rows}, indent=2)
+            + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -25,7 +25,12 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "llama.py"
-PEAK = {"v5e": 197e12, "v5p": 459e12, "v6e": 918e12, "h100": 989e12}  # bfloat16 operations a second of a chip
+PEAK = {
+    "v5e": 197e12,
+    "v5p": 459e12,
+    "v6e": 918e12,
+    "h100": 989e12,
+}  # bfloat16 operations a second of a chip
 
 
 @dataclass(frozen=True)
@@ -79,13 +84,21 @@ def trillium_8b(chips: int, shape: str, rows: int, seconds: float, tflops: float
     )
 
 
-def trillium_70b(chips: int, shape: str, rows: int, seconds: float, tflops: float, dtype: str = "float32") -> Published:
+def trillium_70b(
+    chips: int, shape: str, rows: int, seconds: float, tflops: float, dtype: str = "float32"
+) -> Published:
     return Published(
         f"llama3.1-70b-v6e-{chips}",
         f"v6e:{shape}",
         f"fsdp={chips}",
         rows,
-        {"size": "70b", "length": 8192, "remat": "block", "offload": ("input", "qkv"), "param_dtype": dtype},
+        {
+            "size": "70b",
+            "length": 8192,
+            "remat": "block",
+            "offload": ("input", "qkv"),
+            "param_dtype": dtype,
+        },
         seconds,
         tflops / 918,
         "full",
@@ -149,7 +162,13 @@ PUBLISHED = [
         "v5p:8x8x8",
         "fsdp=512",
         2,
-        {"size": "405b", "length": 8192, "remat": "block", "offload": ("input", "attention"), "loss_chunks": 4},
+        {
+            "size": "405b",
+            "length": 8192,
+            "remat": "block",
+            "offload": ("input", "attention"),
+            "loss_chunks": 4,
+        },
         131.474,
         314.530 / 459,
         "causal",
@@ -212,9 +231,9 @@ CHOSEN = ["llama3.1-8b-v6e-8", "fuji-7b-4xv5e-256", "llama2-70b-v5p-512", "fuji-
 
 def estimate(config: Published) -> Any:
     """The plan of the configuration on its topology."""
-    from shardwise.planning import plan_run
+    from shardwise.plan.plan import plan_run
+    from shardwise.plan.target import find_target
     from shardwise.recipe import load_recipe, make_run
-    from shardwise.target import find_target
 
     if config.chip == "h100":
         raise SystemExit(f"{config.name}: for GPUs a step can be compiled only where one is.")
@@ -223,7 +242,9 @@ def estimate(config: Published) -> Any:
 
 
 def main(args: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", choices=[[], *(config.name for config in PUBLISHED)])
     parser.add_argument("--chosen", action="store_true")
     parser.add_argument("--json", type=Path)
@@ -235,13 +256,29 @@ def main(args: Sequence[str]) -> None:
             speed = f"{config.seconds:8.3f} s  {config.tokens_per_second:7,.0f} tokens/s/chip"
             print(f"{config.name:26}{config.topology:14}{config.mesh:18}{speed}  {mfu}")
         return
-    print(f"{'':26}{'published':>10} {'planned':>10} {'ratio':>7}   {'MFU':>6} {'planned':>8}   {'memory':>9}  {'planned in':>10}")
+    print(
+        f"{'':26}{'published':>10} {'planned':>10} {'ratio':>7}   {'MFU':>6} {'planned':>8}   {'memory':>9}  {'planned in':>10}"
+    )
     rows = []
     for config in (config for config in PUBLISHED if config.name in names):
         plan = estimate(config)
-        measured = plan.model_flops / config.seconds / plan.peak_flops  # both MFU with full attention, nothing counted twice
-        rows.append({"name": config.name, "published_s": config.seconds, "published_mfu": measured, "times": asdict(plan.times)})
-        rows[-1] |= {"planned_s": plan.times.total, "planned_mfu": plan.mfu, "peak": plan.memory.peak, "plan_s": plan.compile_seconds}
+        measured = (
+            plan.model_flops / config.seconds / plan.peak_flops
+        )  # both MFU with full attention, nothing counted twice
+        rows.append(
+            {
+                "name": config.name,
+                "published_s": config.seconds,
+                "published_mfu": measured,
+                "times": asdict(plan.times),
+            }
+        )
+        rows[-1] |= {
+            "planned_s": plan.times.total,
+            "planned_mfu": plan.mfu,
+            "peak": plan.memory.peak,
+            "plan_s": plan.compile_seconds,
+        }
         rows[-1]["traffic"] = [asdict(t) for t in plan.traffic]
         memory = f"{plan.memory.peak / 2**30:5.1f} GiB{' ' if plan.fits else '!'}"
         print(

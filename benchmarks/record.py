@@ -10,7 +10,17 @@ from pathlib import Path
 from typing import Any
 
 RECORDS = Path(__file__).parent / "records"
-PACKAGES = ("shardwise", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "torch", "transformers")
+PACKAGES = (
+    "shardwise",
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "grain",
+    "torch",
+    "transformers",
+)
 
 
 def describe(kind: str, torch: str | None = None) -> dict[str, Any]:
@@ -18,8 +28,15 @@ def describe(kind: str, torch: str | None = None) -> dict[str, Any]:
     versions = _versions()
     if torch is not None:
         words = [torch, "-c", "import torch; print(torch.__version__)"]
-        versions["torch"] = subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
-    return {"date": time.strftime("%Y-%m-%d"), "hardware": _hardware(kind), "versions": versions, "source": _source()}
+        versions["torch"] = subprocess.run(
+            words, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "hardware": _hardware(kind),
+        "versions": versions,
+        "source": _source(),
+    }
 
 
 def save(path: Path, name: str, entry: dict[str, Any]) -> None:
@@ -41,11 +58,19 @@ def _versions() -> dict[str, str]:
 
 def _hardware(kind: str) -> str:
     if kind == "gpu":
-        words = ["nvidia-smi", "--query-gpu=name,power.limit,driver_version", "--format=csv,noheader"]
+        words = [
+            "nvidia-smi",
+            "--query-gpu=name,power.limit,driver_version",
+            "--format=csv,noheader",
+        ]
         return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
     cpuinfo = Path("/proc/cpuinfo")
     names = (
-        [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        [
+            line.partition(":")[2].strip()
+            for line in cpuinfo.read_text().splitlines()
+            if line.startswith("model name")
+        ]
         if cpuinfo.exists()
         else []
     )
@@ -57,4 +82,7 @@ def _source() -> str:
     if given := os.environ.get("SHARDWISE_SOURCE"):
         return given
     words = ["git", "describe", "--always", "--dirty"]
-    return subprocess.run(words, capture_output=True, text=True, cwd=RECORDS.parent).stdout.strip() or "unknown"
+    return (
+        subprocess.run(words, capture_output=True, text=True, cwd=RECORDS.parent).stdout.strip()
+        or "unknown"
+    )

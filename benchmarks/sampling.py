@@ -31,23 +31,38 @@ def measure(model: GPT, new: int, cached: bool) -> tuple[float, list[int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--presets", nargs="+", choices=list(PRESETS), default=["byte", "gpt2"])
-    parser.add_argument("--tokens", nargs="+", type=int, default=[64, 240], help="how many are written")
+    parser.add_argument(
+        "--tokens", nargs="+", type=int, default=[64, 240], help="how many are written"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     about = describe(jax.default_backend())
     print(f"{about['hardware']}; jax {about['versions']['jax']}\n")
     print("| preset | tokens | tokens/s | without cache | times |\n| --- | --- | --- | --- | --- |")
     for preset in options.presets:
-        config = replace(PRESETS[preset], max_length=max(PRESETS[preset].max_length, PROMPT + max(options.tokens)))
+        config = replace(
+            PRESETS[preset],
+            max_length=max(PRESETS[preset].max_length, PROMPT + max(options.tokens)),
+        )
         with nnx.use_eager_sharding(False):
             model = nnx.jit(lambda config=config: GPT(config, nnx.Rngs(0)))()
         for new in options.tokens:
-            found = [[measure(model, new, cached) for cached in (True, False)] for _ in range(options.rounds)]
-            assert len({tuple(tokens) for pair in found for _, tokens in pair}) == 1, "the texts differ"
+            found = [
+                [measure(model, new, cached) for cached in (True, False)]
+                for _ in range(options.rounds)
+            ]
+            assert len({tuple(tokens) for pair in found for _, tokens in pair}) == 1, (
+                "the texts differ"
+            )
             fast, slow = (max(pair[way][0] for pair in found) for way in (0, 1))
-            print(f"| `{preset}` | {new} | {fast:,.0f} | {slow:,.1f} | {fast / slow:.1f} |", flush=True)
+            print(
+                f"| `{preset}` | {new} | {fast:,.0f} | {slow:,.1f} | {fast / slow:.1f} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -28,18 +28,34 @@ from gpt2 import recipe
 
 from shardwise.errors import ConfigError
 from shardwise.mesh import make_mesh, show_sizes
-from shardwise.planning import Plan, plan_run
-from shardwise.roofline import HOP
-from shardwise.target import Target, find_target
+from shardwise.plan.plan import Plan, plan_run
+from shardwise.plan.roofline import HOP
+from shardwise.plan.target import Target, find_target
 
 MESHES = {  # FSDP over all of a slice, half of it, a plane of its torus, a few chips; half of the heads where there are few chips
     "v5p:2x2x2": ["fsdp=8", "data=2,fsdp=4", "fsdp=4,model=2"],
-    "v5p:4x4x4": ["fsdp=64", "data=2,fsdp=32", "data=4,fsdp=16", "data=8,fsdp=8", "fsdp=32,model=2"],
+    "v5p:4x4x4": [
+        "fsdp=64",
+        "data=2,fsdp=32",
+        "data=4,fsdp=16",
+        "data=8,fsdp=8",
+        "fsdp=32,model=2",
+    ],
     "v5p:4x8x8": ["fsdp=256", "data=2,fsdp=128", "data=4,fsdp=64", "data=32,fsdp=8"],
     "v5p:8x8x8": ["fsdp=512", "data=2,fsdp=256", "data=8,fsdp=64", "data=64,fsdp=8"],
     "v5p:8x8x16": ["fsdp=1024", "data=16,fsdp=64", "data=128,fsdp=8"],
-    "v5p:8x16x16": ["fsdp=2048", "data=2,fsdp=1024", "data=8,fsdp=256", "data=32,fsdp=64", "data=256,fsdp=8"],
-    "2*v5p:8x8x16": ["data=2,fsdp=1024", "data=32,fsdp=64", "data=256,fsdp=8"],  # only data crosses the slices
+    "v5p:8x16x16": [
+        "fsdp=2048",
+        "data=2,fsdp=1024",
+        "data=8,fsdp=256",
+        "data=32,fsdp=64",
+        "data=256,fsdp=8",
+    ],
+    "2*v5p:8x8x16": [
+        "data=2,fsdp=1024",
+        "data=32,fsdp=64",
+        "data=256,fsdp=8",
+    ],  # only data crosses the slices
     "4*v5p:8x8x8": ["data=4,fsdp=512", "data=32,fsdp=64"],
 }
 HEAD = "chips | target | mesh | peak | step | bound by | waits | sent over links (each) | over the network | tokens/s | MFU | efficiency"
@@ -58,12 +74,23 @@ def sent(plan: Plan, target: Target) -> dict[str, dict[str, tuple[float, float]]
     slice_of = np.vectorize(lambda device: getattr(device, "slice_index", 0))(mesh.devices)
     found: dict[str, dict[str, tuple[float, float]]] = {}
     for t in plan.traffic:
-        along = slice_of[tuple(slice(None) if name in t.axes.split("*") else 0 for name in mesh.axis_names)]
-        size = len(np.unique(slice_of)) if t.link == "network" else int((along == slice_of.flat[0]).sum())
-        share = {"all-reduce": 2 * (size - 1) / size, "collective-permute": 1.0}.get(t.kind, (size - 1) / size)
+        along = slice_of[
+            tuple(slice(None) if name in t.axes.split("*") else 0 for name in mesh.axis_names)
+        ]
+        size = (
+            len(np.unique(slice_of))
+            if t.link == "network"
+            else int((along == slice_of.flat[0]).sum())
+        )
+        share = {"all-reduce": 2 * (size - 1) / size, "collective-permute": 1.0}.get(
+            t.kind, (size - 1) / size
+        )
         moving = t.seconds - t.count * HOP * max(1, math.ceil(math.log2(size)))
         total, each = found.setdefault(t.link, {}).get(t.axes, (0.0, 0.0))
-        found[t.link][t.axes] = (total + share * t.bytes, each + moving * (target.chip.link if t.link == "links" else target.chip.network))
+        found[t.link][t.axes] = (
+            total + share * t.bytes,
+            each + moving * (target.chip.link if t.link == "links" else target.chip.network),
+        )
     return found
 
 
@@ -72,14 +99,18 @@ def plan_all(name: str, rows: int, cache: Path) -> list[dict[str, Any]]:
     target, found = find_target(name), []
     for mesh in MESHES[name]:
         chips = len(target.devices)
-        run = recipe(preset="gpt-7b", batch_size=rows * chips, length=2048, mesh=mesh, remat="block")
+        run = recipe(
+            preset="gpt-7b", batch_size=rows * chips, length=2048, mesh=mesh, remat="block"
+        )
         try:
             plan = plan_run(run, target, {"remat": "block"}, cache)
         except ConfigError as error:
             print(f"{name} {mesh}: {error}", file=sys.stderr, flush=True)
             continue
         assert plan.times is not None
-        words = f"{plan.line()}, bound by {plan.times.bound}, planned in {plan.compile_seconds:.0f} s"
+        words = (
+            f"{plan.line()}, bound by {plan.times.bound}, planned in {plan.compile_seconds:.0f} s"
+        )
         print(f"{name} {mesh}: {words}", file=sys.stderr, flush=True)
         found.append({**plan.as_json(), "chips": chips, "mesh": mesh, "sent": sent(plan, target)})
     return sorted(found, key=lambda row: (not row["fits"], row["seconds"]))
@@ -87,24 +118,52 @@ def plan_all(name: str, rows: int, cache: Path) -> list[dict[str, Any]]:
 
 def line(row: dict[str, Any]) -> str:
     def show(link: str) -> str:
-        found = [(axes, total / 1e9, each / 1e9) for axes, (total, each) in sorted(row["sent"].get(link, {}).items()) if total >= 1e6]
+        found = [
+            (axes, total / 1e9, each / 1e9)
+            for axes, (total, each) in sorted(row["sent"].get(link, {}).items())
+            if total >= 1e6
+        ]
         return ", ".join(
-            f"{axes} {total:.1f} GB ({each:.1f})" if link == "links" else f"{axes} {total:.3f} GB" for axes, total, each in found
+            f"{axes} {total:.1f} GB ({each:.1f})" if link == "links" else f"{axes} {total:.3f} GB"
+            for axes, total, each in found
         )
 
     times = row["times"]
-    cells = [f"{row['chips']:,}", f"`{row['target']}`", f"`{row['mesh']}`", f"{row['peak'] / 2**30:.1f} GiB{'' if row['fits'] else '!'}"]
-    cells += [f"{row['seconds'] * 1e3:.0f} ms", times["bound"], f"{sum(times['network'].values()) / times['total']:.0%}"]
-    cells += [show("links"), show("network"), f"{row['items_per_second']:,.0f}", f"{row['mfu']:.1%}", f"{row['efficiency']:.1%}"]
+    cells = [
+        f"{row['chips']:,}",
+        f"`{row['target']}`",
+        f"`{row['mesh']}`",
+        f"{row['peak'] / 2**30:.1f} GiB{'' if row['fits'] else '!'}",
+    ]
+    cells += [
+        f"{row['seconds'] * 1e3:.0f} ms",
+        times["bound"],
+        f"{sum(times['network'].values()) / times['total']:.0%}",
+    ]
+    cells += [
+        show("links"),
+        show("network"),
+        f"{row['items_per_second']:,.0f}",
+        f"{row['mfu']:.1%}",
+        f"{row['efficiency']:.1%}",
+    ]
     return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--chips", nargs="+", type=int, default=sorted({num_chips(name) for name in MESHES}))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--chips", nargs="+", type=int, default=sorted({num_chips(name) for name in MESHES})
+    )
     parser.add_argument("--rows", type=int, default=1, help="of each chip")
     parser.add_argument("--cache", type=Path, default=Path("plan_search_cache"))
-    parser.add_argument("--all", action="store_true", help="every mesh that was compiled, not only the best of each size")
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="every mesh that was compiled, not only the best of each size",
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -117,7 +176,10 @@ def main() -> None:
             if rows[-1]["is_chosen"] or options.all:
                 print(line(rows[-1]), flush=True)
     if options.json:
-        options.json.write_text(json.dumps([{name: row[name] for name in KEPT.split()} for row in rows], indent=2) + "\n")
+        options.json.write_text(
+            json.dumps([{name: row[name] for name in KEPT.split()} for row in rows], indent=2)
+            + "\n"
+        )
 
 
 if __name__ == "__main__":

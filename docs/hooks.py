@@ -5,4 +5,8 @@ from typing import Any
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    return re.sub(r"\[([^\]]+)\]\(\.\./((?:src|tests|examples|recipes|benchmarks|[A-Z]+\.md)[^)]*)\)", r"\1 (`\2`)", markdown)
+    return re.sub(
+        r"\[([^\]]+)\]\(\.\./((?:src|tests|examples|recipes|benchmarks|[A-Z]+\.md)[^)]*)\)",
+        r"\1 (`\2`)",
+        markdown,
+    )

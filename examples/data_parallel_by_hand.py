@@ -21,7 +21,16 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import Batches, Mean, Run, abstract_state, init_state, make_mesh, make_train_step, use_cpu_devices
+from shardwise import (
+    Batches,
+    Mean,
+    Run,
+    abstract_state,
+    init_state,
+    make_mesh,
+    make_train_step,
+    use_cpu_devices,
+)
 
 INPUTS, OUTPUTS = 5, 3
 SGD = optax.sgd(0.05)
@@ -38,7 +47,9 @@ def fresh() -> tuple[nnx.Linear, nnx.Optimizer]:
 
 
 def loss(model: nnx.Linear, x: jax.Array, y: jax.Array) -> jax.Array:
-    return jnp.mean((model(x) - y) ** 2)  # over the rows it is given: all of them, or those of one device
+    return jnp.mean(
+        (model(x) - y) ** 2
+    )  # over the rows it is given: all of them, or those of one device
 
 
 def one_device(x: jax.Array, y: jax.Array) -> nnx.Linear:
@@ -60,16 +71,22 @@ def global_view(mesh: Mesh, x: jax.Array, y: jax.Array) -> nnx.Linear:
 
     @jax.jit
     def step(state: nnx.State, x: jax.Array, y: jax.Array) -> nnx.State:
-        model, optimizer = nnx.merge(definition, state)  # objects live inside the step only; arrays go in and out
+        model, optimizer = nnx.merge(
+            definition, state
+        )  # objects live inside the step only; arrays go in and out
         optimizer.update(model, nnx.grad(loss)(model, x, y))
         return nnx.state((model, optimizer))
 
     state = jax.device_put(state, NamedSharding(mesh, P()))  # a copy on each device
-    x, y = jax.device_put((x, y), NamedSharding(mesh, P("data")))  # (64, ...) as eight times (8, ...)
+    x, y = jax.device_put(
+        (x, y), NamedSharding(mesh, P("data"))
+    )  # (64, ...) as eight times (8, ...)
     return nnx.merge(definition, step(state, x, y))[0]
 
 
-def shard_mapped(mesh: Mesh, x: jax.Array, y: jax.Array, *, average: str, check_vma: bool = True) -> nnx.Linear:
+def shard_mapped(
+    mesh: Mesh, x: jax.Array, y: jax.Array, *, average: str, check_vma: bool = True
+) -> nnx.Linear:
     """Write what one device does with its rows. Now the reduction is yours, and all depends on where it stands.
 
     With check_vma, the default, JAX knows that the parameters are the same on all devices, and sums their gradient over
@@ -80,7 +97,13 @@ def shard_mapped(mesh: Mesh, x: jax.Array, y: jax.Array, *, average: str, check_
     definition, state = nnx.split(fresh())
 
     @jax.jit
-    @partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P(), check_vma=check_vma)
+    @partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P(), P("data"), P("data")),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
     def step(state: nnx.State, x: jax.Array, y: jax.Array) -> nnx.State:  # x (8, 5), y (8, 3)
         def objective(model: nnx.Linear) -> jax.Array:
             local = loss(model, x, y)
@@ -162,7 +185,14 @@ def shardwise_step(mesh: Mesh, x: jax.Array, y: jax.Array) -> nnx.Linear:
 def recipe(mesh: str = "data=-1") -> Run:
     """The same step in a whole run: 60 rows a batch, whatever the number of devices."""
     x, y = make_rows()
-    return Run(model=linear, loss=row_loss, optimizer=SGD, data=Batches({"x": x, "y": y}, batch_size=60), steps=20, mesh=mesh)
+    return Run(
+        model=linear,
+        loss=row_loss,
+        optimizer=SGD,
+        data=Batches({"x": x, "y": y}, batch_size=60),
+        steps=20,
+        mesh=mesh,
+    )
 
 
 # ---------------------------------------------------------------- the table
@@ -202,12 +232,16 @@ def main() -> dict[str, Any]:
     right = {
         "jax.jit of the global view": global_view(mesh, x, y),
         "shard_map, gradient of pmean(loss)": shard_mapped(mesh, x, y, average="loss"),
-        "shard_map unchecked, pmean(gradients)": shard_mapped(mesh, x, y, average="gradients", check_vma=False),
+        "shard_map unchecked, pmean(gradients)": shard_mapped(
+            mesh, x, y, average="gradients", check_vma=False
+        ),
         "loop over shards, mean of gradients": loop_over_shards(shards, mean),
     }
     wrong = {
         "WRONG: shard_map, pmean(gradients)": shard_mapped(mesh, x, y, average="gradients"),
-        "WRONG: shard_map unchecked, gradient of pmean(loss)": shard_mapped(mesh, x, y, average="loss", check_vma=False),
+        "WRONG: shard_map unchecked, gradient of pmean(loss)": shard_mapped(
+            mesh, x, y, average="loss", check_vma=False
+        ),
         "WRONG: loop over shards, sum of gradients": loop_over_shards(shards, add),
         "WRONG: loop over shards, an update for each": update_for_each_shard(shards),
         "WRONG: jax.jit of NNX objects": jit_of_objects(x, y),

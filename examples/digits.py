@@ -47,13 +47,17 @@ def recipe(mesh: str = "data=-1", steps: int = 200) -> Run:
     """A size of -1 takes all the devices that are left."""
     digits = load_digits()
     images = (digits.images[..., None] / 16).astype("float32")  # (1797, 8, 8, 1), from 0 to 1
-    x, x_test, y, y_test = train_test_split(images, digits.target, test_size=0.25, random_state=0, stratify=digits.target)
+    x, x_test, y, y_test = train_test_split(
+        images, digits.target, test_size=0.25, random_state=0, stratify=digits.target
+    )
     return Run(
         model=ConvNet,  # anything that makes a module from rngs
         loss=loss,
         optimizer=optax.adamw(optax.cosine_decay_schedule(3e-3, steps), weight_decay=0.05),
         data=Batches({"image": x, "label": y}, batch_size=128),  # 128 x 200 rows are 19 epochs
-        eval_data=Batches({"image": x_test, "label": y_test}, batch_size=128),  # 450 rows, each counted once
+        eval_data=Batches(
+            {"image": x_test, "label": y_test}, batch_size=128
+        ),  # 450 rows, each counted once
         steps=steps,
         mesh=mesh,
         unit="images",
@@ -63,7 +67,9 @@ def recipe(mesh: str = "data=-1", steps: int = 200) -> Run:
 def main(mesh: str = "data=-1", steps: int = 200) -> dict[str, float]:
     """Held-out loss and accuracy."""
     result = fit(recipe(mesh, steps))
-    print(f"mesh {mesh}: held-out accuracy {result.eval_metrics['accuracy']:.2%}, loss {result.eval_metrics['loss']:.4f}")
+    print(
+        f"mesh {mesh}: held-out accuracy {result.eval_metrics['accuracy']:.2%}, loss {result.eval_metrics['loss']:.4f}"
+    )
     return result.eval_metrics
 
 

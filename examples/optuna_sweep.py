@@ -15,7 +15,18 @@ import optuna
 from flax import nnx
 from sklearn.datasets import load_digits
 
-from shardwise import Batches, Mean, abstract_state, evaluate, init_state, make_eval_step, make_mesh, make_train_step, optim, steps
+from shardwise import (
+    Batches,
+    Mean,
+    abstract_state,
+    evaluate,
+    init_state,
+    make_eval_step,
+    make_mesh,
+    make_train_step,
+    optim,
+    steps,
+)
 
 STEPS, EVAL_EVERY = 100, 20
 
@@ -33,15 +44,22 @@ def objective(trial: optuna.Trial) -> float:
 
     digits = load_digits()
     pixels, label = (digits.data / 16).astype("float32"), digits.target  # (1797, 64) and (1797,)
-    train = Batches({"pixels": pixels[:1200], "label": label[:1200]}, batch_size=64, seed=trial.number)
+    train = Batches(
+        {"pixels": pixels[:1200], "label": label[:1200]}, batch_size=64, seed=trial.number
+    )
     held_out = Batches({"pixels": pixels[1200:], "label": label[1200:]}, batch_size=512)
 
     def mlp(rngs: nnx.Rngs) -> nnx.Module:
-        return nnx.Sequential(nnx.Linear(64, width, rngs=rngs), nnx.relu, nnx.Linear(width, 10, rngs=rngs))
+        return nnx.Sequential(
+            nnx.Linear(64, width, rngs=rngs), nnx.relu, nnx.Linear(width, 10, rngs=rngs)
+        )
 
     optimizer = optim.adamw(optim.cosine(lr, STEPS, warmup=0.1), weight_decay=weight_decay)
     spec = abstract_state(mlp, optimizer, make_mesh("data=-1"))
-    train_step, eval_step = make_train_step(spec, loss, train(0)), make_eval_step(spec, loss, held_out(0))
+    train_step, eval_step = (
+        make_train_step(spec, loss, train(0)),
+        make_eval_step(spec, loss, held_out(0)),
+    )
     for n, state, _ in steps(train_step, init_state(spec, seed=trial.number), train, until=STEPS):
         if n % EVAL_EVERY == 0:
             score = evaluate(eval_step, state, held_out)["loss"]
@@ -62,7 +80,9 @@ def main(trials: int = 12, storage: str = "sqlite:///digits.db") -> optuna.Study
     )
     study.optimize(objective, n_trials=trials)
     states = [trial.state.name.lower() for trial in study.trials]
-    print(f"{len(states)} trials: {states.count('complete')} complete, {states.count('pruned')} given up early")
+    print(
+        f"{len(states)} trials: {states.count('complete')} complete, {states.count('pruned')} given up early"
+    )
     print(f"best: held-out loss {study.best_value:.4f} with {study.best_params}")
     return study
 

@@ -65,7 +65,9 @@ def main(mesh: str = "fsdp=-1", eval_every: int = 10, patience: int = 5) -> dict
 
     # First a description: shapes, dtypes and layouts, but no arrays. Look at it before anything is allocated.
     spec = abstract_state(mlp, optax.adamw(1e-3), make_mesh(mesh))
-    Console().print(placement_table(spec.params.values(), title=f"parameters on {dict(spec.mesh.shape)}"))
+    Console().print(
+        placement_table(spec.params.values(), title=f"parameters on {dict(spec.mesh.shape)}")
+    )
 
     # Then the two steps, for batches like these. Nothing is compiled until they are first called.
     train_step = make_train_step(spec, loss, train(0))
@@ -74,11 +76,17 @@ def main(mesh: str = "fsdp=-1", eval_every: int = 10, patience: int = 5) -> dict
     for n, state, metrics in steps(train_step, init_state(spec, seed=0), train, until=2000):
         if n % eval_every:
             continue  # reading the metrics waits for the devices; leave them alone and they work ahead
-        scores = evaluate(eval_step, state, held_out)  # exact over all 1497 rows, though 512 does not divide them
-        print(f"step {n:4d}: loss {metrics['loss']:.4f}, held out: loss {scores['loss']:.4f}, accuracy {scores['accuracy']:.2%}")
+        scores = evaluate(
+            eval_step, state, held_out
+        )  # exact over all 1497 rows, though 512 does not divide them
+        print(
+            f"step {n:4d}: loss {metrics['loss']:.4f}, held out: loss {scores['loss']:.4f}, accuracy {scores['accuracy']:.2%}"
+        )
         if scores["loss"] < best["loss"]:
             best = {"step": n, **scores}
-            best_params = jax.tree.map(jnp.copy, state.params)  # a copy, because the next step reuses this state's memory
+            best_params = jax.tree.map(
+                jnp.copy, state.params
+            )  # a copy, because the next step reuses this state's memory
         elif n >= best["step"] + patience * eval_every:
             break
 
@@ -86,7 +94,9 @@ def main(mesh: str = "fsdp=-1", eval_every: int = 10, patience: int = 5) -> dict
     trained = spec.definition.merge(best_params, state.other, jax.random.key(0))
     trained.eval()
     accuracy = float(np.mean(trained(pixels[300:]).argmax(-1) == label[300:]))
-    print(f"stopped after step {n}; the best was step {best['step']}: held-out loss {best['loss']:.4f}, accuracy {accuracy:.2%}")
+    print(
+        f"stopped after step {n}; the best was step {best['step']}: held-out loss {best['loss']:.4f}, accuracy {accuracy:.2%}"
+    )
     return {**best, "stopped": n, "accuracy_of_module": accuracy}
 
 

@@ -18,8 +18,8 @@ import jax
 import numpy as np
 
 from shardwise import Batches, InitFrom, Mean, Run, Tokens, constrain, open_tokens, optim
+from shardwise.kernels.cross_entropy import cross_entropy
 from shardwise.models.llama import SIZES, Kept, Llama, product
-from shardwise.models.loss import cross_entropy
 
 Array = jax.Array
 
@@ -38,7 +38,9 @@ def loss(model: Llama, batch: dict[str, Array], chunks: int = 1) -> Mean:
 
     if chunks == 1:
         return Mean(nats((x, labels)))
-    cut = lambda value: value.reshape(rows, chunks, length // chunks, *value.shape[2:]).swapaxes(0, 1)  # noqa: E731
+    cut = lambda value: value.reshape(rows, chunks, length // chunks, *value.shape[2:]).swapaxes(
+        0, 1
+    )  # noqa: E731
     parts = cut(x), cut(labels)
     return Mean(jax.lax.map(jax.checkpoint(nats), parts).swapaxes(0, 1).reshape(rows, length))
 
@@ -55,7 +57,14 @@ class RandomTokens:
         return self.num_rows
 
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        windows = np.stack([np.random.default_rng(int(i)).integers(self.vocab_size, size=self.length + 1, dtype=np.int32) for i in indices])
+        windows = np.stack(
+            [
+                np.random.default_rng(int(i)).integers(
+                    self.vocab_size, size=self.length + 1, dtype=np.int32
+                )
+                for i in indices
+            ]
+        )
         return {"inputs": windows[:, :-1], "labels": windows[:, 1:]}
 
     def fingerprint(self) -> dict[str, Any]:
@@ -87,15 +96,29 @@ def recipe(
     save_every: int = 0,
 ) -> Run:
     tokens = open_tokens(data) if data is not None else None
-    known = vocab or (tokens.info.get("vocab_size") if tokens is not None else None) or SIZES[size].vocab_size
+    known = (
+        vocab
+        or (tokens.info.get("vocab_size") if tokens is not None else None)
+        or SIZES[size].vocab_size
+    )
     vocabulary = -(-known // 128) * 128  # so that meshes and matrix units divide it
-    config = replace(SIZES[size], vocab_size=vocabulary, mlp_width=mlp_width or SIZES[size].mlp_width, tied=tied, param_dtype=param_dtype)
-    config = replace(config, scan_layers=scan_layers, remat=remat, keep=keep, offload=offload, max_length=length)
+    config = replace(
+        SIZES[size],
+        vocab_size=vocabulary,
+        mlp_width=mlp_width or SIZES[size].mlp_width,
+        tied=tied,
+        param_dtype=param_dtype,
+    )
+    config = replace(
+        config, scan_layers=scan_layers, remat=remat, keep=keep, offload=offload, max_length=length
+    )
     source = RandomTokens(known, length) if tokens is None else Tokens(tokens, length)
     return Run(
         model=lambda rngs: Llama(config, rngs),
         loss=partial(loss, chunks=loss_chunks),
-        optimizer=optim.adamw(optim.cosine(lr, steps, warmup=0.05, end=lr / 10), b2=0.95, weight_decay=0.1, clip=1.0),
+        optimizer=optim.adamw(
+            optim.cosine(lr, steps, warmup=0.05, end=lr / 10), b2=0.95, weight_decay=0.1, clip=1.0
+        ),
         data=Batches(source, batch_size, seed=seed),
         steps=steps,
         mesh=mesh,

@@ -17,8 +17,8 @@ import numpy as np
 import optax
 
 from shardwise import Batches, Mean, Run, Tokens, optim, stdlib_bytes
+from shardwise.kernels.cross_entropy import linear_cross_entropy
 from shardwise.models.gpt import GPT, PRESETS
-from shardwise.models.loss import linear_cross_entropy
 from shardwise.models.sampling import generate
 
 
@@ -35,10 +35,20 @@ def sample(model: GPT, prompt: str = "def ", num_bytes: int = 300) -> str:
 
 Optimizer = Literal["adamw", "sgd", "lion", "adafactor", "muon", "schedule_free", "prodigy"]
 TABLES = ("tokens", "positions")
-LEARNING_RATES = {"adamw": 4e-3, "sgd": 0.1, "lion": 3e-4, "adafactor": 0.05, "muon": 0.02, "schedule_free": 4e-3, "prodigy": 1.0}
+LEARNING_RATES = {
+    "adamw": 4e-3,
+    "sgd": 0.1,
+    "lion": 3e-4,
+    "adafactor": 0.05,
+    "muon": 0.02,
+    "schedule_free": 4e-3,
+    "prodigy": 1.0,
+}
 
 
-def make_optimizer(name: Optimizer, steps: int, lr: float | None = None) -> optax.GradientTransformation:
+def make_optimizer(
+    name: Optimizer, steps: int, lr: float | None = None
+) -> optax.GradientTransformation:
     """Each with the learning rate and the schedule that suit it."""
     peak = lr or LEARNING_RATES[name]
     schedule = optim.cosine(peak, steps, warmup=0.05, end=peak / 10)
@@ -54,7 +64,9 @@ def make_optimizer(name: Optimizer, steps: int, lr: float | None = None) -> opta
         case "muon":
             return optim.muon(schedule, adam=TABLES, weight_decay=0.1, clip=1.0)
         case "schedule_free":
-            return optim.schedule_free(optim.constant(peak, steps, warmup=0.05), b1=0.95, weight_decay=0.1, clip=1.0)
+            return optim.schedule_free(
+                optim.constant(peak, steps, warmup=0.05), b1=0.95, weight_decay=0.1, clip=1.0
+            )
         case "prodigy":
             return optim.prodigy(schedule, b2=0.99, weight_decay=0.1)
 
@@ -78,7 +90,9 @@ def recipe(
     save_every: int = 0,
 ) -> Run:
     train, held_out = stdlib_bytes()
-    config = replace(PRESETS["byte"], max_length=length, dropout=dropout, remat=remat, scan_layers=scan_layers)
+    config = replace(
+        PRESETS["byte"], max_length=length, dropout=dropout, remat=remat, scan_layers=scan_layers
+    )
     return Run(
         model=lambda rngs: GPT(config, rngs),
         loss=loss,

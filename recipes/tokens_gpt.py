@@ -16,13 +16,15 @@ from typing import Literal
 import jax
 
 from shardwise import Batches, InitFrom, Mean, Packed, Run, Tokens, open_tokens, optim, split
+from shardwise.kernels.cross_entropy import linear_cross_entropy
 from shardwise.models.gpt import GPT, PRESETS
-from shardwise.models.loss import linear_cross_entropy
 
 
 def loss(model: GPT, batch: dict[str, jax.Array]) -> Mean:
     """Nats for each token. Where rows are packed, the last label of a document has no weight."""
-    features, table = model.features(batch["inputs"], batch.get("segment_ids"), batch.get("positions"))
+    features, table = model.features(
+        batch["inputs"], batch.get("segment_ids"), batch.get("positions")
+    )
     nats = linear_cross_entropy(features, table, batch["labels"])
     return Mean(nats * batch["weights"], batch["weights"]) if "weights" in batch else Mean(nats)
 
@@ -50,12 +52,22 @@ def recipe(
     # Rows next to each other often come from one document: they are held out 16 at a time, of a small source one by one.
     source = Packed(tokens, length) if pack else Tokens(tokens, length)
     train, rest = split(source, held_out, seed=0, block=16 if len(source) > 10_000 else 1)
-    vocabulary = -(-tokens.info.get("vocab_size", PRESETS[preset].vocab_size) // 128) * 128  # so that meshes and matrix units divide it
-    config = replace(PRESETS[preset], vocab_size=vocabulary, max_length=length, remat=remat, scan_layers=scan_layers)
+    vocabulary = (
+        -(-tokens.info.get("vocab_size", PRESETS[preset].vocab_size) // 128) * 128
+    )  # so that meshes and matrix units divide it
+    config = replace(
+        PRESETS[preset],
+        vocab_size=vocabulary,
+        max_length=length,
+        remat=remat,
+        scan_layers=scan_layers,
+    )
     return Run(
         model=lambda rngs: GPT(config, rngs),
         loss=loss,
-        optimizer=optim.adamw(optim.cosine(lr, steps, warmup=0.05, end=lr / 10), b2=0.99, weight_decay=0.1, clip=1.0),
+        optimizer=optim.adamw(
+            optim.cosine(lr, steps, warmup=0.05, end=lr / 10), b2=0.99, weight_decay=0.1, clip=1.0
+        ),
         data=Batches(train, batch_size, seed=seed),
         eval_data=Batches(rest, min(batch_size, len(rest))),
         steps=steps,

@@ -16,7 +16,9 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from shardwise import use_cpu_devices
 
 use_cpu_devices(8)
-hypothesis.settings.register_profile("shardwise", deadline=None, derandomize=True)  # compiling takes its time
+hypothesis.settings.register_profile(
+    "shardwise", deadline=None, derandomize=True
+)  # compiling takes its time
 hypothesis.settings.load_profile("shardwise")
 
 

@@ -1,11 +1,9 @@
 """Mistakes that a user can mend. The command line prints the message, without a traceback, and exits with the code."""
 
 import argparse
-import difflib
 import os
 import sysconfig
 import traceback
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 PACKAGE = os.path.dirname(__file__)
@@ -74,17 +72,9 @@ class Parser(argparse.ArgumentParser):
 def where(error: BaseException) -> str:
     """An exception in a line: what it is, and the last place in code that is not a library's."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "site-packages" not in frame.filename and not frame.filename.startswith(LIBRARIES)] or frames
+    own = [
+        frame
+        for frame in frames
+        if "site-packages" not in frame.filename and not frame.filename.startswith(LIBRARIES)
+    ] or frames
     return f"{type(error).__name__}: {error} ({own[-1].filename}, line {own[-1].lineno})"
-
-
-def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of text under each other, each column as wide as it must be."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  " + "  ".join(f"{text:{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in rows)
-
-
-def did_you_mean(name: str, valid: Iterable[str]) -> str:
-    """' Did you mean ...?' for the closest valid name, or nothing when none is close."""
-    close = difflib.get_close_matches(name, sorted(valid), n=1, cutoff=0.5)
-    return f" Did you mean '{close[0]}'?" if close else ""

@@ -26,19 +26,33 @@ def _count_one(equation: Any) -> float:
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
         left = equation.invars[0].aval.shape
-        return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[dim] for dim in contracted)
+        return (
+            2.0
+            * math.prod(equation.outvars[0].aval.shape)
+            * math.prod(left[dim] for dim in contracted)
+        )
     if name == "conv_general_dilated":
         kernel = equation.invars[1].aval.shape
         out_features = kernel[params["dimension_numbers"].rhs_spec[0]]
         return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) / out_features
-    if name.startswith("dot_product_attention_fwd"):  # cuDNN's, opaque to the trace: q is (B, T, H, K), k is (B, S, H, K)
+    if name.startswith(
+        "dot_product_attention_fwd"
+    ):  # cuDNN's, opaque to the trace: q is (B, T, H, K), k is (B, S, H, K)
         q, k = (variable.aval.shape for variable in equation.invars[:2])
         return 4.0 * math.prod(q) * k[1]
-    if params.get("name") == "cpu_attention":  # leaves out keys that no query sees; counted like the others, which compute them
+    if (
+        params.get("name") == "cpu_attention"
+    ):  # leaves out keys that no query sees; counted like the others, which compute them
         q, k = (variable.aval.shape for variable in equation.invars[:2])
         return 4.0 * math.prod(q) * k[1]
-    if name == "mpmd_map":  # a kernel in Mosaic GPU: `product_...` multiplies its first two arguments, of which the first is (N, D)
-        return 2.0 * math.prod(equation.invars[0].aval.shape) * equation.outvars[0].aval.shape[1] if _is_product(params) else 0.0
+    if (
+        name == "mpmd_map"
+    ):  # a kernel in Mosaic GPU: `product_...` multiplies its first two arguments, of which the first is (N, D)
+        return (
+            2.0 * math.prod(equation.invars[0].aval.shape) * equation.outvars[0].aval.shape[1]
+            if _is_product(params)
+            else 0.0
+        )
     if name == "cond":
         return max(_count(branch.jaxpr) for branch in params["branches"])
     times = params["length"] if name == "scan" else 1

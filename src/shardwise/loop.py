@@ -15,7 +15,11 @@ from shardwise.step import Batch, BatchLayout, EvalStep, TrainStep, num_rows
 
 
 def steps(
-    step: TrainStep, state: TrainState, batches: Callable[[int], Batch] | Iterable[Batch] | Prefetch, *, until: int
+    step: TrainStep,
+    state: TrainState,
+    batches: Callable[[int], Batch] | Iterable[Batch] | Prefetch,
+    *,
+    until: int,
 ) -> Iterator[tuple[int, TrainState, dict[str, jax.Array]]]:
     """Yields (n, state, metrics) after each update, n counting from where `state` stands up to `until`.
 
@@ -24,7 +28,11 @@ def steps(
     that cannot be had raises where it is needed, after everything before it has been yielded.
     """
     n = int(state.step)
-    with batches if isinstance(batches, Prefetch) else Prefetch(as_batches(batches), n, until, place=step.place) as placed:
+    with (
+        batches
+        if isinstance(batches, Prefetch)
+        else Prefetch(as_batches(batches), n, until, place=step.place) as placed
+    ):
         while n < until:
             state, metrics = step(state, placed(n))
             n += 1
@@ -53,7 +61,9 @@ def evaluate(
     return {name: float(mean.value) for name, mean in sums.items()}
 
 
-def _with_layouts(step: EvalStep, batches: Batches | Iterable[Batch], rows: int | None) -> Iterator[tuple[BatchLayout, Batch]]:
+def _with_layouts(
+    step: EvalStep, batches: Batches | Iterable[Batch], rows: int | None
+) -> Iterator[tuple[BatchLayout, Batch]]:
     """Each batch, or of `Batches` the part of it that this process needs, and how it is placed."""
     if is_plain(batches):
         total = len(batches.source)

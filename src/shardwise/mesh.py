@@ -10,10 +10,9 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
+from shardwise.axes import BATCH
+from shardwise.cluster.group import current_group
 from shardwise.errors import ConfigError
-from shardwise.group import current_group
-
-CROSSING = ("replica", "data", "dp", "batch", "fsdp")  # axes that may cross machines and slices, for preference in this order
 
 
 def parse_mesh(text: str, num_devices: int) -> dict[str, int]:
@@ -25,15 +24,21 @@ def parse_mesh(text: str, num_devices: int) -> dict[str, int]:
     for part in text.split(","):
         name, equals, size = (s.strip() for s in part.partition("="))
         if not (name.isidentifier() and equals and size.lstrip("-").isdigit()):
-            raise ConfigError(f"mesh '{text}': cannot read '{part.strip()}'. Write axes as name=size, such as 'data=4,model=2'.")
+            raise ConfigError(
+                f"mesh '{text}': cannot read '{part.strip()}'. Write axes as name=size, such as 'data=4,model=2'."
+            )
         if name in sizes:
             raise ConfigError(f"mesh '{text}': axis '{name}' is given twice.")
         sizes[name] = int(size)
         if sizes[name] < 1 and sizes[name] != -1:
-            raise ConfigError(f"mesh '{text}': axis '{name}' has size {sizes[name]}; sizes are positive, or -1 to fill.")
+            raise ConfigError(
+                f"mesh '{text}': axis '{name}' has size {sizes[name]}; sizes are positive, or -1 to fill."
+            )
     to_fill = [name for name, size in sizes.items() if size == -1]
     if len(to_fill) > 1:
-        raise ConfigError(f"mesh '{text}': only one axis can be -1, here are {len(to_fill)}: {', '.join(to_fill)}.")
+        raise ConfigError(
+            f"mesh '{text}': only one axis can be -1, here are {len(to_fill)}: {', '.join(to_fill)}."
+        )
     known = math.prod(size for size in sizes.values() if size != -1)
     if to_fill and num_devices % known == 0:
         sizes[to_fill[0]] = num_devices // known
@@ -79,22 +84,31 @@ def make_mesh(mesh: str | Mesh, devices: Sequence[Any] | None = None) -> Mesh:
 def _islands(devices: list[Any]) -> list[list[Any]]:
     """Devices with fast links to each other: those of one slice of TPUs, or of one machine."""
     group = current_group()
-    machines = group.machines if group.count > 1 and {device.process_index for device in devices} <= set(range(group.count)) else ()
+    machines = (
+        group.machines
+        if group.count > 1
+        and {device.process_index for device in devices} <= set(range(group.count))
+        else ()
+    )
     found: dict[Any, list[Any]] = {}
     for device in devices:
-        machine = machines[device.process_index] if machines and device.platform != "tpu" else 0  # TPUs have links between machines
+        machine = (
+            machines[device.process_index] if machines and device.platform != "tpu" else 0
+        )  # TPUs have links between machines
         found.setdefault((getattr(device, "slice_index", None) or 0, machine), []).append(device)
     islands = [found[key] for key in sorted(found)]
     if len({len(island) for island in islands}) > 1:
         sizes = ", ".join(str(len(island)) for island in islands)
-        raise ConfigError(f"the machines or slices have different numbers of devices ({sizes}); a mesh needs as many of each.")
+        raise ConfigError(
+            f"the machines or slices have different numbers of devices ({sizes}); a mesh needs as many of each."
+        )
     return islands
 
 
 def _across(text: str, sizes: dict[str, int], slices: int) -> dict[str, int]:
     """How much of each axis crosses the slow network between islands: axes that split the batch first, for they exchange least."""
     outer = dict.fromkeys(sizes, 1)
-    for name in (*(n for n in CROSSING if n in sizes), *(n for n in sizes if n not in CROSSING)):
+    for name in (*(n for n in BATCH if n in sizes), *(n for n in sizes if n not in BATCH)):
         outer[name] = math.gcd(sizes[name], slices)
         slices //= outer[name]
     if slices > 1:

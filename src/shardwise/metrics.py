@@ -39,7 +39,9 @@ class Mean:
 
     def has_rows(self, rows: int) -> bool:
         """Whether there is an entry for each row."""
-        return all(jnp.ndim(x) > 0 and jnp.shape(x)[0] == rows for x in (self.total, self._weights()))
+        return all(
+            jnp.ndim(x) > 0 and jnp.shape(x)[0] == rows for x in (self.total, self._weights())
+        )
 
     @property
     def items(self) -> int | None:
@@ -53,7 +55,10 @@ class Mean:
         if jnp.ndim(self.weight) >= jnp.ndim(self.total):
             return self.weight
         missing = jnp.ndim(self.total) - jnp.ndim(self.weight)
-        return jnp.broadcast_to(jnp.reshape(self.weight, (*jnp.shape(self.weight), *(1,) * missing)), jnp.shape(self.total))
+        return jnp.broadcast_to(
+            jnp.reshape(self.weight, (*jnp.shape(self.weight), *(1,) * missing)),
+            jnp.shape(self.total),
+        )
 
 
 def _masked_sum(x: Any, mask: Any) -> jax.Array:
@@ -68,7 +73,9 @@ class MetricsLog:
 
     def __init__(self, path: Path, step: int = 0):
         lines = read_metrics(path) if path.exists() else []
-        self.seen = max((record["step"] for record in lines), default=0)  # the last step before it was cut
+        self.seen = max(
+            (record["step"] for record in lines), default=0
+        )  # the last step before it was cut
         self.kept = [record for record in lines if record["step"] <= step]
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_text("".join(json.dumps(record) + "\n" for record in self.kept))
@@ -77,7 +84,10 @@ class MetricsLog:
 
     def write(self, record: dict[str, Any]) -> None:
         """Numbers that are not finite are written as text, since JSON has none."""
-        finite = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        finite = {
+            k: str(v) if isinstance(v, float) and not math.isfinite(v) else v
+            for k, v in record.items()
+        }
         self._file.write(json.dumps(finite) + "\n")
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from shardwise.errors import ConfigError
-from shardwise.sharding import Leaf, annotation_of
+from shardwise.sharding import ModelLeaf, annotation_of
 from shardwise.tree import lookup, nest
 
 ModelFactory = Callable[[nnx.Rngs], nnx.Module]
@@ -45,14 +45,23 @@ class ModuleDef:
     """What is left of a module when its arrays are taken out. Paths are NNX's own, names are ours."""
 
     graphdef: nnx.GraphDef[Any]
-    params: Mapping[tuple[Any, ...], Leaf]
-    other: Mapping[tuple[Any, ...], Leaf]
+    params: Mapping[tuple[Any, ...], ModelLeaf]
+    other: Mapping[tuple[Any, ...], ModelLeaf]
     rngs: tuple[RngLeaf, ...]
-    frozen: Mapping[tuple[Any, ...], Leaf] = field(default_factory=dict)  # parameters that are not trained
-    adapters: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # what `lora` notes of each weight that has adapters
+    frozen: Mapping[tuple[Any, ...], ModelLeaf] = field(
+        default_factory=dict
+    )  # parameters that are not trained
+    adapters: Mapping[str, dict[str, Any]] = field(
+        default_factory=dict
+    )  # what `lora` notes of each weight that has adapters
 
     def merge(
-        self, params: Pure, other: Pure, key: jax.Array, hooks: Mapping[str, AccessHook] | None = None, frozen: Pure | None = None
+        self,
+        params: Pure,
+        other: Pure,
+        key: jax.Array,
+        hooks: Mapping[str, AccessHook] | None = None,
+        frozen: Pure | None = None,
     ) -> nnx.Module:
         """The module with these arrays, its random streams drawn from `key`.
 
@@ -90,27 +99,41 @@ def split_module(module: nnx.Module) -> tuple[ModuleDef, Pure, Pure]:
     graphdef, state = nnx.split(module)
     flat = dict(nnx.to_flat_state(state))
     if len({_parts(path) for path in flat}) < len(flat):
-        raise ConfigError("two variables of the model have the same path once indices are written as text; rename one.")
+        raise ConfigError(
+            "two variables of the model have the same path once indices are written as text; rename one."
+        )
     rngs: list[RngLeaf] = []
-    params: dict[tuple[Any, ...], Leaf] = {}
-    other: dict[tuple[Any, ...], Leaf] = {}
-    frozen: dict[tuple[Any, ...], Leaf] = {}
+    params: dict[tuple[Any, ...], ModelLeaf] = {}
+    other: dict[tuple[Any, ...], ModelLeaf] = {}
+    frozen: dict[tuple[Any, ...], ModelLeaf] = {}
     adapters: dict[str, dict[str, Any]] = {}
     for path, variable in flat.items():
         value = variable.get_value()
         if not hasattr(value, "shape"):
-            raise ConfigError(f"variable '{path_name(path)}' of the model holds a {type(value).__name__}; it must hold one array.")
+            raise ConfigError(
+                f"variable '{path_name(path)}' of the model holds a {type(value).__name__}; it must hold one array."
+            )
         if isinstance(variable, nnx.RngState):
-            rngs.append(RngLeaf(path, path_name(path), isinstance(variable, nnx.RngKey), value.shape))
+            rngs.append(
+                RngLeaf(path, path_name(path), isinstance(variable, nnx.RngKey), value.shape)
+            )
         else:
             metadata = variable.get_metadata()
-            part = frozen if metadata.get("frozen") else params if isinstance(variable, nnx.Param) else other
-            part[path] = Leaf(value.shape, value.dtype, annotation_of(metadata))
+            part = (
+                frozen
+                if metadata.get("frozen")
+                else params
+                if isinstance(variable, nnx.Param)
+                else other
+            )
+            part[path] = ModelLeaf(value.shape, value.dtype, annotation_of(metadata))
             if "lora" in metadata:
                 adapters[path_name(path)] = dict(metadata["lora"])
     if not params:
         what = "no nnx.Param that is not frozen" if frozen else "no nnx.Param"
-        raise ConfigError(f"the model {type(module).__name__} has {what}, so there is nothing to train.")
+        raise ConfigError(
+            f"the model {type(module).__name__} has {what}, so there is nothing to train."
+        )
     definition = ModuleDef(graphdef, params, other, tuple(rngs), frozen, adapters)
     arrays = lambda leaves: nest({_parts(path): flat[path].get_value() for path in leaves})  # noqa: E731
     return definition, arrays(params), arrays(other)
@@ -121,7 +144,9 @@ def build_module(factory: ModelFactory, key: Any) -> nnx.Module:
     with nnx.use_eager_sharding(False):
         module = factory(nnx.Rngs(key))
     if not isinstance(module, nnx.Module):
-        raise ConfigError(f"the model factory returned a {type(module).__name__}; it must return an nnx.Module.")
+        raise ConfigError(
+            f"the model factory returned a {type(module).__name__}; it must return an nnx.Module."
+        )
     for _, part in nnx.iter_modules(module):
         for mode in ("deterministic", "use_running_average"):
             if getattr(part, mode, False) is None:  # it was not told; NNX would refuse to compute

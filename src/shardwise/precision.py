@@ -49,7 +49,13 @@ def _widen_one(eqn: Any, done: dict[Jaxpr, Jaxpr]) -> Any:
     if eqn.primitive.name in OPAQUE:
         return eqn
     is_program = lambda x: isinstance(x, ClosedJaxpr | Jaxpr)  # noqa: E731
-    change = lambda x: _widen(x, done) if isinstance(x, ClosedJaxpr) else _widen_open(x, done) if isinstance(x, Jaxpr) else x  # noqa: E731
+    change = lambda x: (
+        _widen(x, done)
+        if isinstance(x, ClosedJaxpr)
+        else _widen_open(x, done)
+        if isinstance(x, Jaxpr)
+        else x
+    )  # noqa: E731
     changed = {}
     for name, value in eqn.params.items():
         before, structure = jax.tree.flatten(value, is_leaf=is_program)
@@ -65,10 +71,14 @@ def _in_float32(eqn: Any) -> Any:
     @jax.jit
     def widened(*args: jax.Array) -> jax.Array:
         wide = [x.astype(jnp.float32) if x.dtype in HALF else x for x in args]
-        if eqn.primitive.name == "scatter-add":  # its parameters hold an addition of the narrow dtype
+        if (
+            eqn.primitive.name == "scatter-add"
+        ):  # its parameters hold an addition of the narrow dtype
             names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
             operand, indices, updates = wide
-            total = jax.lax.scatter_add(operand, indices, updates, **{name: eqn.params[name] for name in names})
+            total = jax.lax.scatter_add(
+                operand, indices, updates, **{name: eqn.params[name] for name in names}
+            )
         else:
             total = eqn.primitive.bind(*wide, **eqn.params)
         return total.astype(eqn.outvars[0].aval.dtype)

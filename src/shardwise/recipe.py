@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import ConfigError, ShardwiseError, did_you_mean, where
+from shardwise.errors import ConfigError, ShardwiseError, where
+from shardwise.text import did_you_mean
 
 DEFAULT_FUNCTION = "recipe"
 
@@ -17,7 +18,12 @@ def find_recipe(target: str) -> tuple[Path, str]:
     file, _, function = target.partition(":")
     path = Path(file)
     if not path.is_file():
-        nearby = [str(other) for folder in (path.parent, Path("recipes")) if folder.is_dir() for other in folder.glob("*.py")]
+        nearby = [
+            str(other)
+            for folder in (path.parent, Path("recipes"))
+            if folder.is_dir()
+            for other in folder.glob("*.py")
+        ]
         raise ConfigError(f"there is no recipe file '{file}'.{did_you_mean(file, nearby)}")
     return path, function or DEFAULT_FUNCTION
 
@@ -36,7 +42,11 @@ def load_recipe(path: Path, function: str) -> Callable[..., Any]:
         raise ConfigError(f"recipe '{path}' cannot be imported: {where(error)}") from error
     recipe = getattr(module, function, None)
     if not callable(recipe):
-        functions = [name for name, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == path.stem]
+        functions = [
+            name
+            for name, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == path.stem
+        ]
         raise ConfigError(
             f"recipe '{path}' has no function '{function}'; it has {', '.join(functions) or 'none'}.{did_you_mean(function, functions)}"
         )
@@ -71,5 +81,7 @@ def make_run(recipe: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     except (Exception, SystemExit) as error:
         raise ConfigError(f"the recipe raised {where(error)}") from error
     if not isinstance(run, Run):
-        raise ConfigError(f"the recipe '{recipe.__name__}' returned a {type(run).__name__}; it must return a shardwise.Run.")
+        raise ConfigError(
+            f"the recipe '{recipe.__name__}' returned a {type(run).__name__}; it must return a shardwise.Run."
+        )
     return run

@@ -14,20 +14,21 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from shardwise.checkpoint import Keep
+from shardwise.checkpoint.init_from import InitFrom
+from shardwise.checkpoint.store import Keep
 from shardwise.data import Batches, as_batches
 from shardwise.data.batches import is_plain
-from shardwise.errors import ConfigError, ShardwiseError, did_you_mean, where
+from shardwise.early_stop import EarlyStop
+from shardwise.errors import ConfigError, ShardwiseError, where
 from shardwise.hardware import find_chip
-from shardwise.initial import InitFrom
 from shardwise.mesh import mesh_text
 from shardwise.module import ModelFactory, describe_model
 from shardwise.optim.read import read_chains, sample_rates
 from shardwise.sharding import Rules
 from shardwise.state import StateSpec, abstract_state
 from shardwise.step import Batch, EvalStep, Loss, TrainStep, make_eval_step, make_train_step
-from shardwise.stopping import EarlyStop
-from shardwise.trackers import Tracker
+from shardwise.text import did_you_mean
+from shardwise.trackers.base import Tracker
 from shardwise.tree import any_layer
 
 
@@ -38,7 +39,9 @@ class Run:
     model: ModelFactory  # (rngs) -> nnx.Module
     loss: Loss  # (model, batch) -> scalar, or Mean(total, weight), or one of them with a dict of further metrics
     optimizer: optax.GradientTransformation
-    data: Callable[[int], Batch] | Iterable[Batch]  # the batch of a step, usually Batches(...); a plain iterable cannot resume
+    data: (
+        Callable[[int], Batch] | Iterable[Batch]
+    )  # the batch of a step, usually Batches(...); a plain iterable cannot resume
     steps: int
     mesh: str | Mesh = "data=-1"
     rules: Rules = field(default_factory=Rules)
@@ -46,19 +49,31 @@ class Run:
     accumulate: int = 1
     compute_dtype: str | None = None  # such as "bfloat16"; parameters and optimizer keep their own
     init_from: InitFrom | None = None  # the weights to begin with; of no effect on resume
-    norms: bool = False  # also log the norms of updates and parameters, and of each group of the optimizer
+    norms: bool = (
+        False  # also log the norms of updates and parameters, and of each group of the optimizer
+    )
     eval_data: Batches | None = None
     eval_every: int = 0  # steps; 0: at the end only
     save_every: int = 0  # steps; 0: at the end only
-    save_minutes: float = 0  # also when so many minutes have gone since the last save; 0: never for that reason
-    on_nonfinite: Literal["stop", "skip"] = "stop"  # what follows a step that was not applied; it never is
-    max_skips: int = 10  # updates skipped in a row, not finite or spikes, before the run stops in any case
+    save_minutes: float = (
+        0  # also when so many minutes have gone since the last save; 0: never for that reason
+    )
+    on_nonfinite: Literal["stop", "skip"] = (
+        "stop"  # what follows a step that was not applied; it never is
+    )
+    max_skips: int = (
+        10  # updates skipped in a row, not finite or spikes, before the run stops in any case
+    )
     keep: Keep = field(default_factory=Keep)  # which checkpoints outlive the next one
-    accept: tuple[str, ...] = ()  # what may differ from the run that is resumed: "lr", "data", "optimizer", "seed", "compute_dtype"
+    accept: tuple[
+        str, ...
+    ] = ()  # what may differ from the run that is resumed: "lr", "data", "optimizer", "seed", "compute_dtype"
     out: Path | None = None  # the run directory; None keeps nothing
     data_threads: int = 1  # that read batches ahead of need
     data_processes: int = 0  # or processes, for data that takes Python long to decode
-    sample: Callable[[nnx.Module], str] | None = None  # text from the model, at each evaluation and at the end
+    sample: Callable[[nnx.Module], str] | None = (
+        None  # text from the model, at each evaluation and at the end
+    )
     sample_every: int = 0  # steps, in place of evaluations; 0: with these
     stop_when: EarlyStop | None = None  # ends the run before its last step, by what evaluations say
     trackers: tuple[Tracker, ...] = ()  # TensorBoard(), WandB() ... beside metrics.jsonl
@@ -92,23 +107,35 @@ def prepare(run: Run) -> Prepared:
         "data_threads": 1,
         "data_processes": 0,
     }
-    wrong = [f"{name}={getattr(run, name)}; it must be at least {value}." for name, value in least.items() if getattr(run, name) < value]
+    wrong = [
+        f"{name}={getattr(run, name)}; it must be at least {value}."
+        for name, value in least.items()
+        if getattr(run, name) < value
+    ]
     if wrong:
         raise ConfigError("\n".join(wrong))
     spec = describe_state(run)
-    rates = sample_rates(run.optimizer, spec.abstract.params, np.linspace(0, run.steps - 1, 65).astype(int))
+    rates = sample_rates(
+        run.optimizer, spec.abstract.params, np.linspace(0, run.steps - 1, 65).astype(int)
+    )
     for group, values in rates.items():
-        if wrong := [f"{rate} at update {at}" for at, rate in values.items() if not math.isfinite(rate)]:
+        if wrong := [
+            f"{rate} at update {at}" for at, rate in values.items() if not math.isfinite(rate)
+        ]:
             raise ConfigError(f"the learning rate of group '{group}' is {wrong[0]}.")
     for name in ("trackers", "profile"):
         if getattr(run, name) and run.out is None:
             raise ConfigError(f"{name}: the run needs a directory for that; give it one (out).")
     if run.profile is not None and not 1 <= run.profile[0] <= run.profile[1]:
-        raise ConfigError(f"profile={run.profile}: give the first and the last step to trace, counted from 1.")
+        raise ConfigError(
+            f"profile={run.profile}: give the first and the last step to trace, counted from 1."
+        )
     batches = as_batches(run.data)
     options = {"compute_dtype": run.compute_dtype}
     batch = batches.example() if is_plain(batches) else batches(0)
-    step = make_train_step(spec, run.loss, batch, seed=run.seed, accumulate=run.accumulate, norms=run.norms, **options)
+    step = make_train_step(
+        spec, run.loss, batch, seed=run.seed, accumulate=run.accumulate, norms=run.norms, **options
+    )
     _check_metrics(run, step.traced.names)
     eval_step = None
     if run.eval_data is not None:
@@ -123,12 +150,18 @@ def _check_metrics(run: Run, names: Sequence[str]) -> None:
     """Refuses to choose checkpoints, or the end, by something that is not measured."""
     known = [f"eval_{name}" for name in names]
     wanted = {"stop_when": run.stop_when.metric if run.stop_when is not None else None}
-    wanted["keep"] = run.keep.metric if run.keep.best and run.keep.metric.startswith("eval_") else None
+    wanted["keep"] = (
+        run.keep.metric if run.keep.best and run.keep.metric.startswith("eval_") else None
+    )
     for name, metric in wanted.items():
         if metric is not None and run.eval_data is None:
-            raise ConfigError(f"{name} goes by {metric!r}, and the run has no eval_data to measure it.")
+            raise ConfigError(
+                f"{name} goes by {metric!r}, and the run has no eval_data to measure it."
+            )
         if metric is not None and metric not in known:
-            raise ConfigError(f"{name} goes by {metric!r}; evaluations give {', '.join(known)}.{did_you_mean(metric, known)}")
+            raise ConfigError(
+                f"{name} goes by {metric!r}; evaluations give {', '.join(known)}.{did_you_mean(metric, known)}"
+            )
 
 
 def describe_state(run: Run) -> StateSpec:
@@ -138,7 +171,9 @@ def describe_state(run: Run) -> StateSpec:
     except ShardwiseError:
         raise
     except Exception as error:
-        raise ConfigError(f"the optimizer cannot be applied to the parameters of the model: {where(error)}") from error
+        raise ConfigError(
+            f"the optimizer cannot be applied to the parameters of the model: {where(error)}"
+        ) from error
 
 
 def describe_run(run: Run, prepared: Prepared) -> dict[str, Any]:
@@ -147,7 +182,9 @@ def describe_run(run: Run, prepared: Prepared) -> dict[str, Any]:
     fingerprint = getattr(run.data, "fingerprint", None)
     return {
         "model": _describe_model(prepared.spec),
-        "data": fingerprint() if fingerprint is not None else "a function or an iterator, whose content is not known",
+        "data": fingerprint()
+        if fingerprint is not None
+        else "a function or an iterator, whose content is not known",
         "lr": prepared.rates,
         "optimizer": _describe_optimizer(run.optimizer, params),
         "seed": run.seed,
@@ -160,7 +197,9 @@ def describe_run(run: Run, prepared: Prepared) -> dict[str, Any]:
 
 def _describe_model(spec: StateSpec) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    jax.eval_shape(lambda: found.update(describe_model(spec.module(spec.abstract))))  # its random streams would compile programs
+    jax.eval_shape(
+        lambda: found.update(describe_model(spec.module(spec.abstract)))
+    )  # its random streams would compile programs
     return found
 
 
@@ -169,7 +208,9 @@ def _describe_optimizer(optimizer: Any, params: Any) -> dict[str, Any]:
     described: dict[str, set[str]] = {}
     for path, chain in read_chains(optimizer, params).items():
         if path:
-            described.setdefault(any_layer(path), set()).add(" > ".join(str(part) for part in chain.parts if part.factor is None))
+            described.setdefault(any_layer(path), set()).add(
+                " > ".join(str(part) for part in chain.parts if part.factor is None)
+            )
     return {path: " | ".join(sorted(texts)) for path, texts in described.items()}
 
 
@@ -177,8 +218,15 @@ def _environment() -> dict[str, Any]:
     packages = ("shardwise", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
     devices = jax.devices()
     return {
-        "devices": {"count": len(devices), "kind": devices[0].device_kind, "processes": jax.process_count()},
-        "versions": {"python": platform.python_version(), **{name: package_version(name) for name in packages}},
+        "devices": {
+            "count": len(devices),
+            "kind": devices[0].device_kind,
+            "processes": jax.process_count(),
+        },
+        "versions": {
+            "python": platform.python_version(),
+            **{name: package_version(name) for name in packages},
+        },
     }
 
 

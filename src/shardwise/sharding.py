@@ -24,12 +24,13 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.table import Table
 
-from shardwise.errors import ConfigError, did_you_mean
-from shardwise.shown import show_bytes as show_bytes
+from shardwise.axes import BATCH, FSDP, TENSOR
+from shardwise.errors import ConfigError
+from shardwise.text import did_you_mean
+from shardwise.text import show_bytes as show_bytes
 from shardwise.tree import leaf_name, matches, num_bytes, owner_of
 
 Axes = str | tuple[str, ...] | None
-TENSOR = ("model", "tp", "tensor")
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,19 @@ class Rules:
     """How names become mesh axes. Axes that a mesh does not have are left out, so one set serves every mesh."""
 
     logical: Mapping[str, Axes] = field(
-        default_factory=lambda: {"vocab": TENSOR, "heads": TENSOR, "mlp": TENSOR, "embed": "fsdp", "layers": None}
+        default_factory=lambda: {
+            "vocab": TENSOR,
+            "heads": TENSOR,
+            "mlp": TENSOR,
+            "embed": FSDP,
+            "layers": None,
+        }
     )
-    paths: tuple[tuple[str, tuple[Axes, ...]], ...] = ()  # (pattern, axes for each dim); the first match wins
-    batch: tuple[str, ...] = ("replica", "data", "dp", "batch", "fsdp")  # mesh axes that split the rows of a batch
-    fsdp: tuple[str, ...] = ("fsdp",)  # mesh axes over which parameters are stored in pieces
+    paths: tuple[
+        tuple[str, tuple[Axes, ...]], ...
+    ] = ()  # (pattern, axes for each dim); the first match wins
+    batch: tuple[str, ...] = BATCH  # mesh axes that split the rows of a batch
+    fsdp: tuple[str, ...] = FSDP  # mesh axes over which parameters are stored in pieces
     fsdp_min_size: int = 2**12  # elements; smaller leaves stay whole
 
 
@@ -58,7 +67,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Leaf:
+class ModelLeaf:
     """What the resolver needs to know of a parameter or other variable of the model."""
 
     shape: tuple[int, ...]
@@ -66,7 +75,7 @@ class Leaf:
     annotation: tuple[Axes, ...] | None = None
 
 
-def place_model(leaves: Mapping[str, Leaf], mesh: Mesh, rules: Rules) -> dict[str, Placement]:
+def place_model(leaves: Mapping[str, ModelLeaf], mesh: Mesh, rules: Rules) -> dict[str, Placement]:
     """A placement for each variable of the model; all mistakes are reported at once."""
     problems = [
         f"rule '{pattern}' -> {axes} matches no parameter.{did_you_mean(pattern, leaves)}"
@@ -93,15 +102,22 @@ def place_model(leaves: Mapping[str, Leaf], mesh: Mesh, rules: Rules) -> dict[st
     return placements
 
 
-def _place(path: str, leaf: Leaf, mesh: Mesh, rules: Rules) -> Placement:
+def _place(path: str, leaf: ModelLeaf, mesh: Mesh, rules: Rules) -> Placement:
     dims: list[tuple[str, ...]] = [()] * len(leaf.shape)
     reasons = []
     if leaf.annotation is not None:
-        dims = _resolve(f"parameter '{path}'", leaf.shape, leaf.annotation, "annotation", mesh, rules)
-        reasons.append(f"annotation {show_spec(leaf.annotation)}" + ("" if any(dims) else ": no such axis in this mesh"))
+        dims = _resolve(
+            f"parameter '{path}'", leaf.shape, leaf.annotation, "annotation", mesh, rules
+        )
+        reasons.append(
+            f"annotation {show_spec(leaf.annotation)}"
+            + ("" if any(dims) else ": no such axis in this mesh")
+        )
     rule = next(((pattern, axes) for pattern, axes in rules.paths if matches(pattern, path)), None)
     if rule is not None and not any(dims):
-        dims = _resolve(f"parameter '{path}'", leaf.shape, rule[1], f"rule '{rule[0]}'", mesh, rules)
+        dims = _resolve(
+            f"parameter '{path}'", leaf.shape, rule[1], f"rule '{rule[0]}'", mesh, rules
+        )
         return _placement(path, leaf.shape, leaf.dtype, dims, f"rule '{rule[0]}'", mesh)
     dims, reason = _add_fsdp(path, leaf.shape, dims, mesh, rules)
     if reason or not reasons:
@@ -109,11 +125,15 @@ def _place(path: str, leaf: Leaf, mesh: Mesh, rules: Rules) -> Placement:
     return _placement(path, leaf.shape, leaf.dtype, dims, ", ".join(reasons), mesh)
 
 
-def _resolve(what: str, shape: tuple[int, ...], axes: Iterable[Axes], who: str, mesh: Mesh, rules: Rules) -> list[tuple[str, ...]]:
+def _resolve(
+    what: str, shape: tuple[int, ...], axes: Iterable[Axes], who: str, mesh: Mesh, rules: Rules
+) -> list[tuple[str, ...]]:
     """Mesh axes for each dim, from names that are mesh axes or logical; checked against the shape."""
     entries = tuple(axes)
     if len(entries) > len(shape):
-        raise ConfigError(f"{what} has shape {shape}; its {who} {show_spec(entries)} names {len(entries)} dims. Shorten it.")
+        raise ConfigError(
+            f"{what} has shape {shape}; its {who} {show_spec(entries)} names {len(entries)} dims. Shorten it."
+        )
     dims = [tuple(_mesh_axes(what, entry, who, mesh, rules)) for entry in entries]
     dims += [()] * (len(shape) - len(dims))
     seen: dict[str, int] = {}
@@ -136,7 +156,11 @@ def _resolve(what: str, shape: tuple[int, ...], axes: Iterable[Axes], who: str, 
 
 
 def _mesh_axes(what: str, entry: Axes, who: str, mesh: Mesh, rules: Rules) -> Iterator[str]:
-    known = {axis for value in rules.logical.values() for axis in _as_tuple(value)} | set(rules.batch) | set(rules.fsdp)
+    known = (
+        {axis for value in rules.logical.values() for axis in _as_tuple(value)}
+        | set(rules.batch)
+        | set(rules.fsdp)
+    )
     for name in _as_tuple(entry):
         if name in rules.logical:
             yield from (axis for axis in _as_tuple(rules.logical[name]) if axis in mesh.shape)
@@ -160,21 +184,32 @@ def _add_fsdp(
     if math.prod(shape) < rules.fsdp_min_size:
         return dims, f"small: under {rules.fsdp_min_size} elements"
     size = math.prod(mesh.shape[axis] for axis in axes)
-    fitting = [dim for dim, names in enumerate(dims) if shape[dim] % (size * math.prod(mesh.shape[name] for name in names)) == 0]
+    fitting = [
+        dim
+        for dim, names in enumerate(dims)
+        if shape[dim] % (size * math.prod(mesh.shape[name] for name in names)) == 0
+    ]
     if not fitting and used:
         return dims, f"no dim left that {' x '.join(axes)} ({size}) divides"
     if not fitting and math.prod(shape) // size < rules.fsdp_min_size:
-        return dims, f"small: {size} pieces of under {rules.fsdp_min_size} elements, and no dim that {' x '.join(axes)} divides"
+        return (
+            dims,
+            f"small: {size} pieces of under {rules.fsdp_min_size} elements, and no dim that {' x '.join(axes)} divides",
+        )
     if not fitting:
         raise ConfigError(
             f"parameter '{path}' has shape {shape}, and no dim of it is divisible by mesh axis {' x '.join(axes)} (size {size}). "
             f"Use {axes[0]}={_choices(max(shape), size)}, or say Rules(paths=(('{path}', ()),)) to keep it whole on purpose."
         )
     best = max(fitting, key=lambda dim: (not dims[dim], shape[dim]))
-    return [(*names, *axes) if dim == best else names for dim, names in enumerate(dims)], f"automatic FSDP on dim {best}"
+    return [
+        (*names, *axes) if dim == best else names for dim, names in enumerate(dims)
+    ], f"automatic FSDP on dim {best}"
 
 
-def place_optimizer(opt_state: Any, params: Mapping[str, Placement], mesh: Mesh, rules: Rules) -> dict[str, Placement]:
+def place_optimizer(
+    opt_state: Any, params: Mapping[str, Placement], mesh: Mesh, rules: Rules
+) -> dict[str, Placement]:
     """Placements for an (abstract) optimizer state: each leaf follows the parameter whose path ends its own.
 
     A leaf of the parameter's shape is cut like it. Of another shape (Adafactor's rows and columns, a history of
@@ -188,9 +223,16 @@ def place_optimizer(opt_state: Any, params: Mapping[str, Placement], mesh: Mesh,
             matcher = difflib.SequenceMatcher(None, leaf.shape, param.shape, autojunk=False)
             specs: dict[int, tuple[str, ...]] = {}
             for block in matcher.get_matching_blocks():
-                specs |= {block.a + i: _as_tuple(_entry(param.spec, block.b + i)) for i in range(block.size)}
+                specs |= {
+                    block.a + i: _as_tuple(_entry(param.spec, block.b + i))
+                    for i in range(block.size)
+                }
             dims = [specs.get(dim, ()) for dim in range(len(leaf.shape))]
-            reason = "as its parameter" if leaf.shape == param.shape else f"dims shared with its parameter {param.shape}"
+            reason = (
+                "as its parameter"
+                if leaf.shape == param.shape
+                else f"dims shared with its parameter {param.shape}"
+            )
         else:
             dims, reason = _add_fsdp(path, leaf.shape, [()] * len(leaf.shape), mesh, rules)
             reason = reason or "belongs to no parameter"
@@ -204,7 +246,9 @@ def at_use(spec: PartitionSpec, rules: Rules) -> PartitionSpec:
     This is what keeps activations on the batch axes. A parameter that stayed cut over an axis that also cuts the
     batch would leave the partitioner to choose, and it often chooses to move activations, which are larger.
     """
-    return PartitionSpec(*(_join(axis for axis in _as_tuple(entry) if axis not in rules.batch) for entry in spec))
+    return PartitionSpec(
+        *(_join(axis for axis in _as_tuple(entry) if axis not in rules.batch) for entry in spec)
+    )
 
 
 def constrain(x: jax.Array, *names: Axes) -> jax.Array:
@@ -221,7 +265,9 @@ def constrain(x: jax.Array, *names: Axes) -> jax.Array:
     dims = _resolve("an activation", x.shape, entries, "constraint", mesh, rules)
     spec = at_use(PartitionSpec(*(_join(axes) for axes in dims)), rules)
     rows = batch_spec(mesh, rules)[0]
-    spec = PartitionSpec(*(rows if name == "batch" else axes for name, axes in zip(names, spec, strict=False)))
+    spec = PartitionSpec(
+        *(rows if name == "batch" else axes for name, axes in zip(names, spec, strict=False))
+    )
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
@@ -253,7 +299,9 @@ def put(values: Any, sharding: NamedSharding) -> Any:
     """Host arrays, the same in every process, as arrays on the mesh; each process moves what its devices hold."""
     if sharding.is_fully_addressable:
         return jax.device_put(values, sharding)
-    return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index]), values)
+    return jax.tree.map(
+        lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index]), values
+    )
 
 
 def annotation_of(metadata: Mapping[str, Any]) -> tuple[Axes, ...] | None:
@@ -269,7 +317,11 @@ def placement_table(placements: Iterable[Placement], title: str) -> Table:
     placements = list(placements)
     whole = sum(num_bytes(p.shape, p.dtype) for p in placements)
     one = sum(p.bytes_per_device for p in placements)
-    table = Table(title=title, caption=f"{show_bytes(one)} on each device, of {show_bytes(whole)} in all", title_justify="left")
+    table = Table(
+        title=title,
+        caption=f"{show_bytes(one)} on each device, of {show_bytes(whole)} in all",
+        title_justify="left",
+    )
     for column, justify in (
         ("path", "left"),
         ("shape", "left"),
@@ -278,14 +330,24 @@ def placement_table(placements: Iterable[Placement], title: str) -> Table:
         ("why", "left"),
         ("per device", "right"),
     ):
-        table.add_column(column, justify=justify, overflow="fold", no_wrap=column in ("path", "shape", "layout"))  # type: ignore[arg-type]
+        no_wrap = column in ("path", "shape", "layout")
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=no_wrap)  # type: ignore[arg-type]
     for p in placements:
         shape = " x ".join(map(str, p.shape)) or "scalar"
-        table.add_row(p.path, shape, str(p.dtype), show_spec(p.spec), p.reason, show_bytes(p.bytes_per_device))
+        table.add_row(
+            p.path, shape, str(p.dtype), show_spec(p.spec), p.reason, show_bytes(p.bytes_per_device)
+        )
     return table
 
 
-def _placement(path: str, shape: tuple[int, ...], dtype: Any, dims: list[tuple[str, ...]], reason: str, mesh: Mesh) -> Placement:
+def _placement(
+    path: str,
+    shape: tuple[int, ...],
+    dtype: Any,
+    dims: list[tuple[str, ...]],
+    reason: str,
+    mesh: Mesh,
+) -> Placement:
     pieces = math.prod(mesh.shape[axis] for names in dims for axis in names)
     spec = PartitionSpec(*(_join(names) for names in dims)) if any(dims) else PartitionSpec()
     return Placement(path, shape, dtype, spec, reason, num_bytes(shape, dtype) // pieces)
@@ -317,6 +379,8 @@ def show_spec(spec: Iterable[Axes]) -> str:
 
 def _choices(dim: int, size: int) -> str:
     """The divisors of a dim that are nearest to the size that does not fit."""
-    divisors = sorted((d for d in range(1, dim + 1) if dim % d == 0), key=lambda d: abs(d - size))[:5]
+    divisors = sorted((d for d in range(1, dim + 1) if dim % d == 0), key=lambda d: abs(d - size))[
+        :5
+    ]
     *head, last = map(str, sorted(divisors))
     return f"{', '.join(head)} or {last}" if head else last

@@ -29,7 +29,9 @@ class TrainState:
     params: Pure
     other: Pure  # batch statistics and any other variable that is no parameter and no random stream
     opt_state: Any
-    frozen: Pure = field(default_factory=dict)  # parameters that are not trained: in no checkpoint, loaded at each start
+    frozen: Pure = field(
+        default_factory=dict
+    )  # parameters that are not trained: in no checkpoint, loaded at each start
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,20 @@ class StateSpec:
 
     def module(self, state: TrainState, key: jax.Array | None = None) -> nnx.Module:
         """The model with the arrays of `state`; `key` feeds its random streams, if it has any."""
-        return self.definition.merge(state.params, state.other, jax.random.key(0) if key is None else key, frozen=state.frozen)
+        return self.definition.merge(
+            state.params,
+            state.other,
+            jax.random.key(0) if key is None else key,
+            frozen=state.frozen,
+        )
 
     @property
     def bytes_per_device(self) -> int:
-        return sum(p.bytes_per_device for part in (self.params, self.frozen, self.other, self.opt_state) for p in part.values())
+        return sum(
+            p.bytes_per_device
+            for part in (self.params, self.frozen, self.other, self.opt_state)
+            for p in part.values()
+        )
 
     @property
     def num_params(self) -> int:
@@ -76,7 +87,12 @@ class StateSpec:
         return sum(leaf.size for leaf in jax.tree.leaves(self.abstract.frozen))
 
 
-def abstract_state(model: ModelFactory, optimizer: optax.GradientTransformation, mesh: Mesh | str, rules: Rules | None = None) -> StateSpec:
+def abstract_state(
+    model: ModelFactory,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh | str,
+    rules: Rules | None = None,
+) -> StateSpec:
     """Describes the state of `model` and `optimizer` on `mesh`; allocates nothing and compiles nothing."""
     if isinstance(model, nnx.Module):
         raise ConfigError(
@@ -94,8 +110,12 @@ def abstract_state(model: ModelFactory, optimizer: optax.GradientTransformation,
     shapes = jax.eval_shape(create)
     definition = found[-1]
     parts = (definition.params, definition.other, definition.frozen)
-    placed = place_model({path_name(path): leaf for part in parts for path, leaf in part.items()}, mesh, rules)
-    params, other, frozen = ({path_name(path): placed[path_name(path)] for path in part} for part in parts)
+    placed = place_model(
+        {path_name(path): leaf for part in parts for path, leaf in part.items()}, mesh, rules
+    )
+    params, other, frozen = (
+        {path_name(path): placed[path_name(path)] for path in part} for part in parts
+    )
     opt_state = place_optimizer(shapes.opt_state, params, mesh, rules)
 
     def abstract(placements: Mapping[str, Placement], tree: Any) -> Any:
@@ -112,7 +132,9 @@ def abstract_state(model: ModelFactory, optimizer: optax.GradientTransformation,
         abstract(opt_state, shapes.opt_state),
         abstract(frozen, shapes.frozen),
     )
-    return StateSpec(model, optimizer, mesh, rules, definition, state, params, other, opt_state, frozen)
+    return StateSpec(
+        model, optimizer, mesh, rules, definition, state, params, other, opt_state, frozen
+    )
 
 
 def init_state(spec: StateSpec, seed: int) -> TrainState:
@@ -128,10 +150,14 @@ def init_state(spec: StateSpec, seed: int) -> TrainState:
     # it too (jax 0.12.0). Level 1 vectorizes neither.
     on_cpu = spec.mesh.devices.flat[0].platform == "cpu"
     options = {"xla_backend_optimization_level": 1} if on_cpu else None
-    return jax.jit(create, out_shardings=spec.shardings, compiler_options=options)(jax.random.key(seed))
+    return jax.jit(create, out_shardings=spec.shardings, compiler_options=options)(
+        jax.random.key(seed)
+    )
 
 
-def _create(factory: ModelFactory, optimizer: optax.GradientTransformation, key: jax.Array) -> tuple[ModuleDef, TrainState]:
+def _create(
+    factory: ModelFactory, optimizer: optax.GradientTransformation, key: jax.Array
+) -> tuple[ModuleDef, TrainState]:
     """The one way a state comes to be, traced for its shapes and compiled for its arrays."""
     try:
         module = build_module(factory, key)
@@ -140,4 +166,10 @@ def _create(factory: ModelFactory, optimizer: optax.GradientTransformation, key:
     except Exception as error:
         raise ConfigError(f"the model cannot be made: {where(error)}") from error
     definition, params, other = split_module(module)
-    return definition, TrainState(jnp.zeros((), jnp.int32), params, other, optimizer.init(params), definition.read_frozen(module))
+    return definition, TrainState(
+        jnp.zeros((), jnp.int32),
+        params,
+        other,
+        optimizer.init(params),
+        definition.read_frozen(module),
+    )

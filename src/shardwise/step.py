@@ -38,7 +38,18 @@ COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
     "gpu": {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_dynamic_slice_fusion": False},
     "cpu": {"xla_disable_hlo_passes": "cse_barrier_expander"},
 }
-RESERVED = ("loss", "weight", "grad_norm", "clipped_norm", "update_norm", "param_norm", "finite", "skipped", "lr", "step")
+RESERVED = (
+    "loss",
+    "weight",
+    "grad_norm",
+    "clipped_norm",
+    "update_norm",
+    "param_norm",
+    "finite",
+    "skipped",
+    "lr",
+    "step",
+)
 
 
 @dataclass(frozen=True)
@@ -55,12 +66,21 @@ class BatchLayout:
         if rows == self.rows == self.padded_rows:
             return put(batch, self.sharding)
         # Where each row of the padded batch is in what this process has read.
-        read = np.arange(self.rows) if rows == self.rows else np.concatenate([np.arange(first, last) for first, last in self.ranges])
+        read = (
+            np.arange(self.rows)
+            if rows == self.rows
+            else np.concatenate([np.arange(first, last) for first, last in self.ranges])
+        )
         position = np.searchsorted(read, np.minimum(np.arange(self.padded_rows), self.rows - 1))
 
         def placed(x: np.ndarray) -> jax.Array:
             shape = (self.padded_rows, *x.shape[1:])
-            return jax.make_array_from_callback(shape, self.sharding, lambda index: x[(position[index[0]], *index[1:])])  # type: ignore[index]
+
+            def piece(index: tuple[slice, ...] | None) -> np.ndarray:
+                assert index is not None
+                return x[position[index[0]]][(slice(None), *index[1:])]
+
+            return jax.make_array_from_callback(shape, self.sharding, piece)
 
         return jax.tree.map(placed, batch)
 
@@ -81,7 +101,9 @@ class BatchLayout:
             if all(x.shape[0] == rows for x in jax.tree.leaves(batch)):
                 return rows
         shapes = {name: leaf.shape for name, leaf in named_leaves(batch).items()}
-        raise DataError(f"a batch has rows {shapes}; this run was compiled for {self.rows} rows a batch.")
+        raise DataError(
+            f"a batch has rows {shapes}; this run was compiled for {self.rows} rows a batch."
+        )
 
     def mask(self) -> jax.Array | None:
         """Which rows count; None when all do."""
@@ -89,7 +111,10 @@ class BatchLayout:
 
     def abstract(self, batch: Batch) -> Batch:
         return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((self.padded_rows, *x.shape[1:]), _device_dtype(x), sharding=self.sharding), batch
+            lambda x: jax.ShapeDtypeStruct(
+                (self.padded_rows, *x.shape[1:]), _device_dtype(x), sharding=self.sharding
+            ),
+            batch,
         )
 
 
@@ -105,8 +130,12 @@ class TrainStep:
     spec: StateSpec
     batch: Batch  # abstract
     # The two halves of the step, each jitted alone and donating nothing: `update(state, *gradients(state, batch))` is the step.
-    gradients: Callable[[TrainState, Batch], tuple[Any, dict[str, Mean], Any]]  # gradients, means of the loss, other variables
-    update: Callable[[TrainState, Any, dict[str, Mean], Any], tuple[TrainState, dict[str, jax.Array]]]
+    gradients: Callable[
+        [TrainState, Batch], tuple[Any, dict[str, Mean], Any]
+    ]  # gradients, means of the loss, other variables
+    update: Callable[
+        [TrainState, Any, dict[str, Mean], Any], tuple[TrainState, dict[str, jax.Array]]
+    ]
     traced: "TracedLoss"
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -144,10 +173,19 @@ def make_train_step(
     layout = _train_layout(spec, traced, accumulate)
     hooks = access_hooks(spec, compute_dtype)
     optimizer = optax.with_extra_args_support(spec.optimizer)
-    groups = {path: chain.groups for path, chain in read_chains(spec.optimizer, spec.abstract.params).items()} if norms else {}
+    groups = (
+        {
+            path: chain.groups
+            for path, chain in read_chains(spec.optimizer, spec.abstract.params).items()
+        }
+        if norms
+        else {}
+    )
     micro_sharding = spec.sharding(PartitionSpec(None, *layout.sharding.spec))
 
-    def objective(params: Any, frozen: Any, other: Any, rows: Batch, mask: Any, key: jax.Array) -> tuple[jax.Array, Any]:
+    def objective(
+        params: Any, frozen: Any, other: Any, rows: Batch, mask: Any, key: jax.Array
+    ) -> tuple[jax.Array, Any]:
         model = spec.definition.merge(params, other, key, hooks, frozen)
         with activations_on(spec.mesh, spec.rules):
             means = as_means(loss(model, rows), num_rows(rows), mask)
@@ -155,7 +193,9 @@ def make_train_step(
 
     gradient = sums_in_float32(jax.grad(objective, has_aux=True))
 
-    def accumulated(params: Any, frozen: Any, other: Any, rows: Batch, mask: Any, key: jax.Array) -> Any:
+    def accumulated(
+        params: Any, frozen: Any, other: Any, rows: Batch, mask: Any, key: jax.Array
+    ) -> Any:
         """The sums of `gradient` over the parts; row i goes to part i % accumulate, which moves no row off its device."""
 
         def parts(x: jax.Array) -> jax.Array:
@@ -165,7 +205,9 @@ def make_train_step(
         def one(carry: Any, part: Any) -> Any:
             sums, other = carry
             index, (rows, mask) = part
-            grads, (means, other) = gradient(params, frozen, other, rows, mask, jax.random.fold_in(key, index))
+            grads, (means, other) = gradient(
+                params, frozen, other, rows, mask, jax.random.fold_in(key, index)
+            )
             return (jax.tree.map(jnp.add, sums, (grads, means)), other), None
 
         split = jax.tree.map(parts, (rows, mask))
@@ -173,21 +215,31 @@ def make_train_step(
         grads, (means, _) = jax.eval_shape(gradient, params, frozen, other, *first, key)
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (grads, means))
         zeros = (with_sharding_constraint(zeros[0], spec.shardings.params), zeros[1])
-        ((grads, means), other), _ = jax.lax.scan(one, (zeros, other), (jnp.arange(accumulate), split))
+        ((grads, means), other), _ = jax.lax.scan(
+            one, (zeros, other), (jnp.arange(accumulate), split)
+        )
         return grads, (means, other)
 
     def gradients(state: TrainState, rows: Batch) -> tuple[Any, dict[str, Mean], Any]:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         compute = gradient if accumulate == 1 else accumulated
-        grads, (means, other) = compute(state.params, state.frozen, state.other, rows, layout.mask(), key)
+        grads, (means, other) = compute(
+            state.params, state.frozen, state.other, rows, layout.mask(), key
+        )
         grads = jax.tree.map(lambda g: g / means["loss"].weight.astype(g.dtype), grads)
         return with_sharding_constraint(grads, spec.shardings.params), means, other
 
-    def update(state: TrainState, grads: Any, means: dict[str, Mean], other: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+    def update(
+        state: TrainState, grads: Any, means: dict[str, Mean], other: Any
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
         grad_norm = norm(grads)
         value = means["loss"].value
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params, value=value, grad=grads)
-        if changes := leaf_changes(state.opt_state, opt_state):  # while tracing: before anything is compiled
+        updates, opt_state = optimizer.update(
+            grads, state.opt_state, state.params, value=value, grad=grads
+        )
+        if changes := leaf_changes(
+            state.opt_state, opt_state
+        ):  # while tracing: before anything is compiled
             raise ConfigError(
                 "the state of the optimizer changes at an update, so it can be neither compiled once nor saved:\n  "
                 + "\n  ".join(changes[:5])
@@ -197,13 +249,24 @@ def make_train_step(
 
         finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)
         keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)  # noqa: E731
-        kept = (keep(params, state.params), keep(other, state.other), keep(opt_state, state.opt_state))
+        kept = (
+            keep(params, state.params),
+            keep(other, state.other),
+            keep(opt_state, state.opt_state),
+        )
         new_state = TrainState(state.step + 1, *kept, state.frozen)
         metrics = {name: mean.value for name, mean in means.items()}
-        metrics |= {"weight": means["loss"].weight, "grad_norm": grad_norm, "finite": finite, **live_values(opt_state)}
+        metrics |= {
+            "weight": means["loss"].weight,
+            "grad_norm": grad_norm,
+            "finite": finite,
+            **live_values(opt_state),
+        }
         if norms:
             # Of the new parameters: reading the old ones beside would keep them from being overwritten in place.
-            metrics |= _norms({"grad_norm": grads, "update_norm": updates, "param_norm": params}, groups)
+            metrics |= _norms(
+                {"grad_norm": grads, "update_norm": updates, "param_norm": params}, groups
+            )
         return new_state, metrics
 
     def step(state: TrainState, rows: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -244,19 +307,32 @@ class EvalStep:
     def layout(self, size: int, rows: int) -> BatchLayout:
         """How a batch of `size` rows is placed among others of up to `rows`."""
         if size > rows:
-            raise DataError(f"a batch of {size} rows came after one of {rows}; give evaluate(..., rows={size}) the largest.")
+            raise DataError(
+                f"a batch of {size} rows came after one of {rows}; give evaluate(..., rows={size}) the largest."
+            )
         shards = num_batch_shards(self.spec.mesh, self.spec.rules)
         padded = -(-rows // shards) * shards if self.pads else size
-        spec = batch_spec(self.spec.mesh, self.spec.rules) if padded % shards == 0 else PartitionSpec()
+        spec = (
+            batch_spec(self.spec.mesh, self.spec.rules) if padded % shards == 0 else PartitionSpec()
+        )
         return BatchLayout(size, padded, self.spec.sharding(spec))
 
     def on(self, state: TrainState, batch: Batch, layout: BatchLayout) -> dict[str, Mean]:
         """A host batch, or the rows of it that this process needs, placed like that."""
-        mask = put(np.arange(layout.padded_rows) < layout.rows, layout.sharding) if self.pads else None
+        mask = (
+            put(np.arange(layout.padded_rows) < layout.rows, layout.sharding) if self.pads else None
+        )
         return self.function(state, layout.place(batch), mask)
 
 
-def make_eval_step(spec: StateSpec, loss: Loss, batch: Batch, *, compute_dtype: Any = None, traced: "TracedLoss | None" = None) -> EvalStep:
+def make_eval_step(
+    spec: StateSpec,
+    loss: Loss,
+    batch: Batch,
+    *,
+    compute_dtype: Any = None,
+    traced: "TracedLoss | None" = None,
+) -> EvalStep:
     """Builds the evaluation of `loss` for batches like `batch`, on the average of the weights if the optimizer keeps one.
 
     Random streams, if any are left, are the same each time.
@@ -281,7 +357,9 @@ def as_means(output: Any, rows: int, mask: Any = None) -> dict[str, Mean]:
     """What a loss returned, as summed means: the loss itself under "loss", then its further metrics."""
     named = _named(output)
     if clash := [name for name in list(named)[1:] if name in RESERVED]:
-        raise ConfigError(f"the loss returns metrics named {', '.join(clash)}; these names are taken ({', '.join(RESERVED)}).")
+        raise ConfigError(
+            f"the loss returns metrics named {', '.join(clash)}; these names are taken ({', '.join(RESERVED)})."
+        )
     means = {}
     for name, value in named.items():
         if isinstance(value, Mean):
@@ -301,9 +379,17 @@ def _norms(trees: dict[str, Any], groups: dict[str, tuple[str, ...]]) -> dict[st
     found = {}
     for name, tree in trees.items():
         leaves = named_leaves(tree)
-        prefixes = sorted({groups[path][:depth] for path in leaves for depth in range(len(groups[path]) + 1)})
+        prefixes = sorted(
+            {groups[path][:depth] for path in leaves for depth in range(len(groups[path]) + 1)}
+        )
         for prefix in prefixes:
-            found["/".join([name, *prefix])] = norm({path: leaf for path, leaf in leaves.items() if groups[path][: len(prefix)] == prefix})
+            found["/".join([name, *prefix])] = norm(
+                {
+                    path: leaf
+                    for path, leaf in leaves.items()
+                    if groups[path][: len(prefix)] == prefix
+                }
+            )
     return found
 
 
@@ -311,15 +397,27 @@ def access_hooks(spec: StateSpec, compute_dtype: Any = None) -> dict[str, Access
     """For each variable, the function that its value passes through wherever the model reads it."""
     dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
     weights = {**spec.params, **spec.frozen}
-    hooks = {path: _gather_hook(spec, p.shape, p.spec, spec.at_use(path).spec, dtype) for path, p in weights.items()}
-    return hooks | {path: _gather_hook(spec, p.shape, p.spec, PartitionSpec(), None) for path, p in spec.other.items()}
+    hooks = {
+        path: _gather_hook(spec, p.shape, p.spec, spec.at_use(path).spec, dtype)
+        for path, p in weights.items()
+    }
+    return hooks | {
+        path: _gather_hook(spec, p.shape, p.spec, PartitionSpec(), None)
+        for path, p in spec.other.items()
+    }
 
 
-def _gather_hook(spec: StateSpec, full: tuple[int, ...], stored: PartitionSpec, used: PartitionSpec, dtype: Any) -> AccessHook:
+def _gather_hook(
+    spec: StateSpec, full: tuple[int, ...], stored: PartitionSpec, used: PartitionSpec, dtype: Any
+) -> AccessHook:
     """Forward: cast, then gather. Backward: cast back, and reduce straight into the stored layout."""
 
     def hook(variable: Any, value: jax.Array) -> jax.Array:
-        is_cast = dtype is not None and jnp.issubdtype(value.dtype, jnp.floating) and not variable.get_metadata("keep_dtype", False)
+        is_cast = (
+            dtype is not None
+            and jnp.issubdtype(value.dtype, jnp.floating)
+            and not variable.get_metadata("keep_dtype", False)
+        )
         cast = dtype if is_cast else value.dtype
         used_here, stored_here = (_sliced(layout, full, value.shape) for layout in (used, stored))
 
@@ -344,7 +442,9 @@ def _sliced(layout: PartitionSpec, full: tuple[int, ...], shape: tuple[int, ...]
     lost = max(len(full) - len(shape), 0)
     if len(shape) > len(full):
         return PartitionSpec()
-    return PartitionSpec(*(e if a == b else None for e, a, b in zip(entries[lost:], full[lost:], shape, strict=True)))
+    return PartitionSpec(
+        *(e if a == b else None for e, a, b in zip(entries[lost:], full[lost:], shape, strict=True))
+    )
 
 
 def _train_layout(spec: StateSpec, traced: "TracedLoss", accumulate: int) -> BatchLayout:
@@ -352,7 +452,9 @@ def _train_layout(spec: StateSpec, traced: "TracedLoss", accumulate: int) -> Bat
     rows = num_rows(traced.shapes)
     shards = num_batch_shards(spec.mesh, spec.rules)
     if accumulate < 1 or accumulate > rows:
-        raise ConfigError(f"accumulate={accumulate} does not split a batch of {rows} rows; it must be between 1 and {rows}.")
+        raise ConfigError(
+            f"accumulate={accumulate} does not split a batch of {rows} rows; it must be between 1 and {rows}."
+        )
     unit = shards * accumulate
     padded = -(-rows // unit) * unit
     scalars = traced.scalars
@@ -367,7 +469,9 @@ def _train_layout(spec: StateSpec, traced: "TracedLoss", accumulate: int) -> Bat
             )
         if spec.other:
             first = next(iter(spec.other))
-            raise ConfigError(f"{what}, and padding would enter the statistics that the model keeps ('{first}'). {remedy}.")
+            raise ConfigError(
+                f"{what}, and padding would enter the statistics that the model keeps ('{first}'). {remedy}."
+            )
     return BatchLayout(rows, padded, spec.sharding(batch_spec(spec.mesh, spec.rules)))
 
 
@@ -379,7 +483,9 @@ class TracedLoss:
     names: tuple[str, ...]  # "loss" and those of further metrics
     scalars: tuple[str, ...]  # those that come without an entry for each row
     flops: float  # of a forward pass
-    items: int | None  # what its weights of a batch add up to, masks aside; None if only computing tells
+    items: (
+        int | None
+    )  # what its weights of a batch add up to, masks aside; None if only computing tells
 
 
 def _trace_loss(spec: StateSpec, loss: Loss, batch: Batch) -> TracedLoss:
@@ -390,7 +496,11 @@ def _trace_loss(spec: StateSpec, loss: Loss, batch: Batch) -> TracedLoss:
     def forward(state: TrainState, batch: Batch, key: jax.Array) -> Any:
         output = loss(spec.module(state, key), batch)
         means = as_means(output, rows)  # raises for what is no loss
-        scalars = [name for name, value in _named(output).items() if not (isinstance(value, Mean) and value.has_rows(rows))]
+        scalars = [
+            name
+            for name, value in _named(output).items()
+            if not (isinstance(value, Mean) and value.has_rows(rows))
+        ]
         value = _named(output)["loss"]
         found.append((list(means), scalars, value.items if isinstance(value, Mean) else rows))
         return means
@@ -400,7 +510,9 @@ def _trace_loss(spec: StateSpec, loss: Loss, batch: Batch) -> TracedLoss:
     except ShardwiseError:
         raise
     except Exception as error:
-        raise ConfigError(f"the loss cannot be computed for a batch of {_show_batch(batch)}: {where(error)}") from error
+        raise ConfigError(
+            f"the loss cannot be computed for a batch of {_show_batch(batch)}: {where(error)}"
+        ) from error
     names, scalars, items = found[-1]
     return TracedLoss(shapes, tuple(names), tuple(scalars), flops, items)
 

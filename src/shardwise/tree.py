@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardwise.shown import any_layer as any_layer
+from shardwise.text import any_layer as any_layer
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:

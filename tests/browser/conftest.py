@@ -15,7 +15,9 @@ FLAGS = (
 @pytest.fixture(scope="session")
 def browser():
     programs = [shutil.which(name) for name in ("chromium", "chromedriver")]
-    assert all(programs), "the tests look at pages in a browser: make browser installs chromium and chromedriver"
+    assert all(programs), (
+        "the tests look at pages in a browser: make browser installs chromium and chromedriver"
+    )
     options = webdriver.ChromeOptions()
     options.binary_location = programs[0]
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})

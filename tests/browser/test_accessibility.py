@@ -4,10 +4,10 @@ from importlib.resources import files
 
 import pytest
 
-from shardwise.report_page import report_page
-from shardwise.run_files import RunFiles
-from tests.browser.test_report_page import set_screen
-from tests.unit.test_report_page import lines, make_run, step
+from shardwise.report.run_page import report_page
+from shardwise.rundir.files import RunFiles
+from tests.helpers.browser import set_screen
+from tests.helpers.run_dirs import lines, make_run, step
 
 # In a piece of a bar that is too narrow for its name, that wraps out of sight; this version of axe-core compares it with what lies there.
 # The colours of pieces are held by test_colours_can_be_told_from_their_ground and its like for plans.
@@ -21,7 +21,10 @@ def pages(tmp_path_factory):
     """The report of a run with everything, of one that was damaged, and of several as a sweep sets them side by side."""
     folder = tmp_path_factory.mktemp("pages")
     runs = [make_run(folder / name) for name in ("lr=0.001,seed=0", "lr=0.01,seed=0")]
-    lines(runs[1] / "metrics.jsonl", [step(n, loss=9 / n, **{"lr/muon": 0.1, "update_norm/head": 1.0}) for n in range(1, 1500)])
+    lines(
+        runs[1] / "metrics.jsonl",
+        [step(n, loss=9 / n, **{"lr/muon": 0.1, "update_norm/head": 1.0}) for n in range(1, 1500)],
+    )
     damaged = folder / "damaged"
     damaged.mkdir()
     (damaged / "run.json").write_text("{")
@@ -29,7 +32,9 @@ def pages(tmp_path_factory):
     made = {}
     for name, chosen in {"run": runs[:1], "damaged": [damaged], "sweep": runs}.items():
         made[name] = folder / f"{name}.html"
-        made[name].write_text(report_page([RunFiles(path).read() for path in chosen]), encoding="utf-8")
+        made[name].write_text(
+            report_page([RunFiles(path).read() for path in chosen]), encoding="utf-8"
+        )
     return made
 
 
@@ -39,10 +44,15 @@ def test_axe_finds_nothing(browser, pages, name, width):
     for dark in (False, True):
         set_screen(browser, width, dark)
         browser.get(pages[name].as_uri())
-        browser.execute_script("for (const one of document.querySelectorAll('details')) one.open = true")
+        browser.execute_script(
+            "for (const one of document.querySelectorAll('details')) one.open = true"
+        )
         browser.execute_script((files("axe_core_python") / "axe.min.js").read_text())
         found = browser.execute_async_script(RUN)
-        assert [(rule["id"], rule.get("impact"), [node["target"] for node in rule.get("nodes", [])][:5]) for rule in found] == [], dark
+        assert [
+            (rule["id"], rule.get("impact"), [node["target"] for node in rule.get("nodes", [])][:5])
+            for rule in found
+        ] == [], dark
     browser.get("about:blank")
     set_screen(browser)
     browser.get_log("browser"), browser.get_log("performance")

@@ -9,14 +9,13 @@ import pytest
 from selenium.webdriver import ActionChains, Keys
 from selenium.webdriver.common.by import By
 
-import shardwise.page
-from shardwise.plan_page import plan_page
-from shardwise.planning import Buffer, Leaf, Memory, Plan, Times, plan_run
-from shardwise.roofline import Traffic
-from shardwise.shown import NONE, TIMES
-from shardwise.target import find_target
-
-HOSTILE = "</script><script>window.hacked=1</script>\"'><img src=x onerror=window.hacked=1><b onmouseover=window.hacked=1>&amp;"
+import shardwise.report.html
+from shardwise.plan.plan import Buffer, Memory, Plan, PlannedLeaf, Times, plan_run
+from shardwise.plan.roofline import Traffic
+from shardwise.plan.target import find_target
+from shardwise.report.plan_page import plan_page
+from shardwise.text import NONE, TIMES
+from tests.helpers.browser import HOSTILE, contrast, overlapping, press, text, texts, too_wide
 
 
 def leaf(path, shape, axes, mesh, why="annotation (embed, mlp)"):
@@ -28,12 +27,15 @@ def leaf(path, shape, axes, mesh, why="annotation (embed, mlp)"):
     for length in shape:
         size *= length
     layout = f"({', '.join('*'.join(names) or '-' for names in axes)})"
-    return Leaf(path, shape, "float32", axes, layout, size / pieces, why)
+    return PlannedLeaf(path, shape, "float32", axes, layout, size / pieces, why)
 
 
 def make_plan(mesh=None, layers=1, **changes):
     mesh = mesh or {"data": 4, "fsdp": 2, "model": 2}
-    leaves = [leaf("tokens", (512, 64), (("model",), ("fsdp",)), mesh), leaf("norm/scale", (64,), ((),), mesh, "too small to cut")]
+    leaves = [
+        leaf("tokens", (512, 64), (("model",), ("fsdp",)), mesh),
+        leaf("norm/scale", (64,), ((),), mesh, "too small to cut"),
+    ]
     for i in range(layers):
         leaves.append(leaf(f"blocks/{i}/up/kernel", (64, 256), (("fsdp",), ("model",)), mesh))
         leaves.append(leaf(f"blocks/{i}/up/bias", (256,), (("model",),), mesh, "annotation (mlp)"))
@@ -49,7 +51,10 @@ def make_plan(mesh=None, layers=1, **changes):
         memory=Memory(1 * 2**30, 2 * 2**30, 2**25, 2**16, 5 * 2**30),
         limit=15.75 * 2**30,
         fits=True,
-        buffers=[Buffer("jit(step)/jvp()/dot_general", "bf16[8192,25152]", 4.1e8), Buffer("copy.1", "bf16[12,8192,768]", 1.5e8)],
+        buffers=[
+            Buffer("jit(step)/jvp()/dot_general", "bf16[8192,25152]", 4.1e8),
+            Buffer("copy.1", "bf16[12,8192,768]", 1.5e8),
+        ],
         flops=3.6e12,
         model_flops=5.6e13,
         bytes=2.8e10,
@@ -66,14 +71,32 @@ def make_plan(mesh=None, layers=1, **changes):
 
 def candidate(mesh, status, seconds, peak, why="", chosen=False, **changes):
     rate = None if seconds is None else 65536 / seconds
-    known = {"seconds": seconds, "peak": peak, "items_per_second": rate, "mfu": None, "bound": seconds and "memory"}
-    return {"mesh": mesh, "options": {"accumulate": 1, "remat": "dots"}, "status": status, "why": why, "chosen": chosen} | known | changes
+    known = {
+        "seconds": seconds,
+        "peak": peak,
+        "items_per_second": rate,
+        "mfu": None,
+        "bound": seconds and "memory",
+    }
+    return (
+        {
+            "mesh": mesh,
+            "options": {"accumulate": 1, "remat": "dots"},
+            "status": status,
+            "why": why,
+            "chosen": chosen,
+        }
+        | known
+        | changes
+    )
 
 
 RANKING = [
     candidate("data=4,fsdp=2,model=2", "compiled", 0.119, 8e9, chosen=True),
     candidate("data=8,model=2", "compiled", 0.131, 1e10),
-    candidate("data=2,fsdp=8", "not compiled", None, None, "its bound is slower than the best found"),
+    candidate(
+        "data=2,fsdp=8", "not compiled", None, None, "its bound is slower than the best found"
+    ),
     candidate("data=16", "too large", 0.110, 1.8e10, "1.0 GiB more than there is"),
     candidate("model=16", "refused", None, None, "16 does not divide 12 heads"),
 ]
@@ -85,10 +108,18 @@ def show(browser, tmp_path):
     seen = []
 
     def open_page(
-        plan, candidates=(), title="recipes/gpt2.py on v5e:4x4", command="shardwise train recipes/gpt2.py", width=1280, dark=False
+        plan,
+        candidates=(),
+        title="recipes/gpt2.py on v5e:4x4",
+        command="shardwise train recipes/gpt2.py",
+        width=1280,
+        dark=False,
     ):
         page = tmp_path / "plan.html"
-        page.write_text(plan_page(json.loads(json.dumps(plan.as_json())), list(candidates), title, command), encoding="utf-8")
+        page.write_text(
+            plan_page(json.loads(json.dumps(plan.as_json())), list(candidates), title, command),
+            encoding="utf-8",
+        )
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -100,38 +131,16 @@ def show(browser, tmp_path):
 
     yield open_page
     events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    assert {e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"} <= set(seen)
+    assert {
+        e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"
+    } <= set(seen)
     assert browser.get_log("browser") == []
-
-
-def text(browser, selector):
-    return browser.find_element(By.CSS_SELECTOR, selector).text
-
-
-def texts(browser, selector):
-    return browser.execute_script("return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent)", selector)
-
-
-def press(browser, *keys):
-    ActionChains(browser).send_keys(*keys).perform()
-
-
-def too_wide(browser):
-    return browser.execute_script("return document.documentElement.scrollWidth - document.documentElement.clientWidth")
-
-
-def overlapping(browser):
-    """Words in the drawings that lie on each other."""
-    return browser.execute_script("""
-        const words = [...document.querySelectorAll("svg text")].map((e) => [e.textContent, e.getBoundingClientRect()]);
-        const meet = (a, b) => a.width && b.width && Math.min(a.right, b.right) - Math.max(a.left, b.left) > 0.5
-            && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 0.5;
-        return words.flatMap(([t, a], i) => words.slice(i + 1).filter(([, b]) => meet(a, b)).map(([u]) => [t, u]));""")
 
 
 def shown_rows(browser, table):
     return browser.execute_script(
-        "return [...document.querySelectorAll(arguments[0])].filter((r) => !r.hidden).length", f"#{table} tbody tr"
+        "return [...document.querySelectorAll(arguments[0])].filter((r) => !r.hidden).length",
+        f"#{table} tbody tr",
     )
 
 
@@ -144,14 +153,27 @@ def test_it_says_what_matters_first(browser, show):
     assert browser.title == text(browser, "h1") == "recipes/gpt2.py on v5e:4x4"
     assert text(browser, "#answer h2").endswith(f"Fits on 16 {TIMES} TPU v5e")
     assert text(browser, ".lead") == "8.0 GiB of 15.8 GiB per device (51.0 %); 7.7 GiB are left."
-    assert texts(browser, ".tile .value") == ["8.0 GiB", "≈ 119 ms", "≈ 551k tokens/s", "≈ 14.9 %", f"16 {TIMES} TPU v5e"]
+    assert texts(browser, ".tile .value") == [
+        "8.0 GiB",
+        "≈ 119 ms",
+        "≈ 551k tokens/s",
+        "≈ 14.9 %",
+        f"16 {TIMES} TPU v5e",
+    ]
     assert "bound by the memory's bandwidth" in text(browser, ".tiles")
     sources = text(browser, "#answer .columns")
     assert "Read from the compiled program" in sources
     assert "Estimated by a model of the hardware" in sources
     assert text(browser, "#memory tr.total").startswith("peak 8.0 GiB 100.0 % 51.0 %")
-    assert texts(browser, "#time tbody .named") == ["arithmetic", "memory", "network on model", "network on fsdp"]
-    assert [row.split() for row in texts(browser, "#candidates tr.chosen td:nth-child(3)")] == [["chosen", "compiled"]]
+    assert texts(browser, "#time tbody .named") == [
+        "arithmetic",
+        "memory",
+        "network on model",
+        "network on fsdp",
+    ]
+    assert [row.split() for row in texts(browser, "#candidates tr.chosen td:nth-child(3)")] == [
+        ["chosen", "compiled"]
+    ]
     assert len(texts(browser, ".scatter .point title")) == 3
 
 
@@ -159,11 +181,28 @@ def test_what_does_not_fit_says_by_how_much(browser, show):
     show(make_plan(fits=False, limit=7 * 2**30))
     assert "Does not fit on 16" in text(browser, "#answer h2")
     assert "1.0 GiB too much" in text(browser, ".lead")
-    assert 86 < float(re.search(r"[\d.]+", browser.find_element(By.CSS_SELECTOR, ".stacked .limit").get_attribute("style"))[0]) < 88
+    assert (
+        86
+        < float(
+            re.search(
+                r"[\d.]+",
+                browser.find_element(By.CSS_SELECTOR, ".stacked .limit").get_attribute("style"),
+            )[0]
+        )
+        < 88
+    )
 
 
 def test_hardware_that_is_not_known_has_no_times(browser, show):
-    show(make_plan(mesh={"data": 1, "fsdp": 1, "model": 1}, times=None, peak_flops=None, limit=float("inf"), traffic=[]))
+    show(
+        make_plan(
+            mesh={"data": 1, "fsdp": 1, "model": 1},
+            times=None,
+            peak_flops=None,
+            limit=float("inf"),
+            traffic=[],
+        )
+    )
     assert texts(browser, ".tile .value") == ["8.0 GiB", NONE, NONE, NONE, f"1 {TIMES} TPU v5e"]
     assert "no times can be told" in text(browser, "#time")
     assert text(browser, "#chosen-said").startswith("Whole on the one device")
@@ -180,16 +219,24 @@ def test_a_parameter_is_chosen_by_keyboard_alone(browser, show):
             break
     active = browser.switch_to.active_element
     assert active.text.startswith("tokens")
-    assert browser.execute_script("return getComputedStyle(arguments[0]).outlineStyle", active) == "solid"
+    assert (
+        browser.execute_script("return getComputedStyle(arguments[0]).outlineStyle", active)
+        == "solid"
+    )
     press(browser, Keys.ARROW_DOWN)
     assert text(browser, "#chosen-name") == "blocks/0/up/kernel"
     assert mesh_pieces(browser) == ["0", "1"] * 4 + ["2", "3"] * 4
-    assert "[64, 256] in 4 pieces of [32, 128], 16.0 KiB each; every piece on 4 devices." in text(browser, "#chosen-said")
+    assert "[64, 256] in 4 pieces of [32, 128], 16.0 KiB each; every piece on 4 devices." in text(
+        browser, "#chosen-said"
+    )
     press(browser, Keys.END)
     assert text(browser, "#chosen-name") == "norm/scale"
     assert text(browser, "#chosen-said") == "Whole on every device: [64], 256 B."
     assert set(mesh_pieces(browser)) == {"●"}
-    assert [row.text.split()[0] for row in browser.find_elements(By.CSS_SELECTOR, "#leaves [aria-selected=true]")] == ["norm/scale"]
+    assert [
+        row.text.split()[0]
+        for row in browser.find_elements(By.CSS_SELECTOR, "#leaves [aria-selected=true]")
+    ] == ["norm/scale"]
     press(browser, Keys.HOME)
     assert text(browser, "#chosen-name") == "tokens"
 
@@ -202,7 +249,9 @@ def test_a_parameter_is_chosen_by_keyboard_alone(browser, show):
     press(browser, Keys.ENTER)
     assert text(browser, "#chosen-name") == "blocks/0/up/bias"
     assert mesh_pieces(browser) == ["0", "1"] * 8
-    visible = [svg for svg in browser.find_elements(By.CSS_SELECTOR, "svg.array") if svg.is_displayed()]
+    visible = [
+        svg for svg in browser.find_elements(By.CSS_SELECTOR, "svg.array") if svg.is_displayed()
+    ]
     assert [svg.get_attribute("data-array") for svg in visible] == ["0:2"]
 
 
@@ -210,15 +259,37 @@ def test_columns_sort_and_statuses_filter(browser, show):
     show(make_plan(), RANKING)
     head = browser.find_element(By.CSS_SELECTOR, "#candidates th:nth-child(4) button")
     head.click()
-    assert [row.split("\n")[0] for row in texts(browser, "#candidates td:first-child")] == ["2", "1", "4", "3", "5"]  # unknown ones last
+    assert [row.split("\n")[0] for row in texts(browser, "#candidates td:first-child")] == [
+        "2",
+        "1",
+        "4",
+        "3",
+        "5",
+    ]  # unknown ones last
     head.send_keys(Keys.ENTER)
     assert texts(browser, "#candidates td:first-child") == ["4", "1", "2", "3", "5"]
-    assert browser.find_element(By.CSS_SELECTOR, "#candidates th:nth-child(4)").get_attribute("aria-sort") == "ascending"
-    browser.find_element(By.CSS_SELECTOR, "#statuses input[value='too large']").send_keys(Keys.SPACE)
+    assert (
+        browser.find_element(By.CSS_SELECTOR, "#candidates th:nth-child(4)").get_attribute(
+            "aria-sort"
+        )
+        == "ascending"
+    )
+    browser.find_element(By.CSS_SELECTOR, "#statuses input[value='too large']").send_keys(
+        Keys.SPACE
+    )
     browser.find_element(By.CSS_SELECTOR, "#statuses input[value='refused']").click()
     assert shown_rows(browser, "candidates") == 3
     assert text(browser, "#ranked") == "3 of 5"
-    assert len([point for point in browser.find_elements(By.CSS_SELECTOR, ".scatter svg .point") if point.is_displayed()]) == 2
+    assert (
+        len(
+            [
+                point
+                for point in browser.find_elements(By.CSS_SELECTOR, ".scatter svg .point")
+                if point.is_displayed()
+            ]
+        )
+        == 2
+    )
 
 
 def test_the_command_can_be_copied(browser, show):
@@ -243,8 +314,16 @@ def test_hostile_names_are_text(browser, show):
         traffic=[Traffic(HOSTILE, HOSTILE, HOSTILE, 1, 1.0, 1.0, 1.0)],
         times=Times(1.0, 0.5, 0.0, {HOSTILE: 0.5}, HOSTILE),
     )
-    hostile = [leaf(f"a/{HOSTILE}", (8, 8), ((HOSTILE,), ()), mesh, HOSTILE), Leaf("b", (2,), HOSTILE, ((),), HOSTILE, 8.0, HOSTILE)]
-    ranking = [candidate(HOSTILE, HOSTILE, 1.0, 1.0, HOSTILE, bound=HOSTILE, options={HOSTILE: HOSTILE}, chosen=c) for c in (True, False)]
+    hostile = [
+        leaf(f"a/{HOSTILE}", (8, 8), ((HOSTILE,), ()), mesh, HOSTILE),
+        PlannedLeaf("b", (2,), HOSTILE, ((),), HOSTILE, 8.0, HOSTILE),
+    ]
+    ranking = [
+        candidate(
+            HOSTILE, HOSTILE, 1.0, 1.0, HOSTILE, bound=HOSTILE, options={HOSTILE: HOSTILE}, chosen=c
+        )
+        for c in (True, False)
+    ]
     show(replace(plan, mesh=mesh, leaves=hostile), ranking, title=HOSTILE, command=HOSTILE)
     assert texts(browser, "h1") == texts(browser, "#command") == [HOSTILE]
     assert texts(browser, "#chosen-name") == [f"a/{HOSTILE}"]
@@ -253,12 +332,16 @@ def test_hostile_names_are_text(browser, show):
         ActionChains(browser).move_to_element(row).perform()
     browser.find_element(By.CSS_SELECTOR, "#statuses input").click()
     assert shown_rows(browser, "candidates") == 0
-    assert browser.execute_script("return [document.scripts.length, document.images.length, typeof window.hacked]") == [1, 0, "undefined"]
+    assert browser.execute_script(
+        "return [document.scripts.length, document.images.length, typeof window.hacked]"
+    ) == [1, 0, "undefined"]
 
 
 def test_the_policy_lets_no_other_script_run(browser, show):
     show(make_plan())
-    browser.execute_script("const s = document.createElement('script'); s.textContent = 'window.hacked = 1'; document.body.append(s)")
+    browser.execute_script(
+        "const s = document.createElement('script'); s.textContent = 'window.hacked = 1'; document.body.append(s)"
+    )
     browser.execute_script(
         "const b = document.createElement('b'); b.setAttribute('onclick', 'window.hacked = 1'); document.body.append(b); b.click()"
     )
@@ -283,7 +366,13 @@ def test_without_scripts_everything_can_be_read(browser, show):
 
 @pytest.mark.parametrize("dark", [False, True])
 def test_narrow_and_dark(browser, show, dark):
-    show(make_plan(), RANKING, width=400, dark=dark, command="shardwise train recipes/gpt2.py " + "--mesh=data=4,fsdp=2,model=2" * 4)
+    show(
+        make_plan(),
+        RANKING,
+        width=400,
+        dark=dark,
+        command="shardwise train recipes/gpt2.py " + "--mesh=data=4,fsdp=2,model=2" * 4,
+    )
     assert too_wide(browser) == 0
     background = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, re.findall(r"\d+", background))) < 150) == dark
@@ -327,7 +416,14 @@ def test_a_plan_that_was_compiled(browser, show):
         return Mean(jnp.square(model(batch["x"]) - batch["y"]).mean(-1))
 
     data = {"x": np.zeros((64, 16), np.float32), "y": np.zeros((64, 8), np.float32)}
-    run = Run(model=Net, optimizer=optax.adam(1e-3), loss=loss, data=Batches(data, batch_size=16), steps=3, mesh="data=2,fsdp=4")
+    run = Run(
+        model=Net,
+        optimizer=optax.adam(1e-3),
+        loss=loss,
+        data=Batches(data, batch_size=16),
+        steps=3,
+        mesh="data=2,fsdp=4",
+    )
     plan = plan_run(run, find_target("cpu:8"))
     show(plan)
     assert f"on 8 {TIMES}" in text(browser, "#answer h2")
@@ -347,12 +443,3 @@ def test_colours_can_be_told_from_their_ground():
         for kind in range(8):
             assert contrast(colours["on-kind"], colours[f"k{kind}"]) >= 4.5, kind
             assert contrast(colours["page"], colours[f"k{kind}"]) >= 3, kind
-
-
-def contrast(one, other):
-    lights = []
-    for colour in (one, other):
-        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-        lights.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05)
-    return max(lights) / min(lights)

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import shardwise
-from tests.docs.pages import ROOT
+from tests.helpers.pages import ROOT
 
 DOCS = ROOT / "docs"
 
@@ -22,8 +22,24 @@ DOCS = ROOT / "docs"
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
-    words = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)]
-    done = subprocess.run(words, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, timeout=200)
+    words = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--quiet",
+        "--strict",
+        "--site-dir",
+        str(folder),
+    ]
+    done = subprocess.run(
+        words,
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -40,15 +56,30 @@ def test_every_page_is_built_and_in_the_navigation(site):
 def test_the_site_loads_nothing_from_other_hosts(site):
     """Links that a reader may follow are no loads; scripts, styles, pictures and fonts are."""
     for page in site.rglob("*.html"):
-        tags = re.findall(r"<(?:script|link|img|iframe|source|video|audio|object|embed)\b[^>]*>", page.read_text())
-        loads = [tag for tag in tags if re.search(r"(?:src|href|data|srcset)=[\"']?(?:https?:)?//", tag) and 'rel="canonical"' not in tag]
+        tags = re.findall(
+            r"<(?:script|link|img|iframe|source|video|audio|object|embed)\b[^>]*>", page.read_text()
+        )
+        loads = [
+            tag
+            for tag in tags
+            if re.search(r"(?:src|href|data|srcset)=[\"']?(?:https?:)?//", tag)
+            and 'rel="canonical"' not in tag
+        ]
         assert loads == [], page.name
     for sheet in site.rglob("*.css"):
-        assert not re.search(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//", sheet.read_text()), sheet.name
+        assert not re.search(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//", sheet.read_text()), (
+            sheet.name
+        )
 
 
 def test_the_reference_has_every_public_name(site):
-    referred = set(re.findall(r"^::: (\S+)$", "\n".join(page.read_text() for page in (DOCS / "api").glob("*.md")), re.MULTILINE))
+    referred = set(
+        re.findall(
+            r"^::: (\S+)$",
+            "\n".join(page.read_text() for page in (DOCS / "api").glob("*.md")),
+            re.MULTILINE,
+        )
+    )
     homes = {name: f"{getattr(shardwise, name).__module__}.{name}" for name in shardwise.__all__}
     assert {name for name, home in homes.items() if home not in referred} == set()
     text = "".join(Path(page).read_text() for page in (site / "api").glob("*.html"))
@@ -74,19 +105,30 @@ def test_in_a_browser_the_pages_ask_no_other_host_and_code_stands_side_by_side(b
     browser.get_log("performance")
     for width, columns in ((1280, 2), (400, 1)):
         browser.execute_cdp_cmd(
-            "Emulation.setDeviceMetricsOverride", {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+            "Emulation.setDeviceMetricsOverride",
+            {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False},
         )
         for name in ("index", "errors", "api/index", "coming_from_pytorch"):
             browser.get(f"{address}/{name}.html")
             assert browser.find_elements("css selector", "h1")
-            assert browser.execute_script("return document.documentElement.scrollWidth <= window.innerWidth"), (name, width)
+            assert browser.execute_script(
+                "return document.documentElement.scrollWidth <= window.innerWidth"
+            ), (name, width)
         lefts = browser.execute_script(
             "return [...document.querySelector('.side').querySelectorAll(':scope > .highlight')].map(e => e.getBoundingClientRect().left)"
         )
         assert len(lefts) == 2
         assert len(set(lefts)) == columns
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    asked = {m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"}
-    elsewhere = {url for url in asked if url.startswith(("http", "ws", "ftp")) and not url.startswith(address)}
+    asked = {
+        m["params"]["request"]["url"]
+        for m in messages
+        if m["method"] == "Network.requestWillBeSent"
+    }
+    elsewhere = {
+        url
+        for url in asked
+        if url.startswith(("http", "ws", "ftp")) and not url.startswith(address)
+    }
     assert len([url for url in asked if url.startswith(address)]) > 5
     assert elsewhere == set()  # chrome:// is the browser's own first page

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from shardwise import Checkpoints, Rules, TrainState, abstract_state, init_state, make_mesh, optim
 from shardwise.cli import main
-from shardwise.files import write_manifest
+from shardwise.files.durable import write_manifest
 
 
 class Net(nnx.Module):
@@ -39,17 +39,30 @@ def run(tmp_path, state):
 
 @pytest.fixture(scope="module")
 def state():
-    spec = abstract_state(Net, optim.adamw(1e-3, ema=0.9), make_mesh("data=2,fsdp=4"), Rules(fsdp_min_size=16))
+    spec = abstract_state(
+        Net, optim.adamw(1e-3, ema=0.9), make_mesh("data=2,fsdp=4"), Rules(fsdp_min_size=16)
+    )
     return init_state(spec, 0)
 
 
 def write(directory, state):
     (directory / "checkpoints").mkdir(parents=True)
-    metadata = {"mesh": "data=2,fsdp=4", "seed": 0, "data": {"rows": 64}, "lr": {"all": {"0": 0.1, "10": 0.01}}}
+    metadata = {
+        "mesh": "data=2,fsdp=4",
+        "seed": 0,
+        "data": {"rows": 64},
+        "lr": {"all": {"0": 0.1, "10": 0.01}},
+    }
     bump = lambda params: {**params, "half": params["half"].at[1, 2].add(0.5)}  # noqa: E731
     with Checkpoints(directory / "checkpoints") as checkpoints:
-        checkpoints.save(changed(state, 100), {**metadata, "metrics": {"step": 100, "loss": 2.5, "eval_loss": 2.75, "step_s": 0.1}})
-        checkpoints.save(changed(state, 200, bump), {**metadata, "seed": 1, "metrics": {"step": 200, "loss": 1.5}})
+        checkpoints.save(
+            changed(state, 100),
+            {**metadata, "metrics": {"step": 100, "loss": 2.5, "eval_loss": 2.75, "step_s": 0.1}},
+        )
+        checkpoints.save(
+            changed(state, 200, bump),
+            {**metadata, "seed": 1, "metrics": {"step": 200, "loss": 1.5}},
+        )
     return directory
 
 
@@ -62,19 +75,43 @@ def shardwise(tmp_path, capsys, monkeypatch):
         Path("answer.json").unlink(missing_ok=True)
         code = main(["checkpoint", *map(str, args), "--json", "answer.json"])
         captured = capsys.readouterr()
-        return code, json.loads(Path("answer.json").read_text()) if Path("answer.json").exists() else None, captured.out + captured.err
+        return (
+            code,
+            json.loads(Path("answer.json").read_text()) if Path("answer.json").exists() else None,
+            captured.out + captured.err,
+        )
 
     return call
 
 
 def test_one_device_reads_what_eight_have_written(run, tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
+    }
 
     def fresh(*args):
         code = "import sys, jax; from shardwise.cli import main; code = main(sys.argv[1:]); assert jax.device_count() == 1; sys.exit(code)"
-        command = [sys.executable, "-W", "error", "-c", code, "checkpoint", *args, "--json", "answer.json"]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        return done.returncode, json.loads((tmp_path / "answer.json").read_text()), done.stdout + done.stderr
+        command = [
+            sys.executable,
+            "-W",
+            "error",
+            "-c",
+            code,
+            "checkpoint",
+            *args,
+            "--json",
+            "answer.json",
+        ]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        return (
+            done.returncode,
+            json.loads((tmp_path / "answer.json").read_text()),
+            done.stdout + done.stderr,
+        )
 
     code, answer, text = fresh("show", "a", "--values")
     assert code == 0, text
@@ -90,7 +127,11 @@ def test_one_device_reads_what_eight_have_written(run, tmp_path):
         "std": 0,
         "not_finite": 0,
     }
-    assert answer["totals"]["params"] == {"arrays": 5, "elements": 16 * 32 + 3 * 32 + 32, "bytes": 4 * (16 * 32 + 3 * 32) + 2 * 32}
+    assert answer["totals"]["params"] == {
+        "arrays": 5,
+        "elements": 16 * 32 + 3 * 32 + 32,
+        "bytes": 4 * (16 * 32 + 3 * 32) + 2 * 32,
+    }
     assert answer["metadata"]["mesh"] == "data=2,fsdp=4"
     assert "float32[16, 32]" in text
     assert "from 0.01 to 0.1 (2 samples)" in text
@@ -143,7 +184,11 @@ def test_verify_names_the_damaged_files_and_exits_with_4(run, shardwise):
     assert shardwise("verify", "a", "--step", 200)[0] == 0
     assert shardwise("verify", "a/checkpoints/100")[0] == 4
     assert shardwise("ls", "a")[0] == 4
-    for args in (["show", "a", "--step", 100], ["diff", "a", "a/checkpoints/100"], ["export", "a/checkpoints/100", "--out", "x"]):
+    for args in (
+        ["show", "a", "--step", 100],
+        ["diff", "a", "a/checkpoints/100"],
+        ["export", "a/checkpoints/100", "--out", "x"],
+    ):
         code, _, text = shardwise(*args)
         assert code == 4
         assert "is damaged" in text
@@ -157,12 +202,19 @@ def test_diff_of_equals_and_of_other_trees(run, state, tmp_path, shardwise):
     code, answer, text = shardwise("diff", "a", "b", "--step", 100)
     assert (code, answer["different"], answer["metadata"]) == (0, [], [])
     assert "arrays are equal to the bit, 0 differ" in text
-    other = {**state.params, "half": state.params["half"].astype(jnp.float32), "more": jnp.float32(np.nan)}
+    other = {
+        **state.params,
+        "half": state.params["half"].astype(jnp.float32),
+        "more": jnp.float32(np.nan),
+    }
     with Checkpoints(tmp_path / "b" / "checkpoints") as checkpoints:
         checkpoints.save(TrainState(jnp.int32(300), other, state.other, state.opt_state), {})
         zeros = jax.tree.map(jnp.zeros_like, other)
         checkpoints.save(TrainState(jnp.int32(400), zeros, state.other, state.opt_state), {})
-    different = {row["path"]: (row["a"], row["b"]) for row in shardwise("diff", "a", "b/checkpoints/300")[1]["different"]}
+    different = {
+        row["path"]: (row["a"], row["b"])
+        for row in shardwise("diff", "a", "b/checkpoints/300")[1]["different"]
+    }
     assert different == {
         "step": ("int32[]", "int32[]"),
         "params/half": ("bfloat16[4, 8]", "float32[4, 8]"),
@@ -170,7 +222,9 @@ def test_diff_of_equals_and_of_other_trees(run, state, tmp_path, shardwise):
     }
     _, answer, text = shardwise("diff", "b/checkpoints/300", "b")
     rows = {row["path"]: row for row in answer["different"]}
-    assert rows["params/more"]["absolute"] is None  # not a number, against zero: JSON has no infinity
+    assert (
+        rows["params/more"]["absolute"] is None
+    )  # not a number, against zero: JSON has no infinity
     assert re.search(r"params/more .*\binf\b", text)
     assert rows["params/half"]["elements"] == 32
     assert rows["params/half"]["relative"] == 1
@@ -178,14 +232,18 @@ def test_diff_of_equals_and_of_other_trees(run, state, tmp_path, shardwise):
 
 def test_averages_are_exported(run, shardwise):
     assert shardwise("export", "a", "--average", "--out", "out/average.safetensors")[0] == 0
-    assert np.array_equal(load_file("out/average.safetensors")["half"], np.ones((4, 8)))  # of the start
+    assert np.array_equal(
+        load_file("out/average.safetensors")["half"], np.ones((4, 8))
+    )  # of the start
 
 
 def test_a_shape_that_nothing_can_hold_is_refused_before_it_is_read(run, shardwise):
     step = run / "checkpoints" / "200"
     store = tensorstore.KvStore.open({"driver": "ocdbt", "base": f"file://{step}/state/"}).result()
     array = json.loads(store["params.hidden.bias/.zarray"])
-    store["params.hidden.bias/.zarray"] = json.dumps({**array, "shape": [10**15], "chunks": [10**6]}).encode()
+    store["params.hidden.bias/.zarray"] = json.dumps(
+        {**array, "shape": [10**15], "chunks": [10**6]}
+    ).encode()
     write_manifest(step)
     code, answer, _ = shardwise("show", "a")  # reads no array
     assert code == 0
@@ -198,7 +256,12 @@ def test_a_shape_that_nothing_can_hold_is_refused_before_it_is_read(run, shardwi
 
 
 def test_what_a_checkpoint_says_cannot_command_the_terminal(state, tmp_path, shardwise):
-    hostile = {"note": "\x1b[2J\r [/bold] \u202e", "optimizer": {"a": ["x"], "\x1b": "[red]"}, "metrics": [1], "lr": {"all": {"0": "x"}}}
+    hostile = {
+        "note": "\x1b[2J\r [/bold] \u202e",
+        "optimizer": {"a": ["x"], "\x1b": "[red]"},
+        "metrics": [1],
+        "lr": {"all": {"0": "x"}},
+    }
     (tmp_path / "a" / "checkpoints").mkdir(parents=True)
     with Checkpoints(tmp_path / "a" / "checkpoints") as checkpoints:
         checkpoints.save(changed(state, 5), hostile)
@@ -214,14 +277,30 @@ def test_what_a_checkpoint_says_cannot_command_the_terminal(state, tmp_path, sha
     [
         ([], 2, "shardwise checkpoint: the following arguments are required: COMMAND"),
         (["sho", "a"], 2, "invalid choice: 'sho'"),
-        (["diff", "a"], 2, "shardwise checkpoint diff: the following arguments are required: TARGET"),
+        (
+            ["diff", "a"],
+            2,
+            "shardwise checkpoint diff: the following arguments are required: TARGET",
+        ),
         (["export", "a"], 2, "--out"),
-        (["export", "a", "--out", "answer.json", "--vocab-size", "3"], 2, "--vocab-size belongs to --format hf"),
+        (
+            ["export", "a", "--out", "answer.json", "--vocab-size", "3"],
+            2,
+            "--vocab-size belongs to --format hf",
+        ),
         (["export", "a", "--out", "a"], 2, "a is there already; nothing is overwritten"),
-        (["export", "a", "--out", "x", "--format", "gpt2"], 4, "cannot be written for transformers"),
+        (
+            ["export", "a", "--out", "x", "--format", "gpt2"],
+            4,
+            "cannot be written for transformers",
+        ),
         (["show", "nowhere"], 4, "nowhere is not there; give a run directory"),
         (["show", "a", "--step", "3"], 4, "has no step 3; there are 100, 200"),
-        (["show", "a/checkpoints/100", "--step", "200"], 4, "is one step already, and not step 200"),
+        (
+            ["show", "a/checkpoints/100", "--step", "200"],
+            4,
+            "is one step already, and not step 200",
+        ),
         (["verify", "tests"], 4, "tests has no checkpoints"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

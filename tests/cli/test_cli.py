@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli import _finite, main
-from tests.command import run, start
+from shardwise.cli.dispatch import _finite, main
+from tests.helpers.command import run, start
 
 ROOT = Path(__file__).parents[2]
 RECIPE = '''
@@ -62,19 +62,34 @@ def records(folder, run="a"):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["trian", "tiny.py"], "there is no command 'trian'; there are train, plan, verify, explain"),
+        (
+            ["trian", "tiny.py"],
+            "there is no command 'trian'; there are train, plan, verify, explain",
+        ),
         (["train"], "needs a recipe"),
         (["train", "tinny.py"], "there is no recipe file 'tinny.py'. Did you mean 'tiny.py'"),
-        (["train", "tiny.py:recip"], "has no function 'recip'; it has recipe, broken, other. Did you mean 'recipe'"),
+        (
+            ["train", "tiny.py:recip"],
+            "has no function 'recip'; it has recipe, broken, other. Did you mean 'recipe'",
+        ),
         (["train", "syntax.py"], "cannot be imported: SyntaxError"),
         (["train", "tiny.py", "--stepz", "3"], "--steps"),
         (["train", "tiny.py", "--steps", "three"], "--steps"),
         (["train", "tiny.py:broken"], "the recipe raised ValueError: no such corpus"),
         (["train", "tiny.py:other"], "returned a int; it must return a shardwise.Run"),
         (["train", "tiny.py", "--steps", "0"], "steps=0; it must be at least 1"),
-        (["train", "tiny.py", "--mesh", "data=3", "--cpu-devices", "8"], "mesh 'data=3' needs 3 devices, and there are 8"),
-        (["--cpu-devices", "8", "train", "tiny.py", "--mesh", "data=4,model=2"], "mesh axis 'model' (size 2) cuts neither"),
-        (["train", "tiny.py", "--cpu-devices", "8", "--batch-size", "6"], "a batch of 6 rows is not divisible by 8"),
+        (
+            ["train", "tiny.py", "--mesh", "data=3", "--cpu-devices", "8"],
+            "mesh 'data=3' needs 3 devices, and there are 8",
+        ),
+        (
+            ["--cpu-devices", "8", "train", "tiny.py", "--mesh", "data=4,model=2"],
+            "mesh axis 'model' (size 2) cuts neither",
+        ),
+        (
+            ["train", "tiny.py", "--cpu-devices", "8", "--batch-size", "6"],
+            "a batch of 6 rows is not divisible by 8",
+        ),
         (["train", "tiny.py", "--cpu-devices", "zero"], "--cpu-devices"),
         (["train", "tiny.py", "--cpu-devices", "0"], "at least 1"),
     ],
@@ -97,13 +112,23 @@ def test_mistakes_exit_with_2_and_say_what_to_do(folder, args, words, monkeypatc
 
 
 def test_mistakes_that_need_no_recipe_are_answered_without_waiting_for_jax(folder):
-    for args in (["train", "missing.py"], ["trian"], ["train"], ["--cpu-devices", "x", "train", "tiny.py"], ["--help"]):
+    for args in (
+        ["train", "missing.py"],
+        ["trian"],
+        ["train"],
+        ["--cpu-devices", "x", "train", "tiny.py"],
+        ["--help"],
+    ):
         code = f"import sys; from shardwise.cli import main; code = main({args}); sys.exit(9 if 'jax' in sys.modules else code)"
-        assert subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True).returncode == (0 if args == ["--help"] else 2)
+        assert subprocess.run(
+            [sys.executable, "-c", code], cwd=folder, capture_output=True
+        ).returncode == (0 if args == ["--help"] else 2)
 
 
 def test_train_leaves_a_run_directory_and_resumes_it_exactly(folder):
-    code, _, err = shardwise(folder, "train", "tiny.py", "--steps", "6", "--out", "straight", "--json", "answer.json")
+    code, _, err = shardwise(
+        folder, "train", "tiny.py", "--steps", "6", "--out", "straight", "--json", "answer.json"
+    )
     assert code == 0, err
     assert "shardwise train tiny.py --out straight --steps 12" in err
     assert "shardwise report straight" in err
@@ -130,7 +155,9 @@ def test_train_leaves_a_run_directory_and_resumes_it_exactly(folder):
 
 
 def test_a_signal_saves_the_step_and_exits_with_75(folder):
-    process = start("train", "tiny.py", "--out", "a", "--steps", "100000", "--pause", "0.05", cwd=folder)
+    process = start(
+        "train", "tiny.py", "--out", "a", "--steps", "100000", "--pause", "0.05", cwd=folder
+    )
     log = folder / "a" / "metrics.jsonl"
     deadline = time.monotonic() + 60
     while not (log.exists() and log.read_text().count("\n") > 3):
@@ -154,16 +181,36 @@ def test_numbers_that_are_not_finite_stop_the_run_or_are_skipped(folder):
     code, _, err = shardwise(folder, "train", "tiny.py", "--out", "b", "--poison", "3", "--skip")
     assert code == 0, err
     steps = records(folder, "b")
-    assert [r.get("skipped", False) for r in steps if "loss" in r] == [False, False, False, True, False, False]
+    assert [r.get("skipped", False) for r in steps if "loss" in r] == [
+        False,
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_explain_shows_layouts_and_reasons(folder):
     recipe = str(ROOT / "recipes" / "stdlib_gpt.py")
-    code, out, err = shardwise(folder, "explain", recipe, "--mesh", "fsdp=4,model=2", "--cpu-devices", "8", "--json", "answer.json")
+    code, out, err = shardwise(
+        folder,
+        "explain",
+        recipe,
+        "--mesh",
+        "fsdp=4,model=2",
+        "--cpu-devices",
+        "8",
+        "--json",
+        "answer.json",
+    )
     assert code == 0, err
     assert "blocks/0/attn/qkv/kernel" in out
     assert "annotation (embed, -, heads, -)" in out
-    leaves = {(leaf["kind"], leaf["path"]): leaf for leaf in json.loads((folder / "answer.json").read_text())["leaves"]}
+    leaves = {
+        (leaf["kind"], leaf["path"]): leaf
+        for leaf in json.loads((folder / "answer.json").read_text())["leaves"]
+    }
     kernel = leaves["parameters", "blocks/0/mlp/up/kernel"]
     assert kernel["spec"] == ["fsdp", "model"]
     assert kernel["bytes"] == 128 * 512 * 4 // 8
@@ -172,7 +219,20 @@ def test_explain_shows_layouts_and_reasons(folder):
 @pytest.mark.slow  # in two processes it is run by the page docs/processes.md
 def test_the_main_recipe_runs_on_a_mesh(folder):
     recipe = str(ROOT / "recipes" / "stdlib_gpt.py")
-    args = ["--steps", "2", "--eval-every", "0", "--batch-size", "8", "--length", "32", "--mesh", "data=4,model=2", "--cpu-devices", "8"]
+    args = [
+        "--steps",
+        "2",
+        "--eval-every",
+        "0",
+        "--batch-size",
+        "8",
+        "--length",
+        "32",
+        "--mesh",
+        "data=4,model=2",
+        "--cpu-devices",
+        "8",
+    ]
     code, _, err = shardwise(folder, "train", recipe, *args)
     assert code == 0, err
     assert "a sample" in err
@@ -181,4 +241,7 @@ def test_the_main_recipe_runs_on_a_mesh(folder):
 
 
 def test_an_answer_for_programs_holds_nothing_that_json_does_not_have():
-    assert _finite({"a": [1.5, float("inf")], "b": (float("nan"), "x", None)}) == {"a": [1.5, None], "b": [None, "x", None]}
+    assert _finite({"a": [1.5, float("inf")], "b": (float("nan"), "x", None)}) == {
+        "a": [1.5, None],
+        "b": [None, "x", None],
+    }

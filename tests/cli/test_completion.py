@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.completion import ANYWHERE, OF_TRAIN, VERBS, completion, recipe_arguments
+from shardwise.cli.completion import ANYWHERE, OF_TRAIN, VERBS, completion, recipe_arguments
 from shardwise.errors import ConfigError
 
 SOURCE = Path(__file__).parents[2] / "src" / "shardwise"
@@ -24,11 +24,15 @@ MODULES = {
     "data": "data/commands",
     "plan": "plan_command",
 }
-RECIPE = "def recipe(steps: int = 3, batch_size: int = 4, *, out=None): ...\ndef other(width=1): ...\n"
+RECIPE = (
+    "def recipe(steps: int = 3, batch_size: int = 4, *, out=None): ...\ndef other(width=1): ...\n"
+)
 
 
 def options_of(module):
-    return set(re.findall(r'add_argument\("(--[a-z-]+)"', (SOURCE / f"{module}.py").read_text())) - {"--help"}
+    return set(
+        re.findall(r'add_argument\("(--[a-z-]+)"', (SOURCE / f"{module}.py").read_text())
+    ) - {"--help"}
 
 
 @pytest.fixture
@@ -51,7 +55,14 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
 complete -p shardwise >/dev/null
 """
     environment = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", "--norc", "-euc", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "--norc", "-euc", script],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return done.stdout.split()

@@ -16,7 +16,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from shardwise.data import Packed, open_tokens
-from tests.command import run, start
+from tests.helpers.command import run, start
 
 ROOT = Path(__file__).parents[2]
 FILES = ("tokens.bin", "documents.bin", "tokens.json")
@@ -31,7 +31,10 @@ def run(args):
         assert args[0] != "prepare" or "jax" not in sys.modules
 """
 ONE = MAIN + "sys.exit(run(sys.argv[1:]))"
-MANY = MAIN + "import json\nfor args in json.loads(sys.argv[1]): print('exit', run(args), file=sys.stderr)"
+MANY = (
+    MAIN
+    + "import json\nfor args in json.loads(sys.argv[1]): print('exit', run(args), file=sys.stderr)"
+)
 
 
 def data(folder, *args):
@@ -50,7 +53,12 @@ def tokenizer_json(tmp_path_factory):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=500,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
     tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog"] * 100, trainer)
     tokenizer.enable_truncation(4)  # which prepare must not do
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
@@ -60,27 +68,45 @@ def tokenizer_json(tmp_path_factory):
 
 def write_inputs(folder):
     """The texts that are in them, in order."""
-    texts = ["a text file\nof two lines\n", "the quick brown fox", "jumps over", "ü and 語", "", "the lazy dog"]
+    texts = [
+        "a text file\nof two lines\n",
+        "the quick brown fox",
+        "jumps over",
+        "ü and 語",
+        "",
+        "the lazy dog",
+    ]
     (folder / "texts" / "deep").mkdir(parents=True)
     (folder / "texts" / "deep" / "a.txt").write_text(texts[0])
     (folder / "texts" / ".hidden").write_text("not this")
     lines = [json.dumps({"text": text, "id": i}) for i, text in enumerate(texts[1:4])]
     (folder / "texts" / "lines.jsonl").write_text("\n".join(lines) + "\n\n")
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts[4:], "id": [1, 2]}), folder / "table.parquet", row_group_size=1)
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": texts[4:], "id": [1, 2]}), folder / "table.parquet", row_group_size=1
+    )
     return texts
 
 
 def test_bytes_of_all_kinds_of_inputs(tmp_path):
     texts = write_inputs(tmp_path)
-    code, _, err = data(tmp_path, "prepare", "texts", "table.parquet", "--out", "out", "--json", "answer.json")
+    code, _, err = data(
+        tmp_path, "prepare", "texts", "table.parquet", "--out", "out", "--json", "answer.json"
+    )
     assert code == 0, err
     assert "prepared 76 tokens (uint8) in 6 documents: out" in err
     file = open_tokens(tmp_path / "out")
     assert (file.dtype, file.info["vocab_size"], file.info["end_token"]) == (np.uint8, 256, None)
-    found = [file[a:b].tobytes().decode() for a, b in zip(file.documents, file.documents[1:], strict=False)]
+    found = [
+        file[a:b].tobytes().decode()
+        for a, b in zip(file.documents, file.documents[1:], strict=False)
+    ]
     assert found == texts
     assert json.loads((tmp_path / "answer.json").read_text())["documents"] == 6
-    assert [entry["path"] for entry in file.info["inputs"]] == ["texts/deep/a.txt", "texts/lines.jsonl", "table.parquet"]
+    assert [entry["path"] for entry in file.info["inputs"]] == [
+        "texts/deep/a.txt",
+        "texts/lines.jsonl",
+        "table.parquet",
+    ]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(FILES)
 
 
@@ -91,12 +117,23 @@ def test_a_tokenizer_with_its_end_token(tmp_path, tokenizer_json):
     assert code == 0, err
     file = open_tokens(tmp_path / "out")
     assert file.dtype == np.uint16
-    assert file.info["tokenizer"] == {"name": "tokenizer.json", "sha256": hashlib.sha256(tokenizer_json.read_bytes()).hexdigest()}
+    assert file.info["tokenizer"] == {
+        "name": "tokenizer.json",
+        "sha256": hashlib.sha256(tokenizer_json.read_bytes()).hexdigest(),
+    }
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == tokenizer_json.read_bytes()
     tokenizer = Tokenizer.from_file(str(tokenizer_json))
     tokenizer.no_truncation()
-    expected = [[*tokenizer.encode(text, add_special_tokens=False).ids, tokenizer.token_to_id("<|endoftext|>")] for text in texts]
-    assert [file[a:b].tolist() for a, b in zip(file.documents, file.documents[1:], strict=False)] == expected
+    expected = [
+        [
+            *tokenizer.encode(text, add_special_tokens=False).ids,
+            tokenizer.token_to_id("<|endoftext|>"),
+        ]
+        for text in texts
+    ]
+    assert [
+        file[a:b].tolist() for a, b in zip(file.documents, file.documents[1:], strict=False)
+    ] == expected
     assert Packed(file, 8).rows(np.array([0]))["inputs"].shape == (1, 8)
 
     before = digests(tmp_path / "out")
@@ -119,13 +156,27 @@ def test_pieces_of_a_long_text_are_whole_lines_or_characters(tmp_path, tokenizer
     lines = "".join(f"the quick brown fox jumps over the lazy dog {n}\n" for n in range(30_000))
     (tmp_path / "a.txt").write_text(lines)
     (tmp_path / "b.txt").write_text("語" * 400_000 + "x")
-    code, _, err = data(tmp_path, "prepare", "a.txt", "b.txt", "--tokenizer", tokenizer_json, "--out", "out", "--end-token", "")
+    code, _, err = data(
+        tmp_path,
+        "prepare",
+        "a.txt",
+        "b.txt",
+        "--tokenizer",
+        tokenizer_json,
+        "--out",
+        "out",
+        "--end-token",
+        "",
+    )
     assert code == 0, err
     file = open_tokens(tmp_path / "out")
     tokenizer = Tokenizer.from_file(str(tokenizer_json))
     tokenizer.no_truncation()
     assert file.info["documents"] == 2
-    expected = [tokenizer.encode(text, add_special_tokens=False).ids for text in (lines, "語" * 400_000 + "x")]
+    expected = [
+        tokenizer.encode(text, add_special_tokens=False).ids
+        for text in (lines, "語" * 400_000 + "x")
+    ]
     assert file[:].tolist() == expected[0] + expected[1]
 
 
@@ -144,26 +195,82 @@ def test_mistakes_and_bad_data_are_named(tmp_path, tokenizer_json):
     cases = [
         (["prepare", "corpus.text", "--out", "o1"], 3, "no data file 'corpus.text'"),
         (["prepare", "bad.jsonl", "--out", "o2"], 3, "'bad.jsonl', record 1 is not JSON"),
-        (["prepare", "field.jsonl", "--out", "o3"], 3, "'field.jsonl', record 0 has no text in field 'text'; it has body, id"),
-        (["prepare", "latin.txt", "--tokenizer", tokenizer_json, "--out", "o4"], 3, "'latin.txt' is not UTF-8 at byte 5"),
-        (["prepare", "half.jsonl", "--out", "o5"], 3, "'half.jsonl', record 0 has half of a character"),
-        (["prepare", "empty.txt", "--out", "o6"], 3, "there is no text in the 1 inputs (0 bytes), beginning with 'empty.txt'"),
+        (
+            ["prepare", "field.jsonl", "--out", "o3"],
+            3,
+            "'field.jsonl', record 0 has no text in field 'text'; it has body, id",
+        ),
+        (
+            ["prepare", "latin.txt", "--tokenizer", tokenizer_json, "--out", "o4"],
+            3,
+            "'latin.txt' is not UTF-8 at byte 5",
+        ),
+        (
+            ["prepare", "half.jsonl", "--out", "o5"],
+            3,
+            "'half.jsonl', record 0 has half of a character",
+        ),
+        (
+            ["prepare", "empty.txt", "--out", "o6"],
+            3,
+            "there is no text in the 1 inputs (0 bytes), beginning with 'empty.txt'",
+        ),
         (["prepare", "corpus.txt.gz", "--out", "o7"], 3, "'corpus.txt.gz' is compressed"),
         (["prepare", "nothing", "--out", "o8"], 3, "no files below 'nothing'"),
-        (["prepare", "table.parquet", "--field", "body", "--out", "o9"], 3, "'table.parquet' has no column 'body'; it has text, id"),
-        (["prepare", "table.parquet", "--field", "id", "--out", "o10"], 3, "'table.parquet', record 0 has no text in field 'id'"),
+        (
+            ["prepare", "table.parquet", "--field", "body", "--out", "o9"],
+            3,
+            "'table.parquet' has no column 'body'; it has text, id",
+        ),
+        (
+            ["prepare", "table.parquet", "--field", "id", "--out", "o10"],
+            3,
+            "'table.parquet', record 0 has no text in field 'id'",
+        ),
         (["prepare", "short.parquet", "--out", "o11"], 3, "'short.parquet' ("),
-        (["prepare", "latin.txt", "--tokenizer", "broken.json", "--out", "o12"], 3, "'broken.json' is no tokenizer.json"),
-        (["prepare", "latin.txt", "--end-token", "ab", "--out", "o13"], 2, "--end-token 'ab' has 2 bytes"),
-        (["prepare", "latin.txt", "--tokenizer", tokenizer_json, "--end-token", "<|endoftxt|>", "--out", "o"], 2, "mean '<|endoftext|>'"),
+        (
+            ["prepare", "latin.txt", "--tokenizer", "broken.json", "--out", "o12"],
+            3,
+            "'broken.json' is no tokenizer.json",
+        ),
+        (
+            ["prepare", "latin.txt", "--end-token", "ab", "--out", "o13"],
+            2,
+            "--end-token 'ab' has 2 bytes",
+        ),
+        (
+            [
+                "prepare",
+                "latin.txt",
+                "--tokenizer",
+                tokenizer_json,
+                "--end-token",
+                "<|endoftxt|>",
+                "--out",
+                "o",
+            ],
+            2,
+            "mean '<|endoftext|>'",
+        ),
         (["prepare", "latin.txt"], 2, "--out"),
-        (["prepair", "latin.txt"], 2, "there is no command 'data prepair'; there are prepare, show. Did you mean 'prepare'"),
+        (
+            ["prepair", "latin.txt"],
+            2,
+            "there is no command 'data prepair'; there are prepare, show. Did you mean 'prepare'",
+        ),
         (["show", "nothing"], 3, "there is no data file 'nothing/tokens.bin'"),
         (["show", "latin.txt", "--stepp", "3"], 2, "--stepp 3 is not known"),
         (["show", "latin.txt", "--step", "0"], 2, "steps count from 1"),
     ]
-    command = [sys.executable, "-c", MANY, json.dumps([list(map(str, args)) for args, _, _ in cases])]  # one process for all of them
-    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120)
+    command = [
+        sys.executable,
+        "-c",
+        MANY,
+        json.dumps([list(map(str, args)) for args, _, _ in cases]),
+    ]  # one process for all of them
+    found = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120
+    )
     parts = found.stderr.split("shardwise: ")[1:]
     assert len(parts) == len(cases), found.stderr
     for (args, exit_code, words), part in zip(cases, parts, strict=True):
@@ -174,13 +281,24 @@ def test_mistakes_and_bad_data_are_named(tmp_path, tokenizer_json):
 def test_a_killed_prepare_goes_on_to_the_same_bytes(tmp_path, tokenizer_json):
     """Killed at random moments of its work, eight times, and once right after its start."""
     rng = np.random.default_rng(0)
-    words = np.array(["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "of", "old\n"])
+    words = np.array(
+        ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "of", "old\n"]
+    )
     texts = [" ".join(rng.choice(words, int(rng.integers(1, 2000)))) for _ in range(600)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[:300]))
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts[300:]}), tmp_path / "b.parquet", row_group_size=100)
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts[:300])
+    )
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": texts[300:]}), tmp_path / "b.parquet", row_group_size=100
+    )
     (tmp_path / "c.txt").write_text("\n".join(texts))
     args = ["prepare", "a.jsonl", "b.parquet", "c.txt", "--tokenizer", str(tokenizer_json), "--out"]
-    command = [sys.executable, "-c", "import shardwise.data.prepare as p\np.SAVE_SECONDS, p.CHUNK = 0.0, 2**15\n" + ONE, *args]
+    command = [
+        sys.executable,
+        "-c",
+        "import shardwise.data.prepare as p\np.SAVE_SECONDS, p.CHUNK = 0.0, 2**15\n" + ONE,
+        *args,
+    ]
     subprocess.run([*command, "straight"], cwd=tmp_path, check=True, capture_output=True)
     progress, seen, states = tmp_path / "killed" / "progress.json", b"", []
     for kill in range(9):
@@ -216,7 +334,11 @@ def test_a_prepare_begun_with_other_arguments_is_refused_and_two_at_once_too(tmp
     with (tmp_path / "slow.jsonl").open("a") as file:
         file.write('{"text": "b"}\n')
     code, _, err = data(tmp_path, "prepare", "slow.jsonl", "--out", "out")
-    assert (code, "1 files of 5600000 bytes" in err, "1 files of 5600014 bytes" in err) == (2, True, True)
+    assert (code, "1 files of 5600000 bytes" in err, "1 files of 5600014 bytes" in err) == (
+        2,
+        True,
+        True,
+    )
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl"])
@@ -238,7 +360,19 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, kind):
 
 def test_show_tells_of_prepared_data(tmp_path, tokenizer_json):
     write_inputs(tmp_path)
-    assert data(tmp_path, "prepare", "texts", "table.parquet", "--tokenizer", tokenizer_json, "--out", "out")[0] == 0
+    assert (
+        data(
+            tmp_path,
+            "prepare",
+            "texts",
+            "table.parquet",
+            "--tokenizer",
+            tokenizer_json,
+            "--out",
+            "out",
+        )[0]
+        == 0
+    )
     code, out, err = data(tmp_path, "show", "out", "--rows", "6", "--json", "answer.json")
     assert code == 0, err
     assert "the quick brown fox<|endoftext|>" in out
@@ -251,7 +385,10 @@ def test_show_tells_of_prepared_data(tmp_path, tokenizer_json):
 
     np.arange(1000, dtype=np.uint16).tofile(tmp_path / "raw.bin")
     code, out, err = data(tmp_path, "show", "raw.bin", "--dtype", "uint16")
-    assert (code, "1,000 tokens (uint16), 1,000 different ones, the largest 999" in out) == (0, True)
+    assert (code, "1,000 tokens (uint16), 1,000 different ones, the largest 999" in out) == (
+        0,
+        True,
+    )
     (tmp_path / "out" / "tokenizer.json").write_bytes(tokenizer_json.read_bytes() + b"\n")
     code, _, err = data(tmp_path, "show", "out")
     assert (code, "is not the tokenizer that" in err) == (3, True)
@@ -270,7 +407,9 @@ def test_show_tells_of_the_batch_of_a_step(tmp_path):
     assert answer["step"] == 3
     assert answer["arrays"]["inputs"]["shape"] == [4, 16]
     assert len(answer["rows"]) == 2
-    assert all(sum(segment["tokens"] for segment in row["segments"]) == 16 for row in answer["rows"])
+    assert all(
+        sum(segment["tokens"] for segment in row["segments"]) == 16 for row in answer["rows"]
+    )
     assert "document at 0, " in out
     assert "def f(x)" in out
 
@@ -282,10 +421,24 @@ def test_the_recipe_for_token_files_trains(tmp_path):
     assert data(tmp_path, "prepare", "code.txt", "texts", "--out", "out")[0] == 0
     recipe = ROOT / "recipes" / "tokens_gpt.py"
     found = run(
-        "train", recipe, "--cpu-devices", 2, "--data", "out", "--steps", 20, "--pack", "--scan-layers", "--out", "run", cwd=tmp_path
+        "train",
+        recipe,
+        "--cpu-devices",
+        2,
+        "--data",
+        "out",
+        "--steps",
+        20,
+        "--pack",
+        "--scan-layers",
+        "--out",
+        "run",
+        cwd=tmp_path,
     )
     assert found.returncode == 0, found.stderr
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     losses = [record["loss"] for record in records if "loss" in record]
     assert len(losses) == 20
     assert losses[-1] < losses[0] - 0.3

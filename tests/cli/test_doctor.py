@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shardwise import doctor_packages, doctor_system
 from shardwise.cli import main
-from shardwise.doctor import Probed, machine_findings, probe_findings, run_probe
-from shardwise.doctor_environment import environment_findings
-from shardwise.doctor_finding import others_can_write
-from shardwise.doctor_packages import gpu_findings, package_findings
-from shardwise.files import lock_directory
-from shardwise.programs import LIMIT
-from tests.command import run
+from shardwise.doctor import packages as doctor_packages
+from shardwise.doctor import system as doctor_system
+from shardwise.doctor.doctor import Probed, machine_findings, probe_findings, run_probe
+from shardwise.doctor.environment import environment_findings
+from shardwise.doctor.finding import others_can_write
+from shardwise.doctor.packages import gpu_findings, package_findings
+from shardwise.files.lock import lock_directory
+from shardwise.runtime import MAX_CACHE_BYTES as LIMIT
+from tests.helpers.command import run
 
 RECIPE = """
 from pathlib import Path
@@ -45,7 +46,19 @@ def test_the_command_here(tmp_path):
     found = {finding["name"]: finding for finding in answer["findings"]}
     assert done.returncode == (2 if answer["problem"] else 0)
     assert set(tmp_path.iterdir()) - before == {tmp_path / "found.json"}
-    for name in ("Python", "jax", "flax", "optax", "orbax-checkpoint", "grain", "extras", "training step", "memory", "loopback", "disk"):
+    for name in (
+        "Python",
+        "jax",
+        "flax",
+        "optax",
+        "orbax-checkpoint",
+        "grain",
+        "extras",
+        "training step",
+        "memory",
+        "loopback",
+        "disk",
+    ):
         assert found[name]["state"] == "ok", found[name]
     assert found["found by JAX"]["text"] == "2 cpu (cpu)"
     assert "on 2 devices: first" in found["training step"]["text"]
@@ -71,10 +84,25 @@ def test_a_platform_that_is_not_there(monkeypatch):
 @pytest.mark.parametrize(
     ("code", "timeout", "text", "remedy"),
     [
-        ("raise ImportError('libfoo.so: cannot open')", 30, "importing jax: ImportError: libfoo.so: cannot open", "Reinstall"),
-        ("import time; time.sleep(1000)", 1.0, "importing jax: no answer for 1 s; the process was ended", "--timeout 600"),
+        (
+            "raise ImportError('libfoo.so: cannot open')",
+            30,
+            "importing jax: ImportError: libfoo.so: cannot open",
+            "Reinstall",
+        ),
+        (
+            "import time; time.sleep(1000)",
+            1.0,
+            "importing jax: no answer for 1 s; the process was ended",
+            "--timeout 600",
+        ),
         ("import os; os.abort()", 30, "importing jax: ended by SIGABRT", "Reinstall"),
-        ("import sys; print('CUDA driver version is insufficient', file=sys.stderr); sys.exit(3)", 30, "insufficient", "nvidia-smi"),
+        (
+            "import sys; print('CUDA driver version is insufficient', file=sys.stderr); sys.exit(3)",
+            30,
+            "insufficient",
+            "nvidia-smi",
+        ),
     ],
 )
 def test_a_broken_jax_is_told_and_not_suffered(tmp_path, monkeypatch, code, timeout, text, remedy):
@@ -103,9 +131,19 @@ def test_wrong_results_are_a_problem():
         ({"JAX_ENABLE_X64": "true"}, "JAX_ENABLE_X64", "warning", "float64"),
         ({"JAX_DISABLE_JIT": "1"}, "JAX_DISABLE_JIT", "warning", "many times as long"),
         ({"JAX_PLATFORMS": "cudda"}, "JAX_PLATFORMS", "warning", "Did you mean 'cuda'"),
-        ({"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}, "XLA_FLAGS", "warning", "wait for ever"),
+        (
+            {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
+            "XLA_FLAGS",
+            "warning",
+            "wait for ever",
+        ),
         ({"XLA_FLAGS": "xla_gpu_x=1"}, "XLA_FLAGS", "problem", "no flag"),
-        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "90"}, "XLA_PYTHON_CLIENT_MEM_FRACTION", "problem", "up to 1"),
+        (
+            {"XLA_PYTHON_CLIENT_MEM_FRACTION": "90"},
+            "XLA_PYTHON_CLIENT_MEM_FRACTION",
+            "problem",
+            "up to 1",
+        ),
         ({"SHARDWISE_FAILPOINT": "x:1:kill"}, "SHARDWISE_FAILPOINT", "warning", "for tests"),
         ({"SHARDWISE_JOBB": "1"}, "SHARDWISE_JOBB", "warning", "Did you mean 'SHARDWISE_JOB'"),
     ],
@@ -118,14 +156,22 @@ def test_variables(variables, name, state, words):
 
 
 def test_variables_that_are_off_or_fine_are_left_alone():
-    fine = {"JAX_ENABLE_X64": "0", "JAX_DISABLE_JIT": "False", "HOME": "/x", "SHARDWISE_JOB": "3", "XLA_PYTHON_CLIENT_MEM_FRACTION": ".9"}
+    fine = {
+        "JAX_ENABLE_X64": "0",
+        "JAX_DISABLE_JIT": "False",
+        "HOME": "/x",
+        "SHARDWISE_JOB": "3",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": ".9",
+    }
     assert list(environment_findings({"jax_enable_x64": False}, fine)) == []
 
 
 def test_versions_that_do_not_go_together(monkeypatch):
     real = doctor_packages.version_of
     monkeypatch.setattr(
-        doctor_packages, "version_of", lambda name: {"jaxlib": "0.4.1", "flax": "0.8.0", "grain": None}.get(name, real(name))
+        doctor_packages,
+        "version_of",
+        lambda name: {"jaxlib": "0.4.1", "flax": "0.8.0", "grain": None}.get(name, real(name)),
     )
     found = by_name(package_findings())
     assert {found[name].state for name in ("jax", "flax", "grain")} == {"problem"}
@@ -145,7 +191,11 @@ def test_versions_that_do_not_go_together(monkeypatch):
 )
 def test_plugins(monkeypatch, plugins, state, words):
     jaxlib = doctor_packages.version_of("jaxlib")
-    monkeypatch.setattr(doctor_packages, "installed_plugins", lambda: {name: v.replace("X", jaxlib) for name, v in plugins.items()})
+    monkeypatch.setattr(
+        doctor_packages,
+        "installed_plugins",
+        lambda: {name: v.replace("X", jaxlib) for name, v in plugins.items()},
+    )
     assert any(finding.state == state and words in finding.text for finding in package_findings())
 
 
@@ -174,9 +224,15 @@ def test_gpus_as_the_driver_sees_them(tmp_path, monkeypatch):
 
 
 def test_limits_of_a_container(tmp_path, monkeypatch):
-    for name, text in {"memory.max": "300000000", "memory.current": "200000000", "cpu.max": "50000 100000"}.items():
+    for name, text in {
+        "memory.max": "300000000",
+        "memory.current": "200000000",
+        "cpu.max": "50000 100000",
+    }.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(doctor_system, "_cgroup_files", lambda new, old, kind: iter([tmp_path / new]))
+    monkeypatch.setattr(
+        doctor_system, "_cgroup_files", lambda new, old, kind: iter([tmp_path / new])
+    )
     found = by_name(doctor_system.memory_findings())
     assert (found["memory"].state, found["processors"].state) == ("problem", "warning")
     assert "95.4 MiB of 286.1 MiB free in this container" in found["memory"].text
@@ -191,7 +247,9 @@ def test_the_program_cache(tmp_path, monkeypatch):
     folder = tmp_path / "shardwise" / "programs"
     folder.mkdir(parents=True, mode=0o700)
     (folder / "a").write_bytes(b"0" * 2048)
-    assert by_name(doctor_system.disk_findings())["program cache"].text.startswith("1 files, 2.0 KiB of at most 8.0 GiB")
+    assert by_name(doctor_system.disk_findings())["program cache"].text.startswith(
+        "1 files, 2.0 KiB of at most 8.0 GiB"
+    )
     folder.chmod(0o777)
     found = by_name(doctor_system.disk_findings())["program cache"]
     assert (found.state, found.remedy[:9]) == ("warning", "chmod 700")
@@ -211,7 +269,10 @@ def test_a_run(tmp_path, monkeypatch, capsys):
     def look(code):
         capsys.readouterr()
         assert main(["doctor", "a", "--json", "found.json"]) == code
-        return [(f["name"], f["state"], f["text"], f["remedy"]) for f in json.loads(Path("found.json").read_text())["findings"]]
+        return [
+            (f["name"], f["state"], f["text"], f["remedy"])
+            for f in json.loads(Path("found.json").read_text())["findings"]
+        ]
 
     def said(name, state, words, code=0):
         return any(row[:2] == (name, state) and words in row[2] for row in look(code))
@@ -220,16 +281,22 @@ def test_a_run(tmp_path, monkeypatch, capsys):
     assert said("next", "ok", "it has finished")
     assert said("checkpoints", "ok", "step 4 is the newest of 2, and whole")
     assert said("lock", "ok", "free")
-    assert files == {path: path.stat().st_mtime_ns for path in Path("a").rglob("*")}  # nothing was touched
+    assert files == {
+        path: path.stat().st_mtime_ns for path in Path("a").rglob("*")
+    }  # nothing was touched
     with lock_directory(Path("a")):
         assert said("lock", "ok", f"in use by process {os.getpid()}")
-    Path("a/lock").write_text(json.dumps({"pid": 1, "host": "far", "boot_id": "other", "started": 1.0}))
+    Path("a/lock").write_text(
+        json.dumps({"pid": 1, "host": "far", "boot_id": "other", "started": 1.0})
+    )
     assert said("lock", "warning", "process 1 on far has not left it in order")
     Path("a/stacks").mkdir()
     Path("a/stacks/process-0.txt").write_text("Mon: saving step 3\nThread ...")
     assert said("stacks", "warning", "process-0.txt: Mon: saving step 3")
     Path("a/checkpoints/4/meta.json").write_text("{}")
-    assert said("checkpoints", "warning", "step 4: a/checkpoints/4/meta.json is not what was written")
+    assert said(
+        "checkpoints", "warning", "step 4: a/checkpoints/4/meta.json is not what was written"
+    )
     assert said("checkpoints", "ok", "step 2 is whole, and is where the run would resume")
     assert said("next", "ok", "the same command resumes at step 2")
     Path("a/checkpoints/2/MANIFEST").unlink()

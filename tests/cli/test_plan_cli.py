@@ -7,13 +7,24 @@ import time
 import pytest
 
 from shardwise.cli import main
-from tests.command import run, start
+from tests.helpers.command import run, start
 
 RECIPE = "recipes/stdlib_gpt.py"
 
 
 def test_a_plan_for_virtual_devices_with_its_page_and_its_command(tmp_path):
-    words = ("plan", RECIPE, "--on", "cpu:8", "--mesh", "data=4,model=2", "--html", tmp_path / "p.html", "--json", tmp_path / "p.json")
+    words = (
+        "plan",
+        RECIPE,
+        "--on",
+        "cpu:8",
+        "--mesh",
+        "data=4,model=2",
+        "--html",
+        tmp_path / "p.html",
+        "--json",
+        tmp_path / "p.json",
+    )
     done = run(*words, XDG_CACHE_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "fits" in done.stdout
@@ -53,7 +64,17 @@ def test_a_mistake_is_told_in_a_line(words, code, said, tmp_path, monkeypatch, c
 
 @pytest.mark.slow
 def test_a_search_on_chips_that_are_not_here_can_be_interrupted_and_goes_on(tmp_path):
-    words = ("plan", RECIPE, "--on", "v5e:2x2", "--search", "--steps", "10", "--json", str(tmp_path / "s.json"))
+    words = (
+        "plan",
+        RECIPE,
+        "--on",
+        "v5e:2x2",
+        "--search",
+        "--steps",
+        "10",
+        "--json",
+        str(tmp_path / "s.json"),
+    )
     process = start(*words, XDG_CACHE_HOME=str(tmp_path / "cache"))
     deadline = time.monotonic() + 300
     while not list((tmp_path / "cache").rglob("*.json")):
@@ -78,11 +99,24 @@ def test_a_search_on_chips_that_are_not_here_can_be_interrupted_and_goes_on(tmp_
 @pytest.mark.slow
 def test_too_large_is_an_answer_with_remedies(tmp_path):
     words = ("--preset", "gpt2", "--batch-size", "256", "--length", "512", "--on", "v5e:1x1")
-    done = run("plan", "recipes/gpt2.py", *words, "--json", str(tmp_path / "t.json"), XDG_CACHE_HOME=str(tmp_path))
+    done = run(
+        "plan",
+        "recipes/gpt2.py",
+        *words,
+        "--json",
+        str(tmp_path / "t.json"),
+        XDG_CACHE_HOME=str(tmp_path),
+    )
     assert done.returncode == 2, done.stderr
     assert "too large" in done.stdout
     assert "largest buffers" in done.stdout
-    for change in ("--loss-chunks 8", "--remat dots", "--remat block", "--accumulate 2", "--accumulate 8"):
+    for change in (
+        "--loss-chunks 8",
+        "--remat dots",
+        "--remat block",
+        "--accumulate 2",
+        "--accumulate 8",
+    ):
         assert change in done.stdout
     assert "Traceback" not in done.stderr
     assert not json.loads((tmp_path / "t.json").read_text())["plan"]["fits"]

@@ -15,13 +15,13 @@ import optax
 import pytest
 
 from shardwise import Checkpoints, InitFrom, abstract_state, load_initial, make_mesh
+from shardwise.checkpoint.reader import open_step
 from shardwise.cli import main
+from shardwise.cli.sample import _Out, _Text, can_sample
 from shardwise.data.tokenizers import Bytes
-from shardwise.export import export_hf
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.module import describe_model
-from shardwise.sample_command import _Out, _Text, can_sample
-from shardwise.saved import open_step
+from shardwise.weights.export import export_hf
 
 CONFIG = GPTConfig(vocab_size=256, max_length=32, num_layers=1, num_heads=2, width=16)
 RECIPE = """
@@ -81,10 +81,14 @@ def save(folder, factory, step=0, **metadata):
     """A run directory with random weights in it, others for another step."""
     spec = abstract_state(factory, optax.sgd(0.1), make_mesh("data=8"))
     rng = np.random.default_rng(step)
-    arrays = jax.tree.map(lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(leaf.dtype), spec.abstract)
+    arrays = jax.tree.map(
+        lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(leaf.dtype), spec.abstract
+    )
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
     with Checkpoints(folder / "checkpoints") as checkpoints:
-        checkpoints.save(jax.device_put(replace(arrays, step=np.int32(step)), spec.shardings), metadata)
+        checkpoints.save(
+            jax.device_put(replace(arrays, step=np.int32(step)), spec.shardings), metadata
+        )
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +101,17 @@ def folder(tmp_path_factory):
     trap.write_text(f"open({str(folder / 'sprung')!r}, 'w')")
     spec = abstract_state(gpt, optax.sgd(0.1), make_mesh("data=8"))
     described = describe_model(spec.module(spec.abstract))
-    save(folder / "run", gpt, model=described, data=bytes_of, recipe=f"{trap}:recipe", arguments={"steps": "1"})
-    (folder / "run" / "run.json").write_text(json.dumps({"recipe": f"{trap}:recipe", "source": trap.read_text()}))
+    save(
+        folder / "run",
+        gpt,
+        model=described,
+        data=bytes_of,
+        recipe=f"{trap}:recipe",
+        arguments={"steps": "1"},
+    )
+    (folder / "run" / "run.json").write_text(
+        json.dumps({"recipe": f"{trap}:recipe", "source": trap.read_text()})
+    )
     export_hf(open_step(folder / "run" / "checkpoints" / "0"), folder / "hub")
     (folder / "own.py").write_text(RECIPE)
     names = {}
@@ -128,14 +141,23 @@ def sample(folder, monkeypatch, capsysbinary):
 
 
 def test_text_goes_on_and_is_the_same_without_cache_on_a_mesh_and_published(sample, folder):
-    code, out, err, answer = sample("run", "--prompt", "def ", "--tokens", "40", "--temperature", "0")
+    code, out, err, answer = sample(
+        "run", "--prompt", "def ", "--tokens", "40", "--temperature", "0"
+    )
     assert (code, err) == (0, "")
     (written,) = answer["continuations"]
     assert out == "def " + written["text"] + ("" if written["text"].endswith("\n") else "\n")
     assert (len(written["tokens"]), answer["prompt_tokens"]) == (40, list(b"def "))
     assert bytes(written["tokens"]).decode(errors="replace") == written["text"]
-    for args in (["run", "--no-cache"], ["run/checkpoints/0"], ["hub"], ["run", "--mesh", "data=4,model=2"]):
-        again = sample(*args, "--prompt", "-", "--tokens", "40", "--temperature", "0", stdin=b"def ")
+    for args in (
+        ["run", "--no-cache"],
+        ["run/checkpoints/0"],
+        ["hub"],
+        ["run", "--mesh", "data=4,model=2"],
+    ):
+        again = sample(
+            *args, "--prompt", "-", "--tokens", "40", "--temperature", "0", stdin=b"def "
+        )
         assert again[3]["continuations"] == answer["continuations"], args
     assert not (folder / "sprung").exists()
 
@@ -147,7 +169,11 @@ def test_several_texts_come_at_once_and_the_first_does_not_depend_on_the_others(
     texts = three["continuations"]
     assert texts[0] == one["continuations"][0]
     assert len({text["text"] for text in texts}) == 3
-    assert [line for line in out.splitlines() if line.startswith("---")] == ["--- 1 of 3", "--- 2 of 3", "--- 3 of 3"]
+    assert [line for line in out.splitlines() if line.startswith("---")] == [
+        "--- 1 of 3",
+        "--- 2 of 3",
+        "--- 3 of 3",
+    ]
     assert all(f"x{text['text']}" in out for text in texts)
 
 
@@ -165,7 +191,9 @@ def test_any_model_is_sampled_by_its_recipe(sample):
     tokens = answer["continuations"][0]["tokens"]
     assert len(tokens) == 20
     follows = dict(pairwise(tokens))
-    assert all(follows[a] == b for a, b in pairwise(tokens))  # each token decides the next: no dropout, no draws
+    assert all(
+        follows[a] == b for a, b in pairwise(tokens)
+    )  # each token decides the next: no dropout, no draws
 
 
 def test_the_best_step_is_sampled_by_its_name(sample, folder):
@@ -175,14 +203,19 @@ def test_the_best_step_is_sampled_by_its_name(sample, folder):
         assert code == 0
         assert answer["source"].endswith(f"evaluated/checkpoints/{number}")
     spec = abstract_state(lambda rngs: GPT(CONFIG, rngs), optax.sgd(0.1), make_mesh("data=8"))
-    _, loaded = load_initial(InitFrom(folder / "evaluated", step="best"), spec, 0)  # a run may begin with it, too
+    _, loaded = load_initial(
+        InitFrom(folder / "evaluated", step="best"), spec, 0
+    )  # a run may begin with it, too
     assert loaded.source.endswith("evaluated/checkpoints/2")
 
 
 def test_a_model_that_takes_one_length_only_sees_rows_of_that_length(sample, folder):
     """The reference: for each token the last 32, or all there are and anything behind them."""
     args = ["others", "--recipe", "others.py", "--prompt", "ab", "--temperature", "0"]
-    (code, _, err, long), (_, _, _, short) = sample(*args, "--tokens", "40"), sample(*args, "--tokens", "6")
+    (code, _, err, long), (_, _, _, short) = (
+        sample(*args, "--tokens", "40"),
+        sample(*args, "--tokens", "6"),
+    )
     assert (code, err) == (0, "")
     names = {}
     exec(OTHERS, names)  # noqa: S102
@@ -202,18 +235,34 @@ def test_a_model_that_takes_one_length_only_sees_rows_of_that_length(sample, fol
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
-        (["run", "--step", "best"], 4, "has no step with 'eval_loss'; its steps were not evaluated. Name one with --step."),
+        (
+            ["run", "--step", "best"],
+            4,
+            "has no step with 'eval_loss'; its steps were not evaluated. Name one with --step.",
+        ),
         (["others"], 4, "--recipe others.py:recipe [its arguments]"),
         (
             ["others", "--recipe", "others.py", "--kind", "Masked"],
             4,
             "Masked.__call__ cannot be called with tokens alone: missing a required",
         ),
-        (["others", "--recipe", "others.py", "--kind", "Both"], 4, "the model gives a tuple for tokens (1, 32); to be sampled it must"),
-        (["others", "--recipe", "others.py", "--kind", "Silent"], 4, "Silent has no __call__; to be sampled it must give logits (B, T, V)"),
+        (
+            ["others", "--recipe", "others.py", "--kind", "Both"],
+            4,
+            "the model gives a tuple for tokens (1, 32); to be sampled it must",
+        ),
+        (
+            ["others", "--recipe", "others.py", "--kind", "Silent"],
+            4,
+            "Silent has no __call__; to be sampled it must give logits (B, T, V)",
+        ),
         (["run", "--top-p", "2"], 2, "top_p is 2.0; it must be above 0 and at most 1"),
         (["run", "--tokens", "0"], 2, "--tokens 0: it must be at least 1"),
-        (["run", "--width", "6"], 2, "there is no argument --width 6; arguments of a recipe need --recipe"),
+        (
+            ["run", "--width", "6"],
+            2,
+            "there is no argument --width 6; arguments of a recipe need --recipe",
+        ),
         (["run", "--temprature", "1"], 2, "there is no argument --temprature"),
         (["run", "--step", "7"], 4, "has no step 7; there are 0"),
         (["nowhere"], 4, "nowhere is not there"),
@@ -238,7 +287,9 @@ def test_help_does_not_wait_for_jax_and_the_real_command_ends_with_its_reader(fo
     assert (done.returncode, "--top-p" in done.stdout) == (0, True), done.stderr
     assert time.monotonic() - began < 3
     command = f"{sys.executable} -m shardwise.cli sample run --prompt abc --tokens 3000 | head -c 3"
-    done = subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True, timeout=120)  # noqa: S602
+    done = subprocess.run(
+        command, shell=True, cwd=folder, capture_output=True, text=True, timeout=120
+    )  # noqa: S602
     assert (done.stdout, done.stderr) == ("abc", "")
 
 
@@ -269,7 +320,9 @@ def test_a_terminal_gets_no_commands():
 
 def test_what_can_be_sampled_without_being_told_more(folder):
     """`train` offers it at its end only then."""
-    assert {name: can_sample(folder / name) for name in ("run", "evaluated", "own", "others", "none")} == {
+    assert {
+        name: can_sample(folder / name) for name in ("run", "evaluated", "own", "others", "none")
+    } == {
         "run": True,
         "evaluated": True,
         "own": False,

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import main
+from shardwise.cli.sweep_grid import check_arguments, make_points, show_value, split_words
 from shardwise.errors import ConfigError
-from shardwise.files import lock_directory
-from shardwise.sweep_grid import check_arguments, make_points, show_value, split_words
-from tests.command import run, start
+from shardwise.files.lock import lock_directory
+from tests.helpers.command import run, start
 
 RECIPE = '''
 """A tiny recipe."""
@@ -91,7 +91,9 @@ def test_a_grid_is_run_resumed_extended_and_compared(folder, monkeypatch, capsys
     assert "[1 of 3] lr=0.1 goes on" in err
     assert "resuming s/lr=0.1 at step" in err
     assert "[2 of 3] lr=1e+30 has failed: exit code 5: numbers not finite, or diverged" in err
-    assert [json.loads(line)["step"] for line in log.read_text().splitlines() if "eval_loss" not in line] == list(range(1, 7))
+    assert [
+        json.loads(line)["step"] for line in log.read_text().splitlines() if "eval_loss" not in line
+    ] == list(range(1, 7))
     points = answer(folder)["points"]
     assert {point["name"]: (point["code"], point["by"]) for point in points} == {
         **dict.fromkeys(["lr=0.1", "lr=0.2"], (0, "eval_loss")),
@@ -110,7 +112,9 @@ def test_a_grid_is_run_resumed_extended_and_compared(folder, monkeypatch, capsys
     assert main(["sweep", "tiny.py", "--out", "s", *args, "--by", "eval_los"]) == 5
     err = capsys.readouterr().err
     assert "[1 of 3] lr=0.1 is done" in err
-    assert "lr=1e+30 has failed before (exit code 5: numbers not finite, or diverged); --retry" in err
+    assert (
+        "lr=1e+30 has failed before (exit code 5: numbers not finite, or diverged); --retry" in err
+    )
     assert "there are eval_loss, loss. Did you mean 'eval_loss'?" in err
 
     # another sweep is refused, and so is a second one beside it
@@ -123,7 +127,22 @@ def test_a_grid_is_run_resumed_extended_and_compared(folder, monkeypatch, capsys
 
 
 def test_mistakes_are_told_all_at_once_before_anything_runs(folder):
-    code, out, err = sweep(folder, "--lr", "1e-4", "x", "--stepz", "3", "--seed", "0", "0", "--steps", "q", "--bias", "True", "maybe")
+    code, out, err = sweep(
+        folder,
+        "--lr",
+        "1e-4",
+        "x",
+        "--stepz",
+        "3",
+        "--seed",
+        "0",
+        "0",
+        "--steps",
+        "q",
+        "--bias",
+        "True",
+        "maybe",
+    )
     assert code == 2, err
     assert out == ""
     for words in (
@@ -145,7 +164,9 @@ def test_a_killed_sweep_goes_on(folder):
     wait_until(lambda: log.exists() and log.read_text().count("\n") >= 3)
     process.kill()
     process.communicate(timeout=60)
-    code, _, err = sweep(folder, *args)  # at once: the run that was left saves first, and is waited for
+    code, _, err = sweep(
+        folder, *args
+    )  # at once: the run that was left saves first, and is waited for
     assert code == 0, err
     assert "resuming s/lr=0.1 at step" in err
     assert [point["step"] for point in answer(folder)["points"]] == [12, 12]
@@ -166,7 +187,21 @@ def test_words_that_cannot_be_split(words, said):
 
 def test_arguments_span_the_grid_or_are_for_all(folder):
     given = split_words(
-        ["--lr", "1e-4", "3e-4", "--steps=5", "--widths", "1", "2", "--bias", "True", "False", "--mesh", "data=2,model=1", "data=1"]
+        [
+            "--lr",
+            "1e-4",
+            "3e-4",
+            "--steps=5",
+            "--widths",
+            "1",
+            "2",
+            "--bias",
+            "True",
+            "False",
+            "--mesh",
+            "data=2,model=1",
+            "data=1",
+        ]
     )
     grid, fixed = check_arguments(load(folder), given, "p")
     assert fixed == {"--steps": ["5"], "--widths": ["1", "2"]}  # a tuple takes its values itself
@@ -187,9 +222,9 @@ def test_names_stay_in_the_directory_and_apart(folder):
     for name in names:
         assert Path(name).name == name
         assert ".." not in name.split("=")
-    assert [show_value(text) for text in ("1e-4", "0.0001", "03", "1e12", "0.1234567891", "adam")] == [
-        *("0.0001", "0.0001", "3", "1e+12", "0.1234567891", "adam")
-    ]
+    assert [
+        show_value(text) for text in ("1e-4", "0.0001", "03", "1e12", "0.1234567891", "adam")
+    ] == [*("0.0001", "0.0001", "3", "1e+12", "0.1234567891", "adam")]
 
 
 def test_a_recipe_without_out_is_refused(folder):

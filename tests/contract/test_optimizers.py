@@ -11,7 +11,10 @@ from shardwise import Mean, Rules, abstract_state, init_state, make_mesh, make_t
 from shardwise.tree import named_leaves
 
 contrib = optax.contrib
-LABELS = {"hidden": {"kernel": "train", "bias": "freeze"}, "out": {"kernel": "train", "bias": "train"}}
+LABELS = {
+    "hidden": {"kernel": "train", "bias": "freeze"},
+    "out": {"kernel": "train", "bias": "train"},
+}
 
 OPTIMIZERS = {
     **{
@@ -46,7 +49,16 @@ OPTIMIZERS = {
     },
     **{
         name: getattr(contrib, name)(1e-3)
-        for name in ["acprop", "ademamix", "adopt", "dowg", "madgrad", "muon", "prodigy", "simplified_ademamix"]
+        for name in [
+            "acprop",
+            "ademamix",
+            "adopt",
+            "dowg",
+            "madgrad",
+            "muon",
+            "prodigy",
+            "simplified_ademamix",
+        ]
     },
     "noisy_sgd": optax.noisy_sgd(1e-3, key=0),
     "polyak_sgd": optax.polyak_sgd(),
@@ -59,10 +71,21 @@ OPTIMIZERS = {
     "momentum": optax.sgd(1e-3, momentum=0.9, nesterov=True),
     "reduce_on_plateau": optax.chain(optax.adam(1e-3), contrib.reduce_on_plateau()),
     "multi_steps": optax.MultiSteps(optax.adam(1e-3), 2),
-    "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(1e-3, 10))),
-    "injected": optax.inject_hyperparams(optax.adamw, hyperparam_dtype=jnp.float32)(learning_rate=1e-3),
-    "masked": optax.chain(optax.masked(optax.add_decayed_weights(0.1), lambda p: jax.tree.map(lambda x: x.ndim > 1, p)), optax.adam(1e-3)),
-    "partition": optax.partition({"train": optax.adamw(1e-3), "freeze": optax.set_to_zero()}, LABELS),
+    "clipped": optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(1e-3, 10))
+    ),
+    "injected": optax.inject_hyperparams(optax.adamw, hyperparam_dtype=jnp.float32)(
+        learning_rate=1e-3
+    ),
+    "masked": optax.chain(
+        optax.masked(
+            optax.add_decayed_weights(0.1), lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
+        ),
+        optax.adam(1e-3),
+    ),
+    "partition": optax.partition(
+        {"train": optax.adamw(1e-3), "freeze": optax.set_to_zero()}, LABELS
+    ),
     "ema": optax.chain(optax.adam(1e-3), optax.ema(0.9)),
 }
 
@@ -98,7 +121,9 @@ def three_steps(optimizer, mesh):
         state, metrics = step(state, step.place(BATCH))
         losses.append(float(metrics["loss"]))
         if not compiled:  # whatever is compiled from here on is too much
-            jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
+            jax.monitoring.register_event_duration_secs_listener(
+                lambda event, *_, **__: compiled.append(event)
+            )
             compiled.append("first step")
     jax.monitoring.clear_event_listeners()
     return spec, [event for event in compiled if "backend_compile" in event], first, state, losses
@@ -110,22 +135,35 @@ QUICK = (  # one of each kind of state
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS])
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS],
+)
 def test_contract(name):
     optimizer = OPTIMIZERS[name]
-    spec, recompiled, before, state, losses = three_steps(optimizer, make_mesh("data=2,fsdp=2,model=2"))
+    spec, recompiled, before, state, losses = three_steps(
+        optimizer, make_mesh("data=2,fsdp=2,model=2")
+    )
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == spec.shardings, "a layout drifted"
-    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state) == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), spec.abstract)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), spec.abstract
+    )
     assert recompiled == []
 
-    whole = 256 * 128 * 4  # bytes of the large kernel; every leaf as large as it must be cut as it is
+    whole = (
+        256 * 128 * 4
+    )  # bytes of the large kernel; every leaf as large as it must be cut as it is
     for path, leaf in named_leaves(state.opt_state).items():
         if leaf.nbytes >= whole and path.endswith("hidden/kernel"):
-            assert {shard.data.nbytes for shard in leaf.addressable_shards} == {leaf.nbytes // 4}, path
+            assert {shard.data.nbytes for shard in leaf.addressable_shards} == {leaf.nbytes // 4}, (
+                path
+            )
 
     *_, on_one_device = three_steps(optimizer, make_mesh("data=1", jax.devices()[:1]))
     np.testing.assert_allclose(losses, on_one_device, rtol=2e-5)
     if name not in ("noisy_sgd",):
         after = named_leaves(state.params)
         moved = {path for path in before if not np.array_equal(before[path], after[path])}
-        assert moved == {path for path in before if not (name == "partition" and path == "hidden/bias")}
+        assert moved == {
+            path for path in before if not (name == "partition" and path == "hidden/bias")
+        }

@@ -7,7 +7,17 @@ import optax
 import pytest
 from flax import nnx
 
-from shardwise import Checkpoints, Mean, Rules, abstract_state, explain, init_state, make_mesh, make_train_step, optim
+from shardwise import (
+    Checkpoints,
+    Mean,
+    Rules,
+    abstract_state,
+    explain,
+    init_state,
+    make_mesh,
+    make_train_step,
+    optim,
+)
 from shardwise.optim import RECIPES, Group
 from shardwise.tree import named_leaves
 
@@ -16,7 +26,11 @@ LEARNING_RATES = {
     "sgd": 0.02, "adam": 0.01, "adamw": 0.01, "lion": 3e-3, "adafactor": 0.03, "muon": 0.02, "schedule_free": 0.02, "prodigy": 1.0,
     "standard": 0.01, "transformer": 0.01, "fine_tuning": 0.01, "unstable": 0.05,
 }  # fmt: skip
-GROUPS = (Group("embed/*", frozen=True, name="frozen"), Group("out/*", lr_scale=0.5, name="head"), Group("*", name="rest"))
+GROUPS = (
+    Group("embed/*", frozen=True, name="frozen"),
+    Group("out/*", lr_scale=0.5, name="head"),
+    Group("*", name="rest"),
+)
 STEPS = 60
 
 
@@ -58,7 +72,9 @@ def train(tx, mesh, count):
         state, values = step(state, step.place(BATCH))
         metrics.append(jax.tree.map(float, values))
         if n == 0:
-            jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
+            jax.monitoring.register_event_duration_secs_listener(
+                lambda event, *_, **__: compiled.append(event)
+            )
     jax.monitoring.clear_event_listeners()
     return spec, state, first, metrics, [event for event in compiled if "backend_compile" in event]
 
@@ -80,8 +96,16 @@ def test_descends_on_a_quadratic(name):
     assert float(value(optim.evaluation_params(state, params))) < 0.95 * start
 
 
-OF_OTHERS = ("adam", "standard", "transformer", "fine_tuning", "sgd")  # the same parts as "adamw"; as "unstable"
-SOME = [pytest.param(name, marks=pytest.mark.slow) if name in OF_OTHERS else name for name in RECIPES]
+OF_OTHERS = (
+    "adam",
+    "standard",
+    "transformer",
+    "fine_tuning",
+    "sgd",
+)  # the same parts as "adamw"; as "unstable"
+SOME = [
+    pytest.param(name, marks=pytest.mark.slow) if name in OF_OTHERS else name for name in RECIPES
+]
 
 
 @pytest.mark.parametrize("other", ["data=1", pytest.param("fsdp=8", marks=pytest.mark.slow)])
@@ -94,8 +118,14 @@ def test_contract(name, other, tmp_path):
 
     # described, laid out like the parameters, and kept so
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == spec.shardings
-    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state) == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), spec.abstract)
-    kernels = {path: p for path, p in spec.opt_state.items() if path.endswith("hidden/kernel") and p.shape == (16, 160)}
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), spec.abstract
+    )
+    kernels = {
+        path: p
+        for path, p in spec.opt_state.items()
+        if path.endswith("hidden/kernel") and p.shape == (16, 160)
+    }
     assert {p.spec for p in kernels.values()} <= {spec.params["hidden/kernel"].spec}
     assert kernels or name == "adafactor"
 
@@ -107,7 +137,12 @@ def test_contract(name, other, tmp_path):
     # the same run on one device, or on another mesh
     elsewhere = train(tx, make_mesh(other, jax.devices()[:1] if other == "data=1" else None), 10)[3]
     for key in ("loss", "grad_norm", "update_norm", "param_norm", "update_norm/head"):
-        np.testing.assert_allclose([m[key] for m in metrics], [m[key] for m in elsewhere], rtol=1e-4, err_msg=f"{key} on {other}")
+        np.testing.assert_allclose(
+            [m[key] for m in metrics],
+            [m[key] for m in elsewhere],
+            rtol=1e-4,
+            err_msg=f"{key} on {other}",
+        )
 
     # live values, of every group that moves
     last = metrics[-1]
@@ -132,13 +167,19 @@ def test_decay_is_where_explain_says(name):
     spec = abstract_state(Net, tx, make_mesh("data=1", jax.devices()[:1]))
     params = init_state(spec, 0).params
     zeros = jax.tree.map(jnp.zeros_like, params)
-    updates, state = jax.jit(lambda zeros, params: tx.update(zeros, tx.init(params), params))(zeros, params)
+    updates, state = jax.jit(lambda zeros, params: tx.update(zeros, tx.init(params), params))(
+        zeros, params
+    )
     rates, updates, params = optim.live_values(state), named_leaves(updates), named_leaves(params)
     for row in explanation.rows:
-        assert row.decay == pytest.approx(0.05 if row.path in ("hidden/kernel", "out/kernel") else 0.0, rel=0.02), row.path
+        assert row.decay == pytest.approx(
+            0.05 if row.path in ("hidden/kernel", "out/kernel") else 0.0, rel=0.02
+        ), row.path
         if row.decay:
             expected = -float(rates[f"lr/{row.group.split('/')[0]}"]) * row.decay * params[row.path]
-            np.testing.assert_allclose(updates[row.path], expected, rtol=0.03, atol=1e-7)  # schedule-free: through (a - b) + b
+            np.testing.assert_allclose(
+                updates[row.path], expected, rtol=0.03, atol=1e-7
+            )  # schedule-free: through (a - b) + b
         else:
             assert np.abs(updates[row.path]).max() < 1e-6
     assert [finding.name for finding in explanation.findings] == []

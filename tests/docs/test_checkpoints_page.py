@@ -5,8 +5,8 @@ import re
 import pytest
 from blake3 import blake3
 
-from shardwise.checkpoint import Keep
-from tests.docs.pages import DOCS, run_page
+from shardwise.checkpoint.store import Keep
+from tests.helpers.pages import DOCS, run_page
 
 PAGE = DOCS / "checkpoints.md"
 

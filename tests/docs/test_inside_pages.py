@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.docs.pages import DOCS, run_page
+from tests.helpers.pages import DOCS, run_page
 
 
 @pytest.mark.slow

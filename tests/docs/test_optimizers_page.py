@@ -5,8 +5,9 @@ import re
 
 import pytest
 
-from shardwise import explanation, findings
-from tests.docs.pages import DOCS, run_page
+from shardwise.explanation import explain as explanation
+from shardwise.explanation import findings
+from tests.helpers.pages import DOCS, run_page
 
 PAGE = DOCS / "optimizers.md"
 

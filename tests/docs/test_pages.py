@@ -5,16 +5,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import DOCS, MARK, blocks_of, run_page, same_lines, same_words
+from tests.helpers.pages import DOCS, MARK, blocks_of, run_page, same_lines, same_words
 
 SLOW = {"start.md", "coming_from_pytorch.md", "errata.md"}  # more than 10 s each
-OTHERS = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*_page*.py") if path != Path(__file__))
+OTHERS = "".join(
+    path.read_text()
+    for path in Path(__file__).parent.glob("test_*_page*.py")
+    if path != Path(__file__)
+)
 PAGES = sorted(DOCS.rglob("*.md"))
 HERE = [page for page in PAGES if f'"{page.name}"' not in OTHERS and f'"{page.stem}"' not in OTHERS]
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(page, id=page.name, marks=[pytest.mark.slow] * (page.name in SLOW)) for page in HERE if blocks_of(page)]
+    "page",
+    [
+        pytest.param(page, id=page.name, marks=[pytest.mark.slow] * (page.name in SLOW))
+        for page in HERE
+        if blocks_of(page)
+    ],
 )
 def test_the_page_runs_and_prints_what_is_shown(page, tmp_path):
     run_page(page, tmp_path)
@@ -25,7 +34,9 @@ def test_what_is_not_run_has_a_reason(page):
     for block in blocks_of(page):
         for mark in (block.mark, block.shown_mark):
             assert MARK.fullmatch(mark), f"{page.name}, line {block.line}: {mark}"
-    assert not re.search(r"^ *```(bash|sh|py|pycon|shell)\b", page.read_text(), re.MULTILINE), "write python or console, so that it is run"
+    assert not re.search(r"^ *```(bash|sh|py|pycon|shell)\b", page.read_text(), re.MULTILINE), (
+        "write python or console, so that it is run"
+    )
 
 
 def test_the_comparison_of_output_can_fail():

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from tests.docs.pages import DOCS, ROOT, blocks_of, run_command, run_page
-from tests.unit.test_planning import make_run
+from tests.helpers.pages import DOCS, ROOT, blocks_of, run_command, run_page
+from tests.helpers.runs import make_run
 
 PAGE = DOCS / "plan.md"
 COMMANDS = [block for block in blocks_of(PAGE) if block.language == "console"]
@@ -27,7 +27,11 @@ def test_the_command_for_this_machine_prints_what_is_shown(tmp_path):
 def test_too_large_is_answered_as_shown():
     with contextlib.chdir(ROOT):
         done = run_command(COMMANDS[1].text.strip())
-    for line in ("too large", "largest buffers among the temporaries", "--mesh fsdp=16 --remat block"):
+    for line in (
+        "too large",
+        "largest buffers among the temporaries",
+        "--mesh fsdp=16 --remat block",
+    ):
         assert line in done.printed
         assert line in COMMANDS[1].shown
 

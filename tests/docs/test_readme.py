@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import shardwise
-from shardwise.cli import HELP, TOOLS, VERBS
-from tests.docs.pages import ROOT, commands_of, run_page
+from shardwise.cli.dispatch import HELP, TOOLS, VERBS
+from tests.helpers.pages import ROOT, commands_of, run_page
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 
@@ -27,7 +27,9 @@ def test_links_and_commands_exist(page):
     for command in commands_of(page):
         words = command.removeprefix("$ ").split()
         if words[0] == "make":
-            assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), command
+            assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), (
+                command
+            )
         else:
             assert words[0] == "shardwise", command
             if words[1] == "launch":
@@ -35,15 +37,25 @@ def test_links_and_commands_exist(page):
             if words[1] in ("--completion", "--version", "--help"):
                 continue
             assert words[1] in {**VERBS, **TOOLS}, command
-            if words[1] in ("sample", "report", "doctor"):  # of a run that another command of the page made
+            if words[1] in (
+                "sample",
+                "report",
+                "doctor",
+            ):  # of a run that another command of the page made
                 continue
             if f"<!-- file: {words[2]} -->" in page.read_text():  # written on the page itself
                 continue
-            assert words[2] in HELP.split() if words[1] in ("data", "checkpoint") else (ROOT / words[2].partition(":")[0]).exists(), command
+            assert (
+                words[2] in HELP.split()
+                if words[1] in ("data", "checkpoint")
+                else (ROOT / words[2].partition(":")[0]).exists()
+            ), command
 
 
 def test_the_map_names_every_module():
     text = (ROOT / "ARCHITECTURE.md").read_text()
     source = Path(shardwise.__file__).parent
-    modules = [str(path.relative_to(source)) for path in source.rglob("*.py") if path.name != "__init__.py"]
+    modules = [
+        str(path.relative_to(source)) for path in source.rglob("*.py") if path.name != "__init__.py"
+    ]
     assert [name for name in modules if f"`{name}`" not in text] == []

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.docs.pages import DOCS, run_page
+from tests.helpers.pages import DOCS, run_page
 
 PAGE = DOCS / "report.md"
 

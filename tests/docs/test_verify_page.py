@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from tests.docs.pages import DOCS, ROOT, blocks_of, run_page
+from tests.helpers.pages import DOCS, ROOT, blocks_of, run_page
 
 PAGE = DOCS / "verify.md"
 
@@ -26,4 +26,6 @@ def test_the_code_of_the_page_runs(tmp_path):
     spec = importlib.util.spec_from_file_location("by_hand", path)
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    run_page(PAGE, tmp_path, {"run": example.recipe(), "recipe": example.recipe}, languages=("python",))
+    run_page(
+        PAGE, tmp_path, {"run": example.recipe(), "recipe": example.recipe}, languages=("python",)
+    )

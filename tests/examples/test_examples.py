@@ -35,17 +35,27 @@ def test_digits_on_copies_and_on_pieces():
     copies, pieces = digits.main("data=8"), digits.main("fsdp=8")
     assert copies["accuracy"] > 0.97
     assert pieces["accuracy"] > 0.97
-    assert copies["loss"] == pytest.approx(pieces["loss"], abs=0.01)  # a mesh does not change what is learnt
+    assert copies["loss"] == pytest.approx(
+        pieces["loss"], abs=0.01
+    )  # a mesh does not change what is learnt
 
 
 def test_own_loop_started_by_a_user_from_anywhere_stops_early_and_keeps_the_best(tmp_path):
-    done = subprocess.run([sys.executable, EXAMPLES / "own_loop.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "own_loop.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     printed = done.stdout
     assert "{'fsdp': 8}" in printed  # it has given itself eight devices
     assert "FSDP" in printed
     assert "step   10: loss" in printed
-    stopped, best, of_module = re.search(r"stopped after step (\d+); the best was step (\d+): .*accuracy ([\d.]+)%", printed).groups()
+    stopped, best, of_module = re.search(
+        r"stopped after step (\d+); the best was step (\d+): .*accuracy ([\d.]+)%", printed
+    ).groups()
     assert int(stopped) == int(best) + 50  # five evaluations without a better one
     assert int(stopped) < 2000
     accuracy = float(re.search(rf"^step +{best}: .*accuracy ([\d.]+)%", printed, re.MULTILINE)[1])
@@ -56,7 +66,9 @@ def test_own_loop_started_by_a_user_from_anywhere_stops_early_and_keeps_the_best
 
 def test_sharded_model_equals_one_device():
     figures = load("sharded_model").main()
-    assert 0.5 <= figures["share_of_state"] < 0.51  # cut in two over "model"; small biases stay whole
+    assert (
+        0.5 <= figures["share_of_state"] < 0.51
+    )  # cut in two over "model"; small biases stay whole
     assert figures["sums_in_forward"] == 1
     assert figures["loss"] < 0.01
     assert figures["max_loss_difference"] < 1e-5
@@ -83,7 +95,9 @@ def test_data_parallel_by_hand_right_and_wrong():
     assert len(ways) - len(right) == 6
 
     assert figures["no wrt"].startswith("TypeError: Missing required argument `wrt`")
-    assert figures["60 rows over 8 devices"].startswith("ValueError: shard_map applied to the function 'step'")
+    assert figures["60 rows over 8 devices"].startswith(
+        "ValueError: shard_map applied to the function 'step'"
+    )
     assert "not evenly divisible" in figures["60 rows over 8 devices"]
 
 

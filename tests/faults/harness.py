@@ -61,8 +61,12 @@ class Started:
         """Until the condition holds; an assertion fails if the command ends before."""
         deadline = time.monotonic() + LIMIT
         while not condition():
-            assert self.process.poll() is None, f"ended with {self.process.returncode} before {what}: {self.err[-800:]}"
-            assert time.monotonic() < deadline, f"{what} did not come in {LIMIT} s: {self.err[-800:]}"
+            assert self.process.poll() is None, (
+                f"ended with {self.process.returncode} before {what}: {self.err[-800:]}"
+            )
+            assert time.monotonic() < deadline, (
+                f"{what} did not come in {LIMIT} s: {self.err[-800:]}"
+            )
             time.sleep(0.01)
 
     def wait_for_line(self, text: str) -> None:
@@ -81,7 +85,9 @@ class Started:
         """(bytes held at most, addresses listened on), looked at until the process ends."""
         peak, addresses = 0, set()
         while self.process.poll() is None:
-            found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{self.process.pid}/status").read_text())
+            found = re.search(
+                r"VmHWM:\s+(\d+) kB", Path(f"/proc/{self.process.pid}/status").read_text()
+            )
             peak = max(peak, int(found[1]) * 1024 if found else 0)
             addresses |= listening(self.process.pid)
             if time.monotonic() - self.began > LIMIT / 2:
@@ -150,7 +156,11 @@ class Bench:
     cache: Path
 
     def environment(self, **more: str) -> dict[str, str]:
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "SHARDWISE_", "PYTEST_"))}
+        inherited = {
+            k: v
+            for k, v in os.environ.items()
+            if not k.startswith(("JAX_", "XLA_", "SHARDWISE_", "PYTEST_"))
+        }
         return {
             **inherited,
             "JAX_PLATFORMS": "cpu",
@@ -160,9 +170,22 @@ class Bench:
             **more,
         }
 
-    def start(self, out: str | Path, *args: object, wrap: tuple[str, ...] = (), **environment: str) -> Started:
+    def start(
+        self, out: str | Path, *args: object, wrap: tuple[str, ...] = (), **environment: str
+    ) -> Started:
         """`shardwise train` on the recipe of the experiments."""
-        command = (*wrap, sys.executable, "-m", "shardwise.cli", "train", RECIPE, "--out", self.folder / out, *DEVICES, *args)
+        command = (
+            *wrap,
+            sys.executable,
+            "-m",
+            "shardwise.cli",
+            "train",
+            RECIPE,
+            "--out",
+            self.folder / out,
+            *DEVICES,
+            *args,
+        )
         return self.popen(command, out, **environment)
 
     def train(self, out: str | Path, *args: object, **environment: str) -> Ended:
@@ -170,42 +193,77 @@ class Bench:
 
     def start_plain(self, out: str | Path, *args: object, **environment: str) -> Started:
         """The loop that people write by hand."""
-        return self.popen((sys.executable, HERE / "plain.py", "--out", self.folder / out, *args), out, **environment)
+        return self.popen(
+            (sys.executable, HERE / "plain.py", "--out", self.folder / out, *args),
+            out,
+            **environment,
+        )
 
     def plain(self, out: str | Path, *args: object, **environment: str) -> Ended:
         return self.start_plain(out, *args, **environment).end()
 
     def start_group(
-        self, out: str | Path, *args: object, each: dict[int, dict[str, str]] | None = None, count: int = 2, layout: tuple[str, ...] = PAIR
+        self,
+        out: str | Path,
+        *args: object,
+        each: dict[int, dict[str, str]] | None = None,
+        count: int = 2,
+        layout: tuple[str, ...] = PAIR,
     ) -> "Processes":
         """`shardwise train` in several processes; `each` gives some of them an environment of their own."""
         address = _free_address()
         started = []
         for index in range(count):
             where = ("--coordinator", address, "--num-processes", count, "--process-id", index)
-            command = (sys.executable, "-m", "shardwise.cli", *where, "train", RECIPE, "--out", self.folder / out, *layout, *args)
+            command = (
+                sys.executable,
+                "-m",
+                "shardwise.cli",
+                *where,
+                "train",
+                RECIPE,
+                "--out",
+                self.folder / out,
+                *layout,
+                *args,
+            )
             started.append(self.popen(command, out, **(each or {}).get(index, {})))
         return Processes(started)
 
-    def start_plain_group(self, out: str | Path, *args: object, each: dict[int, dict[str, str]] | None = None) -> "Processes":
+    def start_plain_group(
+        self, out: str | Path, *args: object, each: dict[int, dict[str, str]] | None = None
+    ) -> "Processes":
         """Two processes of the loop that people write by hand, a device each."""
         address, script = _free_address(), HERE / "plain.py"
         started = []
         for index in range(2):
             where = ("--coordinator", address, "--count", 2, "--index", index)
             command = (sys.executable, script, "--out", self.folder / out, *where, *args)
-            started.append(self.popen(command, out, JAX_NUM_CPU_DEVICES="1", **(each or {}).get(index, {})))
+            started.append(
+                self.popen(command, out, JAX_NUM_CPU_DEVICES="1", **(each or {}).get(index, {}))
+            )
         return Processes(started)
 
-    def launch(self, out: str | Path, *args: object, count: int = 2, restarts: int = 0, layout: tuple[str, ...] = PAIR) -> Started:
+    def launch(
+        self,
+        out: str | Path,
+        *args: object,
+        count: int = 2,
+        restarts: int = 0,
+        layout: tuple[str, ...] = PAIR,
+    ) -> Started:
         """The same by `shardwise launch`."""
         options = ("--processes", count, "--restarts", restarts)
         train = ("train", RECIPE, "--out", self.folder / out, *layout, *args)
-        return self.popen((sys.executable, "-m", "shardwise.cli", "launch", *options, "--", *train), out)
+        return self.popen(
+            (sys.executable, "-m", "shardwise.cli", "launch", *options, "--", *train), out
+        )
 
     def command(self, *args: object, **environment: str) -> Ended:
         """`shardwise` with any arguments."""
-        return self.popen((sys.executable, "-m", "shardwise.cli", *args), "command", **environment).end()
+        return self.popen(
+            (sys.executable, "-m", "shardwise.cli", *args), "command", **environment
+        ).end()
 
     def popen(self, command: tuple[object, ...], out: str | Path, **environment: str) -> Started:
         out = self.folder / out
@@ -214,7 +272,12 @@ class Bench:
         with log.open("w") as file:
             began = time.monotonic()
             process = subprocess.Popen(
-                [str(word) for word in command], cwd=self.folder, env=environment, stdout=file, stderr=file, start_new_session=True
+                [str(word) for word in command],
+                cwd=self.folder,
+                env=environment,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
             )
         return Started(process, out, log, began)
 
@@ -242,7 +305,9 @@ def read_log(out: Path) -> list[dict]:
 def last_step(out: Path) -> int:
     path = out / "metrics.jsonl"
     try:
-        return max((json.loads(line)["step"] for line in path.read_text().split("\n")[:-1]), default=0)
+        return max(
+            (json.loads(line)["step"] for line in path.read_text().split("\n")[:-1]), default=0
+        )
     except (FileNotFoundError, json.JSONDecodeError):
         return 0
 
@@ -293,7 +358,10 @@ def leaves(out: Path, step: int) -> dict[str, tuple[str, tuple[int, ...], bytes]
 
 def _read(directory: Path) -> object:
     reader = ocp.PyTreeCheckpointer()
-    arguments = _map(reader.metadata(directory).item_metadata.tree, lambda *_: ocp.RestoreArgs(restore_type=np.ndarray))
+    arguments = _map(
+        reader.metadata(directory).item_metadata.tree,
+        lambda *_: ocp.RestoreArgs(restore_type=np.ndarray),
+    )
     return reader.restore(directory, args=ocp.args.PyTreeRestore(restore_args=arguments))
 
 
@@ -308,7 +376,11 @@ def _map(tree: object, function: Callable[[str, object], object], path: str = ""
 def steps_of(out: Path) -> list[int]:
     """Steps that are listed as checkpoints."""
     folder = out / "checkpoints"
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit()) if folder.exists() else []
+    return (
+        sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+        if folder.exists()
+        else []
+    )
 
 
 def is_whole(directory: Path) -> bool:
@@ -317,7 +389,9 @@ def is_whole(directory: Path) -> bool:
     if not manifest.exists():
         return False
     expected = dict(reversed(line.split("  ", 1)) for line in manifest.read_text().splitlines())
-    found = {str(path.relative_to(directory)): path for path in files_of(directory) if path != manifest}
+    found = {
+        str(path.relative_to(directory)): path for path in files_of(directory) if path != manifest
+    }
     return expected == {name: blake3(path.read_bytes()).hexdigest() for name, path in found.items()}
 
 
@@ -327,13 +401,19 @@ def files_of(directory: Path) -> list[Path]:
 
 def leftovers(out: Path) -> list[str]:
     """What a run should not leave: temporary files and directories."""
-    return sorted(str(path.relative_to(out)) for path in out.rglob("*") if "tmp" in path.name or path.name.startswith(".write-test"))
+    return sorted(
+        str(path.relative_to(out))
+        for path in out.rglob("*")
+        if "tmp" in path.name or path.name.startswith(".write-test")
+    )
 
 
 def check_exact(out: Path, straight: Path, steps: int, merged: bool = False) -> None:
     """Losses, batches and the last checkpoint are those of the undisturbed run, bit by bit."""
     ours, theirs = losses(out, merged), losses(straight)
-    differing = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
+    differing = sorted(
+        key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)
+    )
     if differing:
         raise Silent(f"{len(differing)} numbers differ, first {differing[0]}")
     seen, wanted = batches(out), batches(straight)
@@ -341,7 +421,9 @@ def check_exact(out: Path, straight: Path, steps: int, merged: bool = False) -> 
     if differing:
         raise Silent(f"{len(differing)} batches differ, first {differing[0]}")
     ours, theirs = leaves(out, steps), leaves(straight, steps)
-    differing = sorted(path for path in ours.keys() | theirs.keys() if ours.get(path) != theirs.get(path))
+    differing = sorted(
+        path for path in ours.keys() | theirs.keys() if ours.get(path) != theirs.get(path)
+    )
     if differing:
         raise Silent(f"{len(differing)} leaves differ: {', '.join(differing[:3])}")
 
@@ -418,11 +500,16 @@ def pick_bit(directory: Path, random: Random) -> tuple[Path, int]:
 def write_manifest(directory: Path) -> None:
     """Digests for whatever is there now: what someone does who wants a changed checkpoint to be believed."""
     files = [path for path in files_of(directory) if path.name != "MANIFEST"]
-    lines = [f"{blake3(path.read_bytes()).hexdigest()}  {path.relative_to(directory)}\n" for path in files]
+    lines = [
+        f"{blake3(path.read_bytes()).hexdigest()}  {path.relative_to(directory)}\n"
+        for path in files
+    ]
     (directory / "MANIFEST").write_text("".join(lines))
 
 
-def rewrite(directory: Path, change: Callable[[str, np.ndarray], np.ndarray], **meta: object) -> None:
+def rewrite(
+    directory: Path, change: Callable[[str, np.ndarray], np.ndarray], **meta: object
+) -> None:
     """A checkpoint with other arrays, each given by (path, array) -> array, and other metadata; written with Orbax alone."""
     state = (directory / "state").resolve()
     tree = _map(_read(state), lambda path, leaf: change(path, np.asarray(leaf)))
@@ -453,7 +540,9 @@ def listening(pid: int) -> set[str]:
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             _, address, _, state, *rest = line.split()
-            is_loopback = address.startswith(("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"))
+            is_loopback = address.startswith(
+                ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
+            )
             if state == "0A" and rest[5] in inodes and not is_loopback:
                 found.add(address)
     return found
@@ -472,7 +561,9 @@ def can_mount(folder: Path) -> bool:
 def mounted(folder: Path, options: str) -> Iterator[Path]:
     """A file system in memory; needs root."""
     folder.mkdir(exist_ok=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], check=True, capture_output=True)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], check=True, capture_output=True
+    )
     try:
         yield folder
     finally:
@@ -531,7 +622,9 @@ def experiment(id: str, name: str, note: str = "") -> Iterator[Row]:
         yield row
     finally:
         ROWS.append(row)
-    assert not row.ours.failures, "\n".join([f"{len(row.ours.failures)} of {row.ours.trials} trials failed:", *row.ours.failures])
+    assert not row.ours.failures, "\n".join(
+        [f"{len(row.ours.failures)} of {row.ours.trials} trials failed:", *row.ours.failures]
+    )
 
 
 def table() -> str:
@@ -541,13 +634,23 @@ def table() -> str:
         into = merged.setdefault(row.id, Row(row.id, row.name))
         into.note = row.note or into.note
         for to, tally in ((into.ours, row.ours), (into.plain, row.plain)):
-            to.trials, to.passed, to.silent = to.trials + tally.trials, to.passed + tally.passed, to.silent + tally.silent
+            to.trials, to.passed, to.silent = (
+                to.trials + tally.trials,
+                to.passed + tally.passed,
+                to.silent + tally.silent,
+            )
     lines = [
         "| fault | | shardwise: trials | passed | silent | plain loop: trials | passed | silent | note |",
         "|---|---|--:|--:|--:|--:|--:|--:|---|",
     ]
     for id in sorted(merged):
         row = merged[id]
-        plain = f"{row.plain.trials} | {row.plain.passed} | {row.plain.silent}" if row.plain.trials else "- | - | -"
-        lines.append(f"| {id} | {row.name} | {row.ours.trials} | {row.ours.passed} | {row.ours.silent} | {plain} | {row.note} |")
+        plain = (
+            f"{row.plain.trials} | {row.plain.passed} | {row.plain.silent}"
+            if row.plain.trials
+            else "- | - | -"
+        )
+        lines.append(
+            f"| {id} | {row.name} | {row.ours.trials} | {row.ours.passed} | {row.ours.silent} | {plain} | {row.note} |"
+        )
     return "\n".join(lines)

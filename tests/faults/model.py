@@ -32,7 +32,16 @@ class Block(nnx.Module):
 class Model(nnx.Module):
     """Predicts the next token from the last one and the mean of all before it."""
 
-    def __init__(self, vocabulary: int, width: int, depth: int, dropout: float, dtype: str, renamed: bool, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        vocabulary: int,
+        width: int,
+        depth: int,
+        dropout: float,
+        dtype: str,
+        renamed: bool,
+        rngs: nnx.Rngs,
+    ):
         kind = jnp.dtype(dtype)
         self.tokens = nnx.Embed(vocabulary, width, param_dtype=kind, rngs=rngs)
         self.blocks = nnx.List([Block(width, dropout, kind, rngs) for _ in range(depth)])
@@ -57,13 +66,18 @@ def amplify(x: jax.Array, factor: jax.Array) -> jax.Array:
     return x
 
 
-amplify.defvjp(lambda x, factor: (x, factor), lambda factor, g: (g * factor, jnp.zeros_like(factor)))
+amplify.defvjp(
+    lambda x, factor: (x, factor), lambda factor, g: (g * factor, jnp.zeros_like(factor))
+)
 
 
 def entries(model: Model, batch: dict[str, jax.Array]) -> jax.Array:
     """Nats for each token, times the weight of its row."""
     logits = model(batch["inputs"]).astype(jnp.float32)
-    nats = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, batch["labels"][..., None], -1)[..., 0]
+    nats = (
+        jax.nn.logsumexp(logits, -1)
+        - jnp.take_along_axis(logits, batch["labels"][..., None], -1)[..., 0]
+    )
     return amplify(nats * batch["weight"][:, None], batch["amplify"][:, None])
 
 
@@ -77,7 +91,10 @@ def corpus(records: int, length: int, vocabulary: int) -> np.ndarray:
 
 def poison(batch: dict[str, np.ndarray], nan: bool, infinite: bool) -> dict[str, np.ndarray]:
     """The batch with a row whose loss is NaN, or whose loss is finite and whose gradient is not."""
-    weight, factor = np.ones(len(batch["inputs"]), np.float32), np.ones(len(batch["inputs"]), np.float32)
+    weight, factor = (
+        np.ones(len(batch["inputs"]), np.float32),
+        np.ones(len(batch["inputs"]), np.float32),
+    )
     weight[0] = np.nan if nan else 1
     factor[0] = np.inf if infinite else 1
     return {**batch, "weight": weight, "amplify": factor}
@@ -86,7 +103,12 @@ def poison(batch: dict[str, np.ndarray], nan: bool, infinite: bool) -> dict[str,
 def note(step: int, batch: dict[str, np.ndarray]) -> None:
     """One line (step, digest) to the file that BATCH_LOG names; a single write, so that no kill cuts it."""
     if path := os.environ.get("BATCH_LOG"):
-        digest = hashlib.sha256(b"".join(name.encode() + np.ascontiguousarray(batch[name]).tobytes() for name in sorted(batch)))
+        digest = hashlib.sha256(
+            b"".join(
+                name.encode() + np.ascontiguousarray(batch[name]).tobytes()
+                for name in sorted(batch)
+            )
+        )
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.write(handle, f"{step} {digest.hexdigest()}\n".encode())
         os.close(handle)

@@ -39,8 +39,24 @@ def parse() -> argparse.Namespace:
         parser.add_argument(f"--{name}", default=default)
     for name, default in {"lr": 3e-3, "dropout": 0.2, "pause": 0.02}.items():
         parser.add_argument(f"--{name}", type=float, default=default)
-    sizes = {"steps": 40, "seed": 0, "batch-size": 8, "length": 16, "records": 100, "width": 48, "depth": 3, "vocabulary": 128}
-    for name, default in {**sizes, "save-every": 5, "nan-at": -1, "stall-at": -1, "count": 1, "index": 0}.items():
+    sizes = {
+        "steps": 40,
+        "seed": 0,
+        "batch-size": 8,
+        "length": 16,
+        "records": 100,
+        "width": 48,
+        "depth": 3,
+        "vocabulary": 128,
+    }
+    for name, default in {
+        **sizes,
+        "save-every": 5,
+        "nan-at": -1,
+        "stall-at": -1,
+        "count": 1,
+        "index": 0,
+    }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     return parser.parse_args()
 
@@ -57,26 +73,45 @@ def main() -> None:
     args = parse()
     if args.coordinator:
         jax.distributed.initialize(args.coordinator, args.count, args.index)
-    whole = NamedSharding(jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,)), PartitionSpec())
+    whole = NamedSharding(
+        jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,)),
+        PartitionSpec(),
+    )
     rows = NamedSharding(whole.mesh, PartitionSpec("data"))
     schedule = optax.warmup_cosine_decay_schedule(0.0, args.lr, args.steps // 10, args.steps)
-    transformation = optax.chain(optax.clip_by_global_norm(1.0), getattr(optax, args.optimizer)(schedule))
+    transformation = optax.chain(
+        optax.clip_by_global_norm(1.0), getattr(optax, args.optimizer)(schedule)
+    )
 
     def create():
-        model = Model(args.vocabulary, args.width, args.depth, args.dropout, args.dtype, False, nnx.Rngs(args.seed))
+        model = Model(
+            args.vocabulary,
+            args.width,
+            args.depth,
+            args.dropout,
+            args.dtype,
+            False,
+            nnx.Rngs(args.seed),
+        )
         return nnx.split((model, nnx.Optimizer(model, transformation, wrt=nnx.Param)))
 
     graph, state = create()
     if args.coordinator:
         state = jax.jit(lambda: create()[1], out_shardings=whole)()
 
-    tokens = np.load(args.data, mmap_mode="r") if args.data else corpus(args.records, args.length, args.vocabulary)
+    tokens = (
+        np.load(args.data, mmap_mode="r")
+        if args.data
+        else corpus(args.records, args.length, args.vocabulary)
+    )
     dataset = grain.MapDataset.source(Windows(tokens, args.length)).seed(args.seed)
     dataset = (dataset.shuffle() if args.shuffle else dataset).repeat().batch(args.batch_size)
     iterator = iter(dataset.to_iter_dataset())
 
     args.out.mkdir(parents=True, exist_ok=True)
-    options = ocp.CheckpointManagerOptions(save_interval_steps=args.save_every, max_to_keep=3, cleanup_tmp_directories=True)
+    options = ocp.CheckpointManagerOptions(
+        save_interval_steps=args.save_every, max_to_keep=3, cleanup_tmp_directories=True
+    )
     manager = ocp.CheckpointManager((args.out / "checkpoints").resolve(), options=options)
     start = manager.latest_step() or 0
     if start:
@@ -94,12 +129,21 @@ def main() -> None:
             batch = poison(next(iterator), step == args.nan_at, False)
             note(step, batch)
             if args.coordinator:
-                batch = jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, rows, lambda index, x=x: x[index]), batch)
+                batch = jax.tree.map(
+                    lambda x: jax.make_array_from_callback(
+                        x.shape, rows, lambda index, x=x: x[index]
+                    ),
+                    batch,
+                )
             loss, state = train_step(graph, state, batch)
             if args.index == 0:
                 log.write(json.dumps({"step": step + 1, "loss": float(loss)}) + "\n")
             manager.save(
-                step + 1, args=ocp.args.Composite(state=ocp.args.StandardSave(state), data=grain.checkpoint.CheckpointSave(iterator))
+                step + 1,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(state),
+                    data=grain.checkpoint.CheckpointSave(iterator),
+                ),
             )
     manager.wait_until_finished()
     manager.close()

@@ -41,14 +41,20 @@ class Faulty(Batches):
 
 def decode(record: dict | bytes) -> dict[str, np.ndarray]:
     """A row from {"tokens": [...]}, as a record of JSON lines or as the bytes of one in ArrayRecord."""
-    tokens = np.array((json.loads(record) if isinstance(record, bytes) else record)["tokens"], np.int32)
+    tokens = np.array(
+        (json.loads(record) if isinstance(record, bytes) else record)["tokens"], np.int32
+    )
     return {"inputs": tokens[:-1], "labels": tokens[1:]}
 
 
 def open_data(path: Path, length: int) -> object:
     if path.suffix == ".jsonl":
         return json_lines(path, decode)
-    return array_records(path, decode) if path.suffix == ".array_record" else Tokens(open_tokens(path), length)
+    return (
+        array_records(path, decode)
+        if path.suffix == ".array_record"
+        else Tokens(open_tokens(path), length)
+    )
 
 
 def recipe(
@@ -86,16 +92,24 @@ def recipe(
     max_skips: int = 10,
 ) -> Run:
     """A knob for each fault. `rule` cuts the last dim of the parameters of a pattern by an axis of the mesh."""
-    source = open_data(data, length) if data is not None else Tokens(corpus(records, length, vocabulary), length)
+    source = (
+        open_data(data, length)
+        if data is not None
+        else Tokens(corpus(records, length, vocabulary), length)
+    )
     if filtered:
         source = keep(source, lambda row: False)
     faults = {"pause": pause, "nan_at": nan_at, "infinite_at": infinite_at, "stall_at": stall_at}
     return Run(
         model=partial(Model, vocabulary, width, depth, dropout, dtype, renamed),
         loss=loss,
-        optimizer=getattr(optim, optimizer)(optim.cosine(lr, steps, warmup=0.1), clip=1.0, ema=0.999, spikes=spikes),
+        optimizer=getattr(optim, optimizer)(
+            optim.cosine(lr, steps, warmup=0.1), clip=1.0, ema=0.999, spikes=spikes
+        ),
         data=Faulty(source, batch_size, seed=seed, shuffle=shuffle, skip_bad=skip_bad, **faults),
-        eval_data=Faulty(Tokens(corpus(eval_records, length, vocabulary), length), batch_size, pause=eval_pause),
+        eval_data=Faulty(
+            Tokens(corpus(eval_records, length, vocabulary), length), batch_size, pause=eval_pause
+        ),
         steps=steps,
         mesh=mesh,
         rules=Rules(paths=((rule[0], (None, rule[1])),)) if rule else Rules(),

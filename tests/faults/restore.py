@@ -18,8 +18,16 @@ def main(out: Path, step: int) -> None:
     spec = prepare(recipe(steps=20, mesh="fsdp=2")).spec
     with Checkpoints(out / "checkpoints") as checkpoints:
         state = checkpoints.restore(spec, step)
-    tree = {"step": state.step, "params": state.params, "other": state.other, "opt_state": state.opt_state}
-    digests = {path: hashlib.sha256(np.asarray(leaf).tobytes()).hexdigest() for path, leaf in named_leaves(tree).items()}
+    tree = {
+        "step": state.step,
+        "params": state.params,
+        "other": state.other,
+        "opt_state": state.opt_state,
+    }
+    digests = {
+        path: hashlib.sha256(np.asarray(leaf).tobytes()).hexdigest()
+        for path, leaf in named_leaves(tree).items()
+    }
     print(json.dumps(digests))
 
 

@@ -3,7 +3,17 @@
 import re
 
 import pytest
-from harness import PLAIN_SHORT, RECIPE, SHORT, Silent, check_refused, copy_of, experiment, leaves, steps_of
+from harness import (
+    PLAIN_SHORT,
+    RECIPE,
+    SHORT,
+    Silent,
+    check_refused,
+    copy_of,
+    experiment,
+    leaves,
+    steps_of,
+)
 
 OTHER = """
 from shardwise import Run
@@ -73,7 +83,9 @@ LATE = [  # need the recipe
 ]
 
 
-@pytest.mark.parametrize("share", [6, pytest.param(1, marks=pytest.mark.faults)], ids=["quick", "all"])
+@pytest.mark.parametrize(
+    "share", [6, pytest.param(1, marks=pytest.mark.faults)], ids=["quick", "all"]
+)
 def test_f14_bad_arguments(bench, share):
     (bench.folder / "other.py").write_text(OTHER)
     (bench.folder / "syntax.py").write_text("def recipe(:")
@@ -81,8 +93,13 @@ def test_f14_bad_arguments(bench, share):
     (bench.folder / "text.txt").write_text("not a recipe")
     with experiment("F14", "bad arguments") as row:
         slowest = 0.0
-        for early, (args, words) in [(True, case) for case in EARLY[::share]] + [(False, case) for case in LATE[::share]]:
-            with row.ours.trial(" ".join(str(word).replace(str(RECIPE), "recipe.py") for word in args) or "(nothing)"):
+        for early, (args, words) in [(True, case) for case in EARLY[::share]] + [
+            (False, case) for case in LATE[::share]
+        ]:
+            with row.ours.trial(
+                " ".join(str(word).replace(str(RECIPE), "recipe.py") for word in args)
+                or "(nothing)"
+            ):
                 ended = bench.command(*args)
                 if args:
                     check_refused(ended, 2, *([words] if isinstance(words, str) else words))
@@ -91,7 +108,9 @@ def test_f14_bad_arguments(bench, share):
                 assert "compiling" not in ended.err
                 if early:
                     slowest = max(slowest, ended.seconds)
-        row.note = f"slowest answer to the {len(EARLY[::share])} that need no recipe: {slowest:.1f} s"
+        row.note = (
+            f"slowest answer to the {len(EARLY[::share])} that need no recipe: {slowest:.1f} s"
+        )
 
 
 MESHES = [
@@ -102,12 +121,20 @@ MESHES = [
     (["--mesh", "data=-1,fsdp=-1"], ("-1",)),
     (["--mesh", "data=eight"], ("data=eight",)),
     (["--mesh", "data=0"], ("0",)),
-    (["--mesh", "data=4,model=2", "--rule", "heed/kernel", "model"], ("heed/kernel", "head/kernel")),
-    (["--mesh", "model=8", "--rule", "head/kernel", "model", "--vocabulary", "130"], ("head/kernel", "130", "8")),
+    (
+        ["--mesh", "data=4,model=2", "--rule", "heed/kernel", "model"],
+        ("heed/kernel", "head/kernel"),
+    ),
+    (
+        ["--mesh", "model=8", "--rule", "head/kernel", "model", "--vocabulary", "130"],
+        ("head/kernel", "130", "8"),
+    ),
 ]
 
 
-@pytest.mark.parametrize("share", [3, pytest.param(1, marks=pytest.mark.faults)], ids=["quick", "all"])
+@pytest.mark.parametrize(
+    "share", [3, pytest.param(1, marks=pytest.mark.faults)], ids=["quick", "all"]
+)
 def test_f15_meshes_that_cannot_be(bench, share):
     with experiment("F15", "meshes that cannot be") as row:
         for args, words in MESHES[::share]:
@@ -118,18 +145,28 @@ def test_f15_meshes_that_cannot_be(bench, share):
 
 
 MISMATCHES = {  # arguments -> words that the answer must have
-    ("--width", "56"): ("params/blocks/0/up/kernel", "params/blocks/1/up/kernel", "float32[48, 192]", "float32[56, 224]"),
+    ("--width", "56"): (
+        "params/blocks/0/up/kernel",
+        "params/blocks/1/up/kernel",
+        "float32[48, 192]",
+        "float32[56, 224]",
+    ),
     ("--dtype", "bfloat16"): ("params/blocks/1/up/kernel", "float32[48, 192]", "bfloat16[48, 192]"),
     ("--renamed",): ("params/head/kernel", "params/output/kernel", "opt_state"),
     ("--depth", "4"): ("params/blocks/3/down/bias", "opt_state"),
     ("--vocabulary", "130"): ("params/tokens/embedding", "params/head/bias"),
     ("--optimizer", "lion"): ("opt_state", "nu"),
-    ("--depth", "1", "--width", "32", "--vocabulary", "64"): ("params/blocks/0/up/kernel", "params/blocks/1/up/kernel"),
+    ("--depth", "1", "--width", "32", "--vocabulary", "64"): (
+        "params/blocks/0/up/kernel",
+        "params/blocks/1/up/kernel",
+    ),
 }
 PLAIN_MISMATCHES = [args for args in MISMATCHES if args != ("--renamed",)]
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(99, marks=pytest.mark.faults)], ids=["quick", "all"])
+@pytest.mark.parametrize(
+    "count", [2, pytest.param(99, marks=pytest.mark.faults)], ids=["quick", "all"]
+)
 def test_f16_a_checkpoint_of_another_model(bench, straight, straight_plain, count):
     """Refused with a table of the first leaves that do not fit and the number of the others, nothing loaded, nothing changed."""
     run = straight(*SHORT)
@@ -142,10 +179,14 @@ def test_f16_a_checkpoint_of_another_model(bench, straight, straight_plain, coun
                 check_refused(ended, 4, *words)
                 assert "compiling" not in ended.err
                 if args[0] == "--width":
-                    shaped = [path for path, (_, shape, _) in before.items() if {48, 192} & set(shape)]
+                    shaped = [
+                        path for path, (_, shape, _) in before.items() if {48, 192} & set(shape)
+                    ]
                     named = [path for path in shaped if path.lstrip("/") in ended.err]
                     others = int(re.search(r"and (\d+) more", ended.err)[1])
-                    assert len(named) + others == len(shaped), f"{len(named)} of {len(shaped)} leaves named, {others} counted"
+                    assert len(named) + others == len(shaped), (
+                        f"{len(named)} of {len(shaped)} leaves named, {others} counted"
+                    )
         assert steps_of(out) == [12, 16, 20]
         assert leaves(out, 20) == before
         if count > 10:
@@ -153,5 +194,10 @@ def test_f16_a_checkpoint_of_another_model(bench, straight, straight_plain, coun
             for args in PLAIN_MISMATCHES:
                 with row.plain.trial(" ".join(args)):
                     copy_of(plain, bench, "plain " + "".join(args))
-                    if bench.plain("plain-" + "".join(args), "--steps", "22", "--save-every", "4", *args).code == 0:
+                    if (
+                        bench.plain(
+                            "plain-" + "".join(args), "--steps", "22", "--save-every", "4", *args
+                        ).code
+                        == 0
+                    ):
                         raise Silent("accepted")

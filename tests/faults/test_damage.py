@@ -28,10 +28,12 @@ from harness import (
 SEED = 3
 
 
-@pytest.mark.parametrize(("flips", "commands"), [(30, 1), pytest.param(200, 3, marks=pytest.mark.faults)])
+@pytest.mark.parametrize(
+    ("flips", "commands"), [(30, 1), pytest.param(200, 3, marks=pytest.mark.faults)]
+)
 def test_f03_every_flipped_bit_is_found(bench, straight, straight_plain, flips, commands):
     """The digests are checked for every flip; the whole command is started for some of them."""
-    from shardwise.files import verify_manifest
+    from shardwise.files.durable import verify_manifest
 
     run, rng = straight(*SHORT), seeded(SEED)
     with experiment("F03", "one bit flipped in a checkpoint", f"seed {SEED}") as row:
@@ -40,7 +42,9 @@ def test_f03_every_flipped_bit_is_found(bench, straight, straight_plain, flips, 
         assert verify_manifest(newest) == []
         for number in range(flips):
             path, bit = pick_bit(newest, rng)
-            with row.ours.trial(f"flip {number + 1}: bit {bit} of {path.relative_to(newest)}", quiet=True):
+            with row.ours.trial(
+                f"flip {number + 1}: bit {bit} of {path.relative_to(newest)}", quiet=True
+            ):
                 flip_bit(path, bit)
                 problems = verify_manifest(newest)
                 flip_bit(path, bit)
@@ -59,10 +63,27 @@ def test_f03_every_flipped_bit_is_found(bench, straight, straight_plain, flips, 
                 check_exact(out, run, 20)
         if flips > 100:
             plain = straight_plain(*PLAIN_SHORT)
-            command = [sys.executable, HERE / "flips.py", plain / "checkpoints" / "20", str(flips), str(SEED)]
-            found = subprocess.run(command, env=bench.environment(), capture_output=True, text=True, check=True, timeout=2 * LIMIT)
+            command = [
+                sys.executable,
+                HERE / "flips.py",
+                plain / "checkpoints" / "20",
+                str(flips),
+                str(SEED),
+            ]
+            found = subprocess.run(
+                command,
+                env=bench.environment(),
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=2 * LIMIT,
+            )
             counts = json.loads(found.stdout.splitlines()[-1])
-            row.plain.trials, row.plain.passed, row.plain.silent = flips, counts["raised"] + counts["same"], counts["wrong"]
+            row.plain.trials, row.plain.passed, row.plain.silent = (
+                flips,
+                counts["raised"] + counts["same"],
+                counts["wrong"],
+            )
             row.note += f"; plain: {counts['raised']} raised, {counts['same']} read the same values"
 
 
@@ -71,7 +92,9 @@ def zero(path):
 
 
 DAMAGE = {
-    "flipped": lambda step: flip_bit(largest_file(step), 8 * (largest_file(step).stat().st_size // 2)),
+    "flipped": lambda step: flip_bit(
+        largest_file(step), 8 * (largest_file(step).stat().st_size // 2)
+    ),
     "truncated": lambda step: truncate(largest_file(step)),
     "zeroed": lambda step: zero(largest_file(step)),
     "file missing": lambda step: largest_file(step).unlink(),
@@ -82,7 +105,11 @@ DAMAGE = {
 PLAIN_DAMAGE = ("flipped", "truncated", "zeroed", "file missing", "empty")
 
 
-@pytest.mark.parametrize("kinds", [("truncated",), pytest.param(tuple(DAMAGE), marks=pytest.mark.faults)], ids=["quick", "all"])
+@pytest.mark.parametrize(
+    "kinds",
+    [("truncated",), pytest.param(tuple(DAMAGE), marks=pytest.mark.faults)],
+    ids=["quick", "all"],
+)
 def test_f05_falls_back_to_the_newest_whole_step(bench, straight, straight_plain, kinds):
     run = straight(*SHORT)
     with experiment("F05", "newest checkpoint damaged, older ones whole") as row:

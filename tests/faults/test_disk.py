@@ -41,7 +41,10 @@ def test_f06_a_full_disk(bench, straight, straight_plain):
     """A file system in memory with room for three checkpoints and a half; a file fills it and makes room again."""
     expected = straight(*SHORT)
     if not can_mount(bench.folder / "probe"):
-        with experiment("F06", "disk full", "no mounts here: by a fail point") as row, row.ours.trial("three saves in a row"):
+        with (
+            experiment("F06", "disk full", "no mounts here: by a fail point") as row,
+            row.ours.trial("three saves in a row"),
+        ):
             ended = bench.train("run", *SHORT, SHARDWISE_FAILPOINT="checkpoint.arrays:2-4:enospc")
             check_done(ended)
             assert "No space left" in ended.err, ended.message
@@ -49,14 +52,23 @@ def test_f06_a_full_disk(bench, straight, straight_plain):
             check_clean(bench.folder / "run")
         return
     with experiment("F06", "disk full", "on a file system in memory") as row:
-        with row.ours.trial("room for one checkpoint and a half"), mounted(bench.folder / "small", f"size={CHECKPOINT * 3 // 2}") as disk:
+        with (
+            row.ours.trial("room for one checkpoint and a half"),
+            mounted(bench.folder / "small", f"size={CHECKPOINT * 3 // 2}") as disk,
+        ):
             ended = bench.train(disk / "run", *SHORT)
             check_refused(ended, 4, "free", "step 20")
             out = disk / "run"
             assert steps_of(out), ended.message
             check_clean(out)
-        for name, leave in (("seen before the save", CHECKPOINT // 3), ("in the midst of the save", CHECKPOINT * 9 // 10)):
-            with row.ours.trial(f"filled in mid-run, {name}"), mounted(bench.folder / "disk", f"size={CHECKPOINT * 5}") as disk:
+        for name, leave in (
+            ("seen before the save", CHECKPOINT // 3),
+            ("in the midst of the save", CHECKPOINT * 9 // 10),
+        ):
+            with (
+                row.ours.trial(f"filled in mid-run, {name}"),
+                mounted(bench.folder / "disk", f"size={CHECKPOINT * 5}") as disk,
+            ):
                 out = disk / "run"
                 process = bench.start(out, *SHORT, "--pause", "0.2")
                 process.wait_for(lambda out=out: steps_of(out) == [4], "step 4")
@@ -86,7 +98,10 @@ def test_f06_a_full_disk(bench, straight, straight_plain):
             move_out(bench, disk, "moved")
             check_exact(bench.folder / "moved", expected, 20)
         plain = straight_plain(*PLAIN_SHORT)
-        with row.plain.trial("filled in mid-run"), mounted(bench.folder / "disk", f"size={CHECKPOINT * 5}") as disk:
+        with (
+            row.plain.trial("filled in mid-run"),
+            mounted(bench.folder / "disk", f"size={CHECKPOINT * 5}") as disk,
+        ):
             out = disk / "run"
             process = bench.start_plain(out, *PLAIN_SHORT, "--pause", "0.2")
             process.wait_for(lambda: 4 in steps_of(out), "step 4")
@@ -110,13 +125,18 @@ def as_nobody(bench, out):
     cache.mkdir(mode=0o777)
     cache.chmod(0o777)
     return bench.start(
-        out, *SHORT, wrap=("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"), JAX_COMPILATION_CACHE_DIR=str(cache)
+        out,
+        *SHORT,
+        wrap=("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"),
+        JAX_COMPILATION_CACHE_DIR=str(cache),
     ).end()
 
 
 def test_f23_a_directory_that_cannot_be_used(bench):
     """Known before anything is compiled."""
-    with experiment("F23", "run directory read-only, forbidden, a file, gone, or with I/O errors") as row:
+    with experiment(
+        "F23", "run directory read-only, forbidden, a file, gone, or with I/O errors"
+    ) as row:
         (bench.folder / "file").write_text("not a directory")
         with row.ours.trial("its parent is a file"):
             ended = bench.train("file/run", *SHORT)
@@ -128,7 +148,10 @@ def test_f23_a_directory_that_cannot_be_used(bench):
             check_refused(ended, 4, "link")
             assert "compiling" not in ended.err
         if can_mount(bench.folder / "probe"):
-            with row.ours.trial("a read-only file system"), mounted(bench.folder / "read-only", "size=1m,ro"):
+            with (
+                row.ours.trial("a read-only file system"),
+                mounted(bench.folder / "read-only", "size=1m,ro"),
+            ):
                 ended = bench.train("read-only/run", *SHORT)
                 check_refused(ended, 4, "read-only/run", "Read-only file system")
                 assert "compiling" not in ended.err
@@ -137,7 +160,9 @@ def test_f23_a_directory_that_cannot_be_used(bench):
 @pytest.mark.faults
 def test_f23_a_directory_that_breaks_in_mid_run(bench, straight):
     expected = straight(*SHORT)
-    with experiment("F23", "run directory read-only, forbidden, a file, gone, or with I/O errors") as row:
+    with experiment(
+        "F23", "run directory read-only, forbidden, a file, gone, or with I/O errors"
+    ) as row:
         if os.geteuid() == 0:
             with row.ours.trial("no permission"):
                 for folder in (bench.folder, *bench.folder.parents):
@@ -178,7 +203,9 @@ def test_f23_a_directory_that_breaks_in_mid_run(bench, straight):
 @pytest.mark.faults
 def test_f26_saves_that_fail_in_the_background(bench, straight):
     expected = straight(*SHORT)
-    with experiment("F26", "the writer of checkpoints fails: once, at the last save, always") as row:
+    with experiment(
+        "F26", "the writer of checkpoints fails: once, at the last save, always"
+    ) as row:
         with row.ours.trial("once"):
             ended = bench.train("once", *SHORT, SHARDWISE_FAILPOINT="checkpoint.written:2:eio")
             check_done(ended)
@@ -193,7 +220,13 @@ def test_f26_saves_that_fail_in_the_background(bench, straight):
         for name, count in (("at the last save, every time", "5-99"), ("always", "1-99")):
             with row.ours.trial(name):
                 out = bench.folder / name.replace(" ", "-").replace(",", "")
-                check_refused(bench.train(out.name, *SHORT, SHARDWISE_FAILPOINT=f"checkpoint.written:{count}:enospc"), 4, "step 20")
+                check_refused(
+                    bench.train(
+                        out.name, *SHORT, SHARDWISE_FAILPOINT=f"checkpoint.written:{count}:enospc"
+                    ),
+                    4,
+                    "step 20",
+                )
                 assert steps_of(out) == ([8, 12, 16] if count == "5-99" else [])
                 check_clean(out)
                 check_done(bench.train(out.name, *SHORT))
@@ -201,7 +234,11 @@ def test_f26_saves_that_fail_in_the_background(bench, straight):
 
 
 def strace_works():
-    return shutil.which("strace") is not None and subprocess.run(["strace", "-o", "/dev/null", "true"], capture_output=True).returncode == 0
+    return (
+        shutil.which("strace") is not None
+        and subprocess.run(["strace", "-o", "/dev/null", "true"], capture_output=True).returncode
+        == 0
+    )
 
 
 CALL = re.compile(r"^\d+\s+(\w+)\((.*)")
@@ -221,7 +258,9 @@ def read_strace(path):
         if not re.search(r"\)\s+= 0", rest):
             continue
         name = rest.partition("(")[0]
-        paths = re.findall(r"<(/[^>]*)>", rest) if "sync" in name else re.findall(r'"([^"]*)"', rest)
+        paths = (
+            re.findall(r"<(/[^>]*)>", rest) if "sync" in name else re.findall(r'"([^"]*)"', rest)
+        )
         calls.append((name, *paths[:2]))
     return calls
 
@@ -229,47 +268,93 @@ def read_strace(path):
 def check_order(calls, out, step):
     """Every file and directory of the step is flushed before the rename, the directory above it afterwards."""
     final, temporary = out / "checkpoints" / str(step), out / "checkpoints" / f"{step}.tmp"
-    renames = [i for i, call in enumerate(calls) if call[0].startswith(("rename", "replace")) and call[1:] == (str(temporary), str(final))]
+    renames = [
+        i
+        for i, call in enumerate(calls)
+        if call[0].startswith(("rename", "replace")) and call[1:] == (str(temporary), str(final))
+    ]
     assert len(renames) == 1, f"{len(renames)} renames of {temporary}"
     flushed = {call[1] for call in calls[: renames[0]] if "sync" in call[0]}
     wanted = [*files_of(final), *(path for path in final.rglob("*") if path.is_dir()), final]
-    missing = [str(path.relative_to(final)) for path in wanted if str(temporary / path.relative_to(final)) not in flushed]
+    missing = [
+        str(path.relative_to(final))
+        for path in wanted
+        if str(temporary / path.relative_to(final)) not in flushed
+    ]
     assert missing == [], f"not flushed before the rename: {missing}"
-    assert any("sync" in call[0] and call[1] == str(final.parent) for call in calls[renames[0] :]), (
-        "the directory is not flushed after the rename"
-    )
+    assert any(
+        "sync" in call[0] and call[1] == str(final.parent) for call in calls[renames[0] :]
+    ), "the directory is not flushed after the rename"
 
 
 @pytest.mark.faults
 def test_f30_everything_is_flushed_before_the_rename(bench):
     """With strace where there is one; otherwise by the calls that Python makes, which hide only what Orbax flushes besides."""
     traced = strace_works()
-    with experiment("F30", "order of flushes and renames, for a loss of power", "strace" if traced else "calls of Python") as row:
+    with experiment(
+        "F30",
+        "order of flushes and renames, for a loss of power",
+        "strace" if traced else "calls of Python",
+    ) as row:
         log = bench.folder / "calls"
-        tracer = ("strace", "-f", "-y", "-e", "trace=fsync,fdatasync,rename,renameat,renameat2", "-s", "4096", "-o", str(log))
-        wrap, environment = (tracer, {}) if traced else ((), {"PYTHONPATH": str(HERE / "spy"), "SPY_CALLS": str(log)})
+        tracer = (
+            "strace",
+            "-f",
+            "-y",
+            "-e",
+            "trace=fsync,fdatasync,rename,renameat,renameat2",
+            "-s",
+            "4096",
+            "-o",
+            str(log),
+        )
+        wrap, environment = (
+            (tracer, {})
+            if traced
+            else ((), {"PYTHONPATH": str(HERE / "spy"), "SPY_CALLS": str(log)})
+        )
         out = bench.folder / "run"
         check_done(bench.start("run", *SHORT, wrap=wrap, **environment).end())
-        calls = read_strace(log) if traced else [tuple(line.split("\t")) for line in log.read_text().splitlines()]
+        calls = (
+            read_strace(log)
+            if traced
+            else [tuple(line.split("\t")) for line in log.read_text().splitlines()]
+        )
         for step in steps_of(out):
             with row.ours.trial(f"step {step}"):
                 check_order(calls, out, step)
         with row.ours.trial("run.json"):
             index = next(
-                i for i, call in enumerate(calls) if call[-1] == str(out / "run.json") and call[0].startswith(("rename", "replace"))
+                i
+                for i, call in enumerate(calls)
+                if call[-1] == str(out / "run.json") and call[0].startswith(("rename", "replace"))
             )
-            assert any("sync" in call[0] and call[1] == str(out / "run.json.tmp") for call in calls[:index])
+            assert any(
+                "sync" in call[0] and call[1] == str(out / "run.json.tmp") for call in calls[:index]
+            )
         if traced:
             with row.plain.trial("the last step"):
                 log.unlink()
-                process = bench.popen((*tracer, sys.executable, HERE / "plain.py", "--out", bench.folder / "plain", *PLAIN_SHORT), "plain")
+                process = bench.popen(
+                    (
+                        *tracer,
+                        sys.executable,
+                        HERE / "plain.py",
+                        "--out",
+                        bench.folder / "plain",
+                        *PLAIN_SHORT,
+                    ),
+                    "plain",
+                )
                 check_done(process.end())
                 check_plain_order(read_strace(log), bench.folder / "plain", 20)
 
 
 def check_plain_order(calls, out, step):
     final = out / "checkpoints" / str(step)
-    renames = [i for i, call in enumerate(calls) if call[0].startswith("rename") and call[-1] == str(final)]
+    renames = [
+        i for i, call in enumerate(calls) if call[0].startswith("rename") and call[-1] == str(final)
+    ]
     assert renames, "no rename"
     temporary = Path(calls[renames[0]][1])
     flushed = {call[1] for call in calls[: renames[0]] if "sync" in call[0]}

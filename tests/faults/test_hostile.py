@@ -48,7 +48,9 @@ def put_pickles(out, outside):
     for folder in (out, out / "checkpoints", step, step / "state"):
         for name in NAMES:
             (folder / name).write_bytes(
-                content if not name.endswith(".py") else f"import os; os.mkdir({str(outside / 'canary')!r})".encode()
+                content
+                if not name.endswith(".py")
+                else f"import os; os.mkdir({str(outside / 'canary')!r})".encode()
             )
     write_manifest(step)
 
@@ -68,13 +70,24 @@ def pickle_as_orbax_metadata(out, outside):
 
 def names_that_lead_out(out, outside):
     manifest = out / "checkpoints" / "16" / "MANIFEST"
-    lines = [f"{'0' * 64}  ../../../outside/canary\n", f"{'0' * 64}  {outside}/canary\n", f"{'0' * 64}  state/../../x\n"]
+    lines = [
+        f"{'0' * 64}  ../../../outside/canary\n",
+        f"{'0' * 64}  {outside}/canary\n",
+        f"{'0' * 64}  state/../../x\n",
+    ]
     manifest.write_text(manifest.read_text() + "".join(lines))
 
 
 def links_for_files(out, outside):
     """Every file that the command writes is a link to one outside."""
-    for name in ("run.json", "run.json.tmp", "metrics.jsonl.tmp", "starts.jsonl", "loss.png", "loss.png.tmp"):
+    for name in (
+        "run.json",
+        "run.json.tmp",
+        "metrics.jsonl.tmp",
+        "starts.jsonl",
+        "loss.png",
+        "loss.png.tmp",
+    ):
         (out / name).unlink(missing_ok=True)
         (out / name).symlink_to(outside / "precious")
 
@@ -109,7 +122,9 @@ def odd_names_of_steps(out, outside):
 def declared_size(out, outside):
     """An array of 10**15 elements, says its description; a file of some bytes."""
     step = out / "checkpoints" / "16"
-    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": f"file://{step / 'state'}/"}).result()
+    store = tensorstore.KvStore.open(
+        {"driver": "ocdbt", "base": f"file://{step / 'state'}/"}
+    ).result()
     key = next(key for key in store.list().result() if key.endswith(b"params.head.kernel/.zarray"))
     description = json.loads(store.read(key).result().value)
     description["shape"] = description["chunks"] = [10**8, 10**7]
@@ -132,7 +147,17 @@ def nested_orbax_metadata(out, outside):
 def metadata_of_other_kinds(out, outside):
     step = out / "checkpoints" / "16"
     meta = json.loads((step / "meta.json").read_text())
-    (step / "meta.json").write_text(json.dumps({**meta, "lr": {"all": 3, "x": {"nan": []}}, "data": [1], "seed": {"a": None}, "step": "x"}))
+    (step / "meta.json").write_text(
+        json.dumps(
+            {
+                **meta,
+                "lr": {"all": 3, "x": {"nan": []}},
+                "data": [1],
+                "seed": {"a": None},
+                "step": "x",
+            }
+        )
+    )
     write_manifest(step)
 
 
@@ -143,7 +168,9 @@ def metadata_that_is_a_list(out, outside):
 
 
 def logs_of_other_kinds(out, outside):
-    (out / "metrics.jsonl").write_text('3\n{}\n{"step": "x"}\n{"step": null, "loss": []}\n["step"]\n')
+    (out / "metrics.jsonl").write_text(
+        '3\n{}\n{"step": "x"}\n{"step": null, "loss": []}\n["step"]\n'
+    )
     (out / "starts.jsonl").write_text('3\n{}\n{"step": "x"}\n[]\n')
 
 
@@ -169,10 +196,15 @@ CASES = {
 
 
 def contents(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(99, marks=pytest.mark.faults)], ids=["quick", "all"])
+@pytest.mark.parametrize(
+    "count", [2, pytest.param(99, marks=pytest.mark.faults)], ids=["quick", "all"]
+)
 def test_f25_hostile_files(bench, straight, count):
     run = straight(*SHORT)
     with experiment("F25", "hostile files in a run directory") as row:
@@ -182,14 +214,18 @@ def test_f25_hostile_files(bench, straight, count):
         memory = usual.memory
         for make, due in list(CASES.items())[:count]:
             with row.ours.trial(make.__name__.replace("_", " ")):
-                out = copy_of(run, bench, make.__name__, without=(12, 20) if due == REFUSED else (20,))
+                out = copy_of(
+                    run, bench, make.__name__, without=(12, 20) if due == REFUSED else (20,)
+                )
                 outside = bench.folder / f"outside-{make.__name__}"
                 outside.mkdir()
                 (outside / "precious").write_text("precious")
                 make(out, outside)
                 found = spied(bench, out, memory)
                 if contents(outside) != {"precious": b"precious"}:
-                    raise Silent(f"changed outside of the run directory: {sorted(contents(outside))}")
+                    raise Silent(
+                        f"changed outside of the run directory: {sorted(contents(outside))}"
+                    )
                 strange = sorted(found.events - usual.events)
                 assert strange == [], f"not done in a usual run: {strange[:3]}"
                 assert found.ports == set(), f"listens on {found.ports}"
@@ -200,7 +236,9 @@ def test_f25_hostile_files(bench, straight, count):
                 elif due == WHOLE:
                     check_done(found.ended)
                 elif found.ended.code != 0:
-                    check_refused(found.ended, 7 if make is link_for_lock and found.ended.code == 7 else 4)
+                    check_refused(
+                        found.ended, 7 if make is link_for_lock and found.ended.code == 7 else 4
+                    )
                 elif due == REFUSED:
                     raise Silent("loaded")
 
@@ -211,16 +249,31 @@ class spied:
     def __init__(self, bench, out, memory):
         log = bench.folder / f"{out.name}.events"
         settings = bench.folder / "matplotlib"
-        search = os.pathsep.join(path for path in (str(HERE / "spy"), os.environ.get("PYTHONPATH")) if path)
+        search = os.pathsep.join(
+            path for path in (str(HERE / "spy"), os.environ.get("PYTHONPATH")) if path
+        )
         process = bench.start(
-            out.name, *SHORT, PYTHONPATH=search, SPY_EVENTS=str(log), MPLCONFIGDIR=str(settings), PYTHONDONTWRITEBYTECODE="1"
+            out.name,
+            *SHORT,
+            PYTHONPATH=search,
+            SPY_EVENTS=str(log),
+            MPLCONFIGDIR=str(settings),
+            PYTHONDONTWRITEBYTECODE="1",
         )
         self.memory, self.ports = process.watch()
         self.ended = process.end()
-        assert not memory or self.memory < 2 * memory, f"{self.memory / 2**20:.0f} MiB, usually {memory / 2**20:.0f}"
+        assert not memory or self.memory < 2 * memory, (
+            f"{self.memory / 2**20:.0f} MiB, usually {memory / 2**20:.0f}"
+        )
         lines = [line.split("\t", 1) for line in log.read_text().splitlines()]
         allowed = (str(out), f"{out}.batches", str(bench.cache), str(settings), "/dev/", "/proc/")
         self.elsewhere = {
-            what for event, what in lines if event in ("write", "change") and what.startswith("/") and not what.startswith(allowed)
+            what
+            for event, what in lines
+            if event in ("write", "change")
+            and what.startswith("/")
+            and not what.startswith(allowed)
         }
-        self.events = {f"{event} {what}" for event, what in lines if event not in ("write", "change")}
+        self.events = {
+            f"{event} {what}" for event, what in lines if event not in ("write", "change")
+        }

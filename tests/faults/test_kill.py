@@ -64,7 +64,9 @@ def test_f01_fifty_kills_at_random_moments(bench, straight, straight_plain):
     with experiment("F01", "SIGKILL at random moments") as row:
 
         def check_after():
-            broken = [step for step in steps_of(out) if not is_whole(out / "checkpoints" / str(step))]
+            broken = [
+                step for step in steps_of(out) if not is_whole(out / "checkpoints" / str(step))
+            ]
             assert broken == [], f"{broken} are listed and not whole"
 
         def check_end():
@@ -73,7 +75,9 @@ def test_f01_fifty_kills_at_random_moments(bench, straight, straight_plain):
 
         rng = seeded(SEED)
         delays = [rng.uniform(0, start_up + 3) for _ in range(KILLS)]
-        redone, ended = kill_at_random(row.ours, lambda: bench.start("run", *LONG), out, delays, check_after, check_end)
+        redone, ended = kill_at_random(
+            row.ours, lambda: bench.start("run", *LONG), out, delays, check_after, check_end
+        )
         row.note = f"seed {SEED}; runs of 100 steps: {ended}; at most {max(redone)} steps redone after a kill, save_every=2"
         kill_at_random(
             row.plain,
@@ -113,7 +117,9 @@ def test_f02_killed_at_every_point_of_a_save(bench, straight):
                 ended = bench.train(out.name, *SHORT, SHARDWISE_FAILPOINT=f"{point}:{count}:kill")
                 assert ended.code == -signal.SIGKILL, ended.message
                 there = steps_of(out)
-                assert there == kept or (point == "evaluate" and there == kept[:-1]), f"{there} are there, {kept} should be"
+                assert there == kept or (point == "evaluate" and there == kept[:-1]), (
+                    f"{there} are there, {kept} should be"
+                )
                 assert all(is_whole(out / "checkpoints" / str(step)) for step in there)
                 if (point, count) == ("checkpoint.rename", 5):
                     copy_of(out, bench, f"{out.name}.killed")
@@ -126,7 +132,14 @@ def test_f02_killed_at_every_point_of_a_save(bench, straight):
 
 GOODPUT_SECONDS = 300
 KILL_EVERY = 20
-ENDLESS = ("--steps", "1000000", "--save-every", "20", "--pause", "0.05")  # a step is as long as its pause
+ENDLESS = (
+    "--steps",
+    "1000000",
+    "--save-every",
+    "20",
+    "--pause",
+    "0.05",
+)  # a step is as long as its pause
 
 
 def goodput(start, out):
@@ -143,15 +156,21 @@ def goodput(start, out):
 
 @pytest.mark.faults
 def test_f26_goodput_under_kills(bench):
-    with experiment("F26b", f"SIGKILL every {KILL_EVERY} s for {GOODPUT_SECONDS // 60} minutes") as row:
+    with experiment(
+        "F26b", f"SIGKILL every {KILL_EVERY} s for {GOODPUT_SECONDS // 60} minutes"
+    ) as row:
         notes = []
         for name, tally, start in (
             ("shardwise", row.ours, lambda: bench.start("run", *ENDLESS, "--eval-every", "100000")),
             ("plain", row.plain, lambda: bench.start_plain("plain", *ENDLESS)),
         ):
             with tally.trial(name):
-                useful, executed, seconds = goodput(start, bench.folder / ("run" if name == "shardwise" else name))
-                notes.append(f"{name}: {useful} of {executed} steps useful, {useful * 0.05 / seconds:.0%} of the time at 50 ms a step")
+                useful, executed, seconds = goodput(
+                    start, bench.folder / ("run" if name == "shardwise" else name)
+                )
+                notes.append(
+                    f"{name}: {useful} of {executed} steps useful, {useful * 0.05 / seconds:.0%} of the time at 50 ms a step"
+                )
                 assert useful > 0
         row.note = "; ".join(notes)
 
@@ -174,7 +193,9 @@ def test_f26_kills_that_come_sooner_than_a_save(bench):
     with experiment("F26c", "killed 20 steps after each start, a save every 100,000") as row:
         with row.ours.trial("five starts"):
             out = bench.folder / "run"
-            messages = start_and_kill(lambda: bench.start("run", *args, "--eval-every", "100000"), out)
+            messages = start_and_kill(
+                lambda: bench.start("run", *args, "--eval-every", "100000"), out
+            )
             assert steps_of(out), "no progress in five starts"
             assert "save_every" in messages, "and not a word about it"
         with row.plain.trial("five starts"):

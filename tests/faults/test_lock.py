@@ -4,7 +4,18 @@ import json
 import time
 
 import pytest
-from harness import PLAIN_SHORT, SHORT, Silent, check_clean, check_done, check_exact, check_refused, copy_of, experiment, last_step
+from harness import (
+    PLAIN_SHORT,
+    SHORT,
+    Silent,
+    check_clean,
+    check_done,
+    check_exact,
+    check_refused,
+    copy_of,
+    experiment,
+    last_step,
+)
 
 PAIRS = 50
 PLAIN_PAIRS = 5
@@ -26,7 +37,10 @@ def test_f21_two_runs_in_one_directory(bench, straight):
             row.note = f"refused after {second.seconds:.1f} s"
         for number in range(PAIRS):
             with row.ours.trial(f"pair {number + 1}, at the same moment", quiet=True):
-                pair = [bench.start("pairs", *SHORT, "--pause", "1"), bench.start("pairs", *SHORT, "--pause", "1")]
+                pair = [
+                    bench.start("pairs", *SHORT, "--pause", "1"),
+                    bench.start("pairs", *SHORT, "--pause", "1"),
+                ]
                 try:
                     deadline = time.monotonic() + 120
                     while all(process.process.poll() is None for process in pair):
@@ -45,7 +59,16 @@ def test_f21_two_runs_in_one_directory(bench, straight):
             check_clean(bench.folder / "pairs")
         with row.ours.trial("the lock of another machine"):
             out = copy_of(expected, bench, "moved", without=(20,))
-            (out / "lock").write_text(json.dumps({"pid": 1, "host": "elsewhere", "boot_id": "another", "started": time.time() - 60}))
+            (out / "lock").write_text(
+                json.dumps(
+                    {
+                        "pid": 1,
+                        "host": "elsewhere",
+                        "boot_id": "another",
+                        "started": time.time() - 60,
+                    }
+                )
+            )
             check_refused(bench.train("moved", *SHORT), 7, "elsewhere", "--force-unlock")
             check_done(bench.train("moved", *SHORT, "--force-unlock"))
             check_exact(out, expected, 20)
@@ -57,7 +80,12 @@ def test_f21_two_runs_in_one_directory(bench, straight):
 
         for number in range(PLAIN_PAIRS):
             with row.plain.trial(f"pair {number + 1}, seeds 0 and 1"):
-                pair = [bench.start_plain(f"plain{number}", *PLAIN_SHORT, "--pause", "0.1", "--seed", str(seed)) for seed in (0, 1)]
+                pair = [
+                    bench.start_plain(
+                        f"plain{number}", *PLAIN_SHORT, "--pause", "0.1", "--seed", str(seed)
+                    )
+                    for seed in (0, 1)
+                ]
                 try:
                     codes = [process.end(60).code for process in pair]
                 finally:

@@ -37,7 +37,9 @@ def test_f09_a_batch_that_gives_no_number(bench):
             with row.ours.trial(f"{name}, stop"):
                 out = bench.folder / f"stop {name}".replace(" ", "-")
                 ended = bench.train(out.name, *SAVED_AT_7, *args)
-                check_refused(ended, 5, "step 8", "look at the batch", "newest checkpoint is step 7")
+                check_refused(
+                    ended, 5, "step 8", "look at the batch", "newest checkpoint is step 7"
+                )
                 assert steps_of(out)[-1:] == [7], steps_of(out)
                 all_finite(out)
                 check_clean(out)
@@ -50,9 +52,15 @@ def test_f09_a_batch_that_gives_no_number(bench):
                 hand = bench.folder / f"hand {name}".replace(" ", "-")
                 (hand / "checkpoints").mkdir(parents=True)
                 shutil.copytree(out / "checkpoints" / "7", hand / "checkpoints" / "8")
-                rewrite(hand / "checkpoints" / "8", lambda path, array: np.full_like(array, 8) if path == "/step" else array, step=8)
+                rewrite(
+                    hand / "checkpoints" / "8",
+                    lambda path, array: np.full_like(array, 8) if path == "/step" else array,
+                    step=8,
+                )
                 check_done(bench.train(hand.name, *SAVED_AT_7, *args, "--on-nonfinite", "skip"))
-                ours, by_hand = ({k: v for k, v in losses(o).items() if k[0] > 8} for o in (out, hand))
+                ours, by_hand = (
+                    {k: v for k, v in losses(o).items() if k[0] > 8} for o in (out, hand)
+                )
                 assert by_hand
                 if ours != by_hand or leaves(out, 20) != leaves(hand, 20):
                     raise Silent("another run than the one that leaves the batch out by hand")
@@ -69,11 +77,15 @@ def test_f10_a_learning_rate_that_is_far_too_large(bench):
             ended = bench.train("huge", *SHORT, "--lr", "1e12")
             check_refused(ended, 5, "learning rate")
             all_finite(bench.folder / "huge")
-            row.note = f"1e12: ended after step {max(r['step'] for r in read_log(bench.folder / 'huge'))}"
+            row.note = (
+                f"1e12: ended after step {max(r['step'] for r in read_log(bench.folder / 'huge'))}"
+            )
         with row.ours.trial("spikes in a row"):
             # Which steps are spikes is chance, and another one on each processor; two in a row come with any rate from 10 to 1000.
             args = ("--optimizer", "sgd", "--lr", "10", "--spikes", "2", "--max-skips", "1")
-            ended = bench.train("slow", "--steps", "60", "--save-every", "4", "--eval-every", "30", *args)
+            ended = bench.train(
+                "slow", "--steps", "60", "--save-every", "4", "--eval-every", "30", *args
+            )
             check_refused(ended, 5, "learning rate", "checkpoint")
             all_finite(bench.folder / "slow")
         with row.plain.trial("1e12"):

@@ -86,7 +86,9 @@ def f08(bench, expected, victim, step):
 def test_f08_sigterm_to_one_of_two(bench, straight_pair):
     times = []
     with experiment("F08", "SIGTERM to one of two processes") as row:
-        for number, (victim, step) in enumerate([(1, 5), (0, 5), (1, 10), (0, 11), (1, 16), (0, 14)]):
+        for number, (victim, step) in enumerate(
+            [(1, 5), (0, 5), (1, 10), (0, 11), (1, 16), (0, 14)]
+        ):
             with row.ours.trial(f"process {victim} after step {step}"):
                 times.append(f08(fresh(bench, number), straight_pair, victim, step))
         with row.plain.trial("process 1 after step 5"):
@@ -94,15 +96,35 @@ def test_f08_sigterm_to_one_of_two(bench, straight_pair):
             processes.wait_for_step(5)
             processes.signal(1, signal.SIGTERM)
             ended = processes.end(30)
-            assert [one.code for one in ended] == [75, 75], [(one.code, one.message[-150:]) for one in ended]
+            assert [one.code for one in ended] == [75, 75], [
+                (one.code, one.message[-150:]) for one in ended
+            ]
         row.note = f"both have saved the same step and ended after {max(times):.1f} s at most"
 
 
 @pytest.mark.faults
 def test_f17_topology_chain(bench):
     """1 x 8 -> 1 x 4 -> 1 x 1 -> 2 x 4 -> 4 x 2 -> 1 x 8 devices, killed at each change."""
-    args = ("--batch-size", "8", "--accumulate", "1", "--save-every", "5", "--eval-every", "20", "--steps", "60")
-    chain = [(1, 8, "data=8"), (1, 4, "fsdp=4"), (1, 1, "data=1"), (2, 4, "data=4,fsdp=2"), (4, 2, "fsdp=8"), (1, 8, "data=2,fsdp=4")]
+    args = (
+        "--batch-size",
+        "8",
+        "--accumulate",
+        "1",
+        "--save-every",
+        "5",
+        "--eval-every",
+        "20",
+        "--steps",
+        "60",
+    )
+    chain = [
+        (1, 8, "data=8"),
+        (1, 4, "fsdp=4"),
+        (1, 1, "data=1"),
+        (2, 4, "data=4,fsdp=2"),
+        (4, 2, "fsdp=8"),
+        (1, 8, "data=2,fsdp=4"),
+    ]
 
     def layout(devices, mesh):
         return ("--cpu-devices", str(devices), "--mesh", mesh)
@@ -112,7 +134,9 @@ def test_f17_topology_chain(bench):
             check_done(bench.launch("straight", *args, count=1, layout=layout(8, "data=8")).end())
         for number, (count, devices, mesh) in enumerate(chain):
             with row.ours.trial(f"{count} x {devices} devices as {mesh}"):
-                processes = bench.start_group("run", *args, "--pause", "0.1", count=count, layout=layout(devices, mesh))
+                processes = bench.start_group(
+                    "run", *args, "--pause", "0.1", count=count, layout=layout(devices, mesh)
+                )
                 if number == len(chain) - 1:
                     for ended in processes.end():
                         check_done(ended)
@@ -123,15 +147,30 @@ def test_f17_topology_chain(bench):
             ours, theirs = (logged(bench.folder / name) for name in ("run", "straight"))
             assert ours.keys() == theirs.keys()
             # Evaluations differ more, on one process too: the gradient of a bias before BatchNorm is rounding, of which Adam makes steps.
-            bounds = {"loss": 1e-5, "eval_loss": 1e-4}  # losses within 1e-6 to 4e-6, by the processor
-            worst = {kind: max(abs(ours[key] - theirs[key]) / abs(theirs[key]) for key in theirs if key[1] == kind) for kind in bounds}
+            bounds = {
+                "loss": 1e-5,
+                "eval_loss": 1e-4,
+            }  # losses within 1e-6 to 4e-6, by the processor
+            worst = {
+                kind: max(
+                    abs(ours[key] - theirs[key]) / abs(theirs[key])
+                    for key in theirs
+                    if key[1] == kind
+                )
+                for kind in bounds
+            }
             assert all(worst[kind] < bound for kind, bound in bounds.items()), worst
             assert batches(bench.folder / "run") == batches(bench.folder / "straight")
             row.note = f"batches equal to the bit, losses within {worst['loss']:.1e}, evaluations within {worst['eval_loss']:.1e}"
 
 
 def logged(out):
-    return {(record["step"], name): value for record in read_log(out) for name, value in record.items() if "loss" in name}
+    return {
+        (record["step"], name): value
+        for record in read_log(out)
+        for name, value in record.items()
+        if "loss" in name
+    }
 
 
 @pytest.mark.faults
@@ -149,14 +188,20 @@ def test_f18_a_killed_process(bench, straight_pair):
             number += 1
             own = fresh(bench, number)
             with row.ours.trial(f"process {victim} {'at ' + point if point else 'in a step'}"):
-                processes = own.start_group("run", *SLOW, each={victim: {"SHARDWISE_FAILPOINT": point}} if point else None)
+                processes = own.start_group(
+                    "run", *SLOW, each={victim: {"SHARDWISE_FAILPOINT": point}} if point else None
+                )
                 if point is None:
                     processes.wait_for_step(7)
                     processes.signal(victim, signal.SIGKILL)
                 processes.started[victim].process.wait(120)
                 began = time.monotonic()
                 ended = processes.end(40)
-                times[victim].append(check_lost(processes, ended, 1 - victim, [f"process {victim}", "lost"], began, 15))
+                times[victim].append(
+                    check_lost(
+                        processes, ended, 1 - victim, [f"process {victim}", "lost"], began, 15
+                    )
+                )
                 go_on(own, straight_pair)
         for victim in (1, 0):
             number += 1
@@ -175,7 +220,10 @@ def test_f18_a_killed_process(bench, straight_pair):
                 processes.wait_for_step(7)
                 processes.signal(victim, signal.SIGKILL)
                 ended = processes.end(60)
-                assert ended[1 - victim].code == 6, (ended[1 - victim].code, ended[1 - victim].message[-150:])
+                assert ended[1 - victim].code == 6, (
+                    ended[1 - victim].code,
+                    ended[1 - victim].message[-150:],
+                )
         row.note = f"the other ends after {max(times[1]):.1f} s at most (process 0: {max(times[0]):.1f} s), and names it"
 
 
@@ -187,11 +235,23 @@ def test_f19_a_stuck_process(bench, straight_pair):
         stall.touch()
         places = {
             "in a read of data": ({"STALL": str(stall)}, ("--stall-at", "7"), "process 1 is stuck"),
-            "in an evaluation": ({"SHARDWISE_FAILPOINT": "evaluate:2:hang"}, (), "process 1 is stuck"),
+            "in an evaluation": (
+                {"SHARDWISE_FAILPOINT": "evaluate:2:hang"},
+                (),
+                "process 1 is stuck",
+            ),
             "at the end": ({"SHARDWISE_FAILPOINT": "end:1:hang"}, (), "process 1 is stuck"),
             # All wait for each other in one phase, and only the stacks tell who for what.
-            "while it saves": ({"SHARDWISE_FAILPOINT": "checkpoint.written:2:hang"}, (), "all processes are stuck: saving"),
-            "while it loads": ({"SHARDWISE_FAILPOINT": "restore:1:hang"}, (), "all processes are stuck: loading"),
+            "while it saves": (
+                {"SHARDWISE_FAILPOINT": "checkpoint.written:2:hang"},
+                (),
+                "all processes are stuck: saving",
+            ),
+            "while it loads": (
+                {"SHARDWISE_FAILPOINT": "restore:1:hang"},
+                (),
+                "all processes are stuck: loading",
+            ),
         }
         for number, (place, (environment, args, words)) in enumerate(places.items()):
             own = fresh(bench, number)
@@ -200,7 +260,9 @@ def test_f19_a_stuck_process(bench, straight_pair):
                     processes = own.start_group("run", *SLOW)
                     processes.wait_for_step(9)
                     processes.kill()
-                processes = own.start_group("run", *SHORT, *args, "--watchdog", WATCHDOG, each={1: environment})
+                processes = own.start_group(
+                    "run", *SHORT, *args, "--watchdog", WATCHDOG, each={1: environment}
+                )
                 ended = processes.end(150)
                 assert [one.code for one in ended] == [6, 6], [one.message for one in ended]
                 for index, one in enumerate(ended):
@@ -235,7 +297,12 @@ def test_f19_a_stuck_process(bench, straight_pair):
 @pytest.mark.faults
 def test_no_false_alarm_for_what_takes_long(bench):
     """An evaluation and a read of data that are longer than the watchdog's limit, with work in them."""
-    with experiment("F19b", "long compilation, save and evaluation under a watchdog of 5 s: no alarm") as row, row.ours.trial("to the end"):
+    with (
+        experiment(
+            "F19b", "long compilation, save and evaluation under a watchdog of 5 s: no alarm"
+        ) as row,
+        row.ours.trial("to the end"),
+    ):
         args = ("--steps", "6", "--save-every", "3", "--eval-every", "3", "--eval-pause", "2.0")
         for ended in bench.start_group("run", *args, "--watchdog", "5").end():
             check_done(ended)
@@ -261,12 +328,19 @@ def test_a_mistake_is_told_once(bench):
 
 @pytest.mark.faults
 def test_f18_restarts_have_an_end(bench):
-    with experiment("F18b", "a launcher whose runs are killed before they save: gives up") as row, row.ours.trial("gives up"):
-        launcher = bench.launch("run", "--steps", "100000", "--save-every", "50000", "--pause", "0.05", restarts=50)
+    with (
+        experiment("F18b", "a launcher whose runs are killed before they save: gives up") as row,
+        row.ours.trial("gives up"),
+    ):
+        launcher = bench.launch(
+            "run", "--steps", "100000", "--save-every", "50000", "--pause", "0.05", restarts=50
+        )
         for _ in range(3):
             out = bench.folder / "run"
             before = len(read_starts(out))
-            launcher.wait_for(lambda out=out, before=before: len(read_starts(out)) > before, "another start")
+            launcher.wait_for(
+                lambda out=out, before=before: len(read_starts(out)) > before, "another start"
+            )
             time.sleep(0.5)
             os.kill(child_of(launcher.process.pid, 1), signal.SIGKILL)
         ended = launcher.end(60)
@@ -279,7 +353,14 @@ def read_starts(out):
     return path.read_text().splitlines() if path.exists() else []
 
 
-ENDLESS = ("--steps", "1000000", "--save-every", "10", "--pause", "0.05")  # a step is as long as its pause, or longer
+ENDLESS = (
+    "--steps",
+    "1000000",
+    "--save-every",
+    "10",
+    "--pause",
+    "0.05",
+)  # a step is as long as its pause, or longer
 GOODPUT_SECONDS, KILL_EVERY = 300, 20
 
 
@@ -334,17 +415,26 @@ def plain_goodput(bench, out, random):
 @pytest.mark.faults
 def test_f26_goodput_of_two_processes(bench):
     random, notes = seeded(SEED), []
-    with experiment("F26d", f"SIGKILL of one of two processes every {KILL_EVERY} s for {GOODPUT_SECONDS // 60} minutes") as row:
+    with experiment(
+        "F26d",
+        f"SIGKILL of one of two processes every {KILL_EVERY} s for {GOODPUT_SECONDS // 60} minutes",
+    ) as row:
 
         def note(name, useful, executed, seconds, more=""):
             share = f"{useful * 0.05 / seconds:.0%} of the time at 50 ms a step"
-            notes.append(f"{name}: {useful} of {executed} steps useful ({useful / executed:.0%}), {share}{more}")
+            notes.append(
+                f"{name}: {useful} of {executed} steps useful ({useful / executed:.0%}), {share}{more}"
+            )
             assert useful > 0
 
         with row.ours.trial("shardwise launch"):
             launcher = bench.launch("run", *ENDLESS, "--eval-every", "1000000", restarts=100)
             *found, recoveries = goodput(launcher, bench.folder / "run", random)
-            note("shardwise", *found, f", going on {np.median(recoveries):.0f} s after a kill (median)")
+            note(
+                "shardwise",
+                *found,
+                f", going on {np.median(recoveries):.0f} s after a kill (median)",
+            )
             launcher.signal(signal.SIGTERM)
             assert launcher.end(60).code == 75
             check_clean(bench.folder / "run")

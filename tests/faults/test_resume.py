@@ -30,13 +30,24 @@ DRIFTS = {  # arguments -> (words of the refusal, what accepts it)
     ("--no-shuffle",): (("data/shuffle", "True", "False"), ("data",)),
     ("--lr", "0.004"): (("lr", "--accept lr"), ("lr",)),
 }
-PLAIN_DRIFTS = (("--seed", "1"), ("--batch-size", "16"), ("--records", "101"), ("--length", "8"), ("--no-shuffle",), ("--lr", "0.004"))
+PLAIN_DRIFTS = (
+    ("--seed", "1"),
+    ("--batch-size", "16"),
+    ("--records", "101"),
+    ("--length", "8"),
+    ("--no-shuffle",),
+    ("--lr", "0.004"),
+)
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(99, marks=pytest.mark.faults)], ids=["quick", "all"])
+@pytest.mark.parametrize(
+    "count", [2, pytest.param(99, marks=pytest.mark.faults)], ids=["quick", "all"]
+)
 def test_f12_another_run_than_the_one_that_is_resumed(bench, straight, straight_plain, count):
     run = straight(*SHORT)
-    with experiment("F12", "resumed with another seed, batch, length, order, data, learning rate") as row:
+    with experiment(
+        "F12", "resumed with another seed, batch, length, order, data, learning rate"
+    ) as row:
         out = copy_of(run, bench, "run", without=(20,))
         for args, (words, _) in list(DRIFTS.items())[:count]:
             with row.ours.trial(" ".join(args)):
@@ -48,7 +59,14 @@ def test_f12_another_run_than_the_one_that_is_resumed(bench, straight, straight_
             for args, (_, keys) in DRIFTS.items():
                 with row.ours.trial(f"{' '.join(args)}, accepted"):
                     copy_of(run, bench, "accepted", without=(20,))
-                    check_done(bench.train("accepted", *SHORT, *args, *(word for key in keys for word in ("--accept", key))))
+                    check_done(
+                        bench.train(
+                            "accepted",
+                            *SHORT,
+                            *args,
+                            *(word for key in keys for word in ("--accept", key)),
+                        )
+                    )
                     shutil.rmtree(bench.folder / "accepted")
             plain = straight_plain(*PLAIN_SHORT)
             for args in PLAIN_DRIFTS:
@@ -67,7 +85,9 @@ EMPTY = {
 }
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(99, marks=pytest.mark.faults)], ids=["quick", "all"])
+@pytest.mark.parametrize(
+    "count", [2, pytest.param(99, marks=pytest.mark.faults)], ids=["quick", "all"]
+)
 def test_f13_too_little_data(bench, count):
     with experiment("F13", "no data, less than a batch, all of it filtered out") as row:
         for args, words in list(EMPTY.items())[:count]:
@@ -173,14 +193,24 @@ def test_f11_broken_data(bench, straight):
             lines = lines_file(bench.folder, bad=[31])
             ended = bench.train("bad", *SHORT, "--data", lines)
             check_refused(ended, 3, "rows.jsonl", "record 31")
-            assert all(is_whole(bench.folder / "bad" / "checkpoints" / str(step)) for step in steps_of(bench.folder / "bad"))
+            assert all(
+                is_whole(bench.folder / "bad" / "checkpoints" / str(step))
+                for step in steps_of(bench.folder / "bad")
+            )
         with row.ours.trial("... skipped within its budget"):
             ended = bench.train("skipped", *SHORT, "--data", lines, "--skip-bad", "1")
             check_done(ended)
-            assert "record 31" in ended.err, f"the record that was skipped is not told: {ended.message}"
+            assert "record 31" in ended.err, (
+                f"the record that was skipped is not told: {ended.message}"
+            )
         with row.ours.trial("... three bad records, a budget of two"):
             lines_file(bench.folder, bad=[3, 31, 77])
-            check_refused(bench.train("budget", *SHORT, "--data", lines, "--skip-bad", "2"), 3, "rows.jsonl", "skip_bad=2")
+            check_refused(
+                bench.train("budget", *SHORT, "--data", lines, "--skip-bad", "2"),
+                3,
+                "rows.jsonl",
+                "skip_bad=2",
+            )
         records = array_record_file(bench.folder)
         good = records.read_bytes()
         with row.ours.trial("ArrayRecord truncated"):

@@ -97,7 +97,10 @@ def test_f07_a_signal_in_any_phase(bench, straight, straight_plain, tmp_path_fac
     expected = straight(*SHORT)
     with experiment("F07", "SIGTERM, SIGINT, a second signal, in every phase") as row:
         slowest = 0.0
-        cases = [(phase, signal.SIGTERM) for phase in PHASES] + [("steps", signal.SIGINT), ("compilation", signal.SIGINT)]
+        cases = [(phase, signal.SIGTERM) for phase in PHASES] + [
+            ("steps", signal.SIGINT),
+            ("compilation", signal.SIGINT),
+        ]
         for phase, number in cases:
             with row.ours.trial(f"{number.name} during {phase}"):
                 own = type(bench)(tmp_path_factory.mktemp("signal"), bench.cache)
@@ -110,7 +113,9 @@ def test_f07_a_signal_in_any_phase(bench, straight, straight_plain, tmp_path_fac
                 out = process.out
                 finished = last_step(out)
                 if finished and phase != "restore":  # there the log is still that of the run before
-                    assert steps_of(out)[-1:] == [finished], f"finished {finished}, saved {steps_of(out)}: {ended.message}"
+                    assert steps_of(out)[-1:] == [finished], (
+                        f"finished {finished}, saved {steps_of(out)}: {ended.message}"
+                    )
                     assert is_whole(out / "checkpoints" / str(finished))
                 (own.folder / "stall").unlink(missing_ok=True)
                 check_done(own.train("run", *SHORT))

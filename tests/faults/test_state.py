@@ -7,7 +7,18 @@ import sys
 
 import numpy as np
 import pytest
-from harness import HERE, LIMIT, SHORT, Silent, check_done, check_exact, copy_of, experiment, leaves, rewrite
+from harness import (
+    HERE,
+    LIMIT,
+    SHORT,
+    Silent,
+    check_done,
+    check_exact,
+    copy_of,
+    experiment,
+    leaves,
+    rewrite,
+)
 
 KINDS = {  # kind of state -> words in the paths of its leaves
     "nnx.Param": ("/params/", "kernel"),
@@ -36,14 +47,28 @@ def test_f27_every_kind_of_state_is_saved_and_restored(bench, straight):
                     raise Silent(f"{still} are as they were")
         with row.ours.trial("random values for every leaf, byte by byte"):
             out, rng = copy_of(run, bench, "random", without=(12, 20)), np.random.default_rng(27)
-            rewrite(out / "checkpoints" / "16", lambda path, array: array if path == "/step" else random_like(array, rng))
-            written = {path.lstrip("/"): hashlib.sha256(content).hexdigest() for path, (_, _, content) in leaves(out, 16).items()}
+            rewrite(
+                out / "checkpoints" / "16",
+                lambda path, array: array if path == "/step" else random_like(array, rng),
+            )
+            written = {
+                path.lstrip("/"): hashlib.sha256(content).hexdigest()
+                for path, (_, _, content) in leaves(out, 16).items()
+            }
             found = subprocess.run(
-                [sys.executable, HERE / "restore.py", out, "16"], env=bench.environment(), capture_output=True, text=True, timeout=LIMIT
+                [sys.executable, HERE / "restore.py", out, "16"],
+                env=bench.environment(),
+                capture_output=True,
+                text=True,
+                timeout=LIMIT,
             )
             assert found.returncode == 0, found.stderr[-500:]
             restored = json.loads(found.stdout.splitlines()[-1])
-            differing = sorted(path for path in written.keys() | restored.keys() if written.get(path) != restored.get(path))
+            differing = sorted(
+                path
+                for path in written.keys() | restored.keys()
+                if written.get(path) != restored.get(path)
+            )
             if differing:
                 raise Silent(f"{len(differing)} leaves differ: {differing[:3]}")
         with row.ours.trial("taken up at step 16, exact at step 20"):

@@ -52,13 +52,37 @@ class Network:
         for index in range(self.count):
             name, cable = self.name(index), ("name", "eth0", "address", self.hardware(index))
             run("ip", "netns", "add", name)
-            run("ip", "-n", name, "link", "add", *cable, "type", "veth", "peer", "name", f"port{index}", "netns", self.switch)
+            run(
+                "ip",
+                "-n",
+                name,
+                "link",
+                "add",
+                *cable,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                f"port{index}",
+                "netns",
+                self.switch,
+            )
             run("ip", "-n", self.switch, "link", "set", f"port{index}", "master", "switch", "up")
             run("ip", "-n", name, "address", "add", f"{self.address(index)}/24", "dev", "eth0")
             run("ip", "-n", name, "link", "set", "eth0", "up")
             run("ip", "-n", name, "link", "set", "lo", "up")
-            for other in set(range(self.count)) - {index}:  # all is known beforehand: a cut link is never told by a question without answer
-                known = (self.address(other), "lladdr", self.hardware(other), "dev", "eth0", "nud", "permanent")
+            for other in set(range(self.count)) - {
+                index
+            }:  # all is known beforehand: a cut link is never told by a question without answer
+                known = (
+                    self.address(other),
+                    "lladdr",
+                    self.hardware(other),
+                    "dev",
+                    "eth0",
+                    "nud",
+                    "permanent",
+                )
                 run("ip", "-n", name, "neighbour", "add", *known)
 
     def hardware(self, index: int) -> str:
@@ -71,7 +95,19 @@ class Network:
     def inside(self, index: int, *command: object) -> tuple[object, ...]:
         """The command as it is started on this host."""
         name = self.name(index)
-        return ("ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", IN_HOST, name, *command)
+        return (
+            "ip",
+            "netns",
+            "exec",
+            name,
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+            IN_HOST,
+            name,
+            *command,
+        )
 
     def cut(self, *indices: int) -> None:
         """From now on the switch drops what these hosts send each other, without a word: no socket closes, no cable is out."""
@@ -80,7 +116,9 @@ class Network:
 
     def mend(self) -> None:
         for index in range(self.count):
-            run("bridge", "-n", self.switch, "link", "set", "dev", f"port{index}", "isolated", "off")
+            run(
+                "bridge", "-n", self.switch, "link", "set", "dev", f"port{index}", "isolated", "off"
+            )
 
 
 @dataclass(frozen=True)
@@ -106,11 +144,25 @@ class Hosts:
         command: tuple[object, ...] = ("-m", "shardwise.cli"),
     ) -> "Running":
         """The same `shardwise train` on each host; `only` gives one of them variables of its environment."""
-        where = ("--coordinator", f"{self.network.address(0)}:{self.network.port}", "--num-processes", hosts)
+        where = (
+            "--coordinator",
+            f"{self.network.address(0)}:{self.network.port}",
+            "--num-processes",
+            hosts,
+        )
         recipe = ("train", harness.RECIPE, "--out", self.bench.folder / out, *args)
         processes = []
         for index in range(hosts):
-            words = (sys.executable, *command, *where, "--process-id", index, "--cpu-devices", devices, *recipe)
+            words = (
+                sys.executable,
+                *command,
+                *where,
+                "--process-id",
+                index,
+                "--cpu-devices",
+                devices,
+                *recipe,
+            )
             processes.append(self.start(index, out, *words, **(only or {}).get(index, {})))
         return Running(processes)
 
@@ -160,7 +212,11 @@ class Running:
 @pytest.fixture(scope="session")
 def network():
     """Namespaces that are gone at the end, and those of tests that were killed before they could clear up."""
-    for name in {found[1] for line in run("ip", "netns", "list").splitlines() if (found := re.match(r"(sw(\d+)-\w+)", line))}:
+    for name in {
+        found[1]
+        for line in run("ip", "netns", "list").splitlines()
+        if (found := re.match(r"(sw(\d+)-\w+)", line))
+    }:
         if not Path(f"/proc/{name[2:].partition('-')[0]}").exists():
             run("ip", "netns", "delete", name)
     made = Network(f"sw{os.getpid()}", COUNT)

@@ -5,7 +5,8 @@ python hasty.py SECONDS ARGUMENTS...
 
 import sys
 
-from shardwise import cli, group
+from shardwise import cli
+from shardwise.cluster import group
 
 if __name__ == "__main__":
     group.JOINING = int(sys.argv.pop(1))

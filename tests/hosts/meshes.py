@@ -8,16 +8,19 @@ import sys
 from pathlib import Path
 
 from shardwise import make_mesh, use_cpu_devices
-from shardwise.group import start_group
-from shardwise.signals import Stop
-from shardwise.watch import Watch
+from shardwise.cluster.group import start_group
+from shardwise.cluster.signals import Stop
+from shardwise.cluster.watch import Watch
 
 
 def main(coordinator: str, count: str, index: str, devices: str, file: str, *meshes: str) -> None:
     use_cpu_devices(int(devices))
     group = start_group(coordinator, int(count), int(index))
     with Watch(group, Stop()):
-        found = {text: [[device.process_index for device in row] for row in make_mesh(text).devices] for text in meshes}
+        found = {
+            text: [[device.process_index for device in row] for row in make_mesh(text).devices]
+            for text in meshes
+        }
     Path(file).write_text(json.dumps({"hosts": group.hosts, "meshes": found}))
 
 

@@ -14,23 +14,48 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from harness import RECIPE, batches, check_clean, check_done, check_exact, last_step, leaves, read_log, steps_of
+from harness import (
+    RECIPE,
+    batches,
+    check_clean,
+    check_done,
+    check_exact,
+    last_step,
+    leaves,
+    read_log,
+    steps_of,
+)
 
 pytestmark = pytest.mark.faults
 
 SHORT = ("--steps", 20, "--save-every", 5, "--batch-size", 16)
 RUN = ("--mesh", "fsdp=4", *SHORT)
 RULE = ("--rule", "**/kernel", "model")
-SGD = ("--optimizer", "sgd", "--lr", "0.1", "--seed", 1)  # with seed 0 a rounding makes the gradient of step 6 jump by 1e-5
+SGD = (
+    "--optimizer",
+    "sgd",
+    "--lr",
+    "0.1",
+    "--seed",
+    1,
+)  # with seed 0 a rounding makes the gradient of step 6 jump by 1e-5
 SLOW = ("--pause", "0.3")  # so that a fault comes between the steps that it is meant for
 LOST = 15  # seconds until the others have ended when a process is lost
 CUT = 20
-DUMP = re.compile(r"Traceback|    @ +0x|Check failure|^[WEF]\d{4} |Fatal Python error|terminate called", re.MULTILINE)
+DUMP = re.compile(
+    r"Traceback|    @ +0x|Check failure|^[WEF]\d{4} |Fatal Python error|terminate called",
+    re.MULTILINE,
+)
 
 
 def logged(out):
     """Every loss that was logged, by (step, name)."""
-    return {(record["step"], name): record[name] for record in read_log(out) for name in record if name.endswith("loss")}
+    return {
+        (record["step"], name): record[name]
+        for record in read_log(out)
+        for name in record
+        if name.endswith("loss")
+    }
 
 
 def check_same_run(out, alone, held_out):
@@ -51,7 +76,9 @@ def check_same_run(out, alone, held_out):
 def check_told(process, code, *words):
     """How it ended: the code, one line with these words or none at all, and nothing that C++ or Python dump."""
     said = process.err
-    assert process.process.returncode == code, f"exit code {process.process.returncode}, {code} was due: {said[-800:]}"
+    assert process.process.returncode == code, (
+        f"exit code {process.process.returncode}, {code} was due: {said[-800:]}"
+    )
     assert not DUMP.search(said), said[-3000:]
     lines = [line for line in said.splitlines() if line.startswith("shardwise: ")]
     assert len(lines) == bool(words), said[-800:]
@@ -70,7 +97,14 @@ def check_resumes(hosts, out, straight, *args):
 
 
 def show(what, took):
-    print(f"  {what}: " + ", ".join(f"process {index} ended after {seconds:.1f} s" for index, seconds in sorted(took.items())), flush=True)
+    print(
+        f"  {what}: "
+        + ", ".join(
+            f"process {index} ended after {seconds:.1f} s"
+            for index, seconds in sorted(took.items())
+        ),
+        flush=True,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +116,9 @@ def alone(all_hosts):
         if mesh not in made:
             name = f"alone{len(made)}"
             recipe = (RECIPE, "--out", all_hosts.bench.folder / name, "--mesh", *mesh, *SHORT)
-            process = all_hosts.bench.popen((sys.executable, "-m", "shardwise.cli", "--cpu-devices", 4, "train", *recipe), name)
+            process = all_hosts.bench.popen(
+                (sys.executable, "-m", "shardwise.cli", "--cpu-devices", 4, "train", *recipe), name
+            )
             check_done(process.end())
             made[mesh] = process.out
         return made[mesh]
@@ -100,7 +136,9 @@ def alone(all_hosts):
         (("data=4",), 4),
         (("data=2,model=2", *RULE), 4),
     ],
-    ids=lambda value: " ".join(map(str, value[:3:2])) if isinstance(value, tuple) else f"{value} hosts",
+    ids=lambda value: (
+        " ".join(map(str, value[:3:2])) if isinstance(value, tuple) else f"{value} hosts"
+    ),
 )
 def test_hosts_train_the_same_run(hosts, alone, mesh, count):
     """In this model the biases before a batch norm follow rounding alone. Adam makes whole steps of that, and the loss on held-out data,
@@ -112,8 +150,14 @@ def test_hosts_train_the_same_run(hosts, alone, mesh, count):
 def test_only_data_crosses_hosts(hosts):
     """However the mesh is spelled, the devices of one row of the model are on one host."""
     meshes, script = ("data=2,model=2", "model=2,data=2"), Path(__file__).parent / "meshes.py"
-    address, files = f"{hosts.network.address(0)}:{hosts.network.port}", [hosts.bench.folder / f"{index}.json" for index in range(2)]
-    started = [hosts.start(i, f"mesh{i}", sys.executable, script, address, 2, i, 2, file, *meshes) for i, file in enumerate(files)]
+    address, files = (
+        f"{hosts.network.address(0)}:{hosts.network.port}",
+        [hosts.bench.folder / f"{index}.json" for index in range(2)],
+    )
+    started = [
+        hosts.start(i, f"mesh{i}", sys.executable, script, address, 2, i, 2, file, *meshes)
+        for i, file in enumerate(files)
+    ]
     for process in started:
         check_done(process.end())
     for file in files:
@@ -135,7 +179,10 @@ def listening(pid):
                 _, local, _, state, *rest = line.split()
                 if state == "0A" and rest[5] in sockets:
                     address, _, port = local.partition(":")
-                    words = [bytes.fromhex(address[start : start + 8])[::-1] for start in range(0, len(address), 8)]
+                    words = [
+                        bytes.fromhex(address[start : start + 8])[::-1]
+                        for start in range(0, len(address), 8)
+                    ]
                     plain = ipaddress.ip_address(b"".join(words))
                     found.add((str(getattr(plain, "ipv4_mapped", None) or plain), int(port, 16)))
     return found
@@ -189,7 +236,9 @@ def test_hosts_that_never_meet_say_so(hosts):
 
 def test_a_cut_between_two_that_both_reach_the_first(hosts):
     """Nobody is lost, and nobody can go on: heartbeats arrive, the exchange between the two does not."""
-    running = hosts.start_train("run", "--mesh", "data=3", "--batch-size", 18, *SLOW, "--watchdog", 15, hosts=3, devices=1)
+    running = hosts.start_train(
+        "run", "--mesh", "data=3", "--batch-size", 18, *SLOW, "--watchdog", 15, hosts=3, devices=1
+    )
     running.wait_for_step(7)
     hosts.network.cut(1, 2)
     took = running.end_within(60)

@@ -18,7 +18,17 @@ import pytest
 from flax import nnx
 from sklearn.datasets import load_digits
 
-from shardwise import Batches, Mean, Rules, Tokens, abstract_state, init_state, make_mesh, make_train_step, steps
+from shardwise import (
+    Batches,
+    Mean,
+    Rules,
+    Tokens,
+    abstract_state,
+    init_state,
+    make_mesh,
+    make_train_step,
+    steps,
+)
 from shardwise.models.gpt import GPT, PRESETS
 from shardwise.models.loss import cross_entropy
 from shardwise.tree import named_leaves
@@ -35,7 +45,12 @@ LAYOUTS = [
 ]
 
 
-SOME = ["fsdp=8", "data=4,model=2", "data=2,fsdp=2,model=2", "replica=2,fsdp=4"]  # each axis, alone and together
+SOME = [
+    "fsdp=8",
+    "data=4,model=2",
+    "data=2,fsdp=2,model=2",
+    "replica=2,fsdp=4",
+]  # each axis, alone and together
 
 
 @dataclass(frozen=True)
@@ -47,8 +62,18 @@ class Case:
 
 
 def gpt_case(num_layers=2, **changes):
-    config = replace(PRESETS["byte"], num_layers=num_layers, num_heads=8, width=64, max_length=32, dropout=0.1, **changes)
-    tokens = np.random.default_rng(0).integers(0, 16, 10_000)  # of 256, so that there is something to learn
+    config = replace(
+        PRESETS["byte"],
+        num_layers=num_layers,
+        num_heads=8,
+        width=64,
+        max_length=32,
+        dropout=0.1,
+        **changes,
+    )
+    tokens = np.random.default_rng(0).integers(
+        0, 16, 10_000
+    )  # of 256, so that there is something to learn
 
     def loss(model, batch):
         nats = cross_entropy(model(batch["inputs"]), batch["labels"])
@@ -76,7 +101,12 @@ class Mixer(nnx.Module):
 
     def __init__(self, rngs):
         self.positions = nnx.Linear(16, 16, rngs=rngs)
-        self.channels = nnx.Linear(8, 32, rngs=rngs, kernel_init=nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model")))
+        self.channels = nnx.Linear(
+            8,
+            32,
+            rngs=rngs,
+            kernel_init=nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model")),
+        )
         self.norm = nnx.BatchNorm(32, momentum=0.8, rngs=rngs)
         self.scale = nnx.Param(jnp.ones((32,)), out_sharding=("model",))
         self.calls = Mixer.Calls(jnp.zeros(()))
@@ -95,7 +125,11 @@ class Mixer(nnx.Module):
 def mixer_case():
     rng = np.random.default_rng(1)
     x = rng.normal(size=(400, 16, 8)).astype("f4")
-    data = {"x": x, "y": np.tanh(x[:, 3, 2] * x[:, 5, 1]).astype("f4"), "w": rng.integers(0, 3, 400).astype("f4")}
+    data = {
+        "x": x,
+        "y": np.tanh(x[:, 3, 2] * x[:, 5, 1]).astype("f4"),
+        "w": rng.integers(0, 3, 400).astype("f4"),
+    }
 
     def loss(model, batch):
         return Mean((model(batch["x"]) - batch["y"]) ** 2 * batch["w"], batch["w"])

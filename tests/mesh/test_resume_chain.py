@@ -45,10 +45,14 @@ def train(out, mesh, devices, steps, seen):
 
     def watched(step):
         batch = batches(step)
-        seen[step] = hashlib.sha256(b"".join(batch[name].tobytes() for name in sorted(batch))).hexdigest()
+        seen[step] = hashlib.sha256(
+            b"".join(batch[name].tobytes() for name in sorted(batch))
+        ).hexdigest()
         return batch
 
-    optimizer = optim.adamw(optim.cosine(1e-2, LENGTH, warmup=5), weight_decay=0.1, clip=1.0, ema=0.9)
+    optimizer = optim.adamw(
+        optim.cosine(1e-2, LENGTH, warmup=5), weight_decay=0.1, clip=1.0, ema=0.9
+    )
     rules = Rules(paths=PATHS, fsdp_min_size=16)
     run = Run(model=Net, loss=loss, optimizer=optimizer, data=watched, steps=steps, mesh=make_mesh(mesh, jax.devices()[:devices]),
               rules=rules, seed=7, accumulate=2, save_every=10, eval_data=Batches(DATA, 32), eval_every=10, out=out)  # fmt: skip
@@ -89,7 +93,10 @@ def test_back_on_the_first_layout_it_is_the_same_run_to_the_bit(straight, tmp_pa
     shutil.copy(straight_out / "metrics.jsonl", tmp_path / "metrics.jsonl")
     for mesh, devices in CHAIN[1:4]:  # restored on each of the other layouts, and saved again by it
         spec = abstract_state(
-            Net, result.spec.optimizer, make_mesh(mesh.replace("model", "fsdp"), jax.devices()[:devices]), Rules(fsdp_min_size=16)
+            Net,
+            result.spec.optimizer,
+            make_mesh(mesh.replace("model", "fsdp"), jax.devices()[:devices]),
+            Rules(fsdp_min_size=16),
         )
         with Checkpoints(tmp_path / "checkpoints") as checkpoints:
             state, metadata = checkpoints.restore(spec, 40), checkpoints.metadata(40)
@@ -97,4 +104,6 @@ def test_back_on_the_first_layout_it_is_the_same_run_to_the_bit(straight, tmp_pa
             checkpoints.save(state, metadata)
     again = train(tmp_path, *CHAIN[0], LENGTH, {})
     assert bits(again.state) == bits(result.state)
-    assert [line.get("loss") for line in lines(tmp_path)] == [line.get("loss") for line in lines(straight_out)]
+    assert [line.get("loss") for line in lines(tmp_path)] == [
+        line.get("loss") for line in lines(straight_out)
+    ]

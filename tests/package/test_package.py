@@ -17,19 +17,42 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 BACKEND = "import sys; from setuptools import build_meta as b; to = sys.argv[1]; b.build_sdist(to); b.build_wheel(to)"
-EXTRAS = {"tensorboard", "wandb", "mlflow", "trackio", "hf", "parquet", "tokenizers", "tpu-plan", "docs", "dev"}
+EXTRAS = {
+    "tensorboard",
+    "wandb",
+    "mlflow",
+    "trackio",
+    "hf",
+    "parquet",
+    "tokenizers",
+    "tpu-plan",
+    "docs",
+    "dev",
+}
 
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory):
     """Both, built from a copy of what git would commit, so that nothing else on this machine can slip in or help."""
     copy, dist = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("dist")
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     for name in filter(None, listed.stdout.split("\0")):
         if (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, copy / name)
-    done = subprocess.run([sys.executable, "-W", "error", "-c", BACKEND, str(dist)], cwd=copy, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", BACKEND, str(dist)],
+        cwd=copy,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert done.returncode == 0, done.stderr
     return dist
 
@@ -42,9 +65,23 @@ def wheel(built):
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     source = ROOT / "src"
-    files = {str(path.relative_to(source)) for path in (source / "shardwise").rglob("*") if path.suffix in (".py", ".css", ".js")}
+    files = {
+        str(path.relative_to(source))
+        for path in (source / "shardwise").rglob("*")
+        if path.suffix in (".py", ".css", ".js")
+    }
     info = f"shardwise-{PROJECT['version']}.dist-info"
-    meta = {f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt", "licenses/LICENSE")}
+    meta = {
+        f"{info}/{name}"
+        for name in (
+            "METADATA",
+            "WHEEL",
+            "RECORD",
+            "entry_points.txt",
+            "top_level.txt",
+            "licenses/LICENSE",
+        )
+    }
     with zipfile.ZipFile(wheel) as archive:
         assert set(archive.namelist()) == files | meta | {"shardwise/py.typed"}
         metadata = email.message_from_bytes(archive.read(f"{info}/METADATA"))
@@ -59,8 +96,8 @@ def test_the_source_distribution_holds_no_tests_and_no_benchmarks(built):
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {
         "src/shardwise/py.typed",
-        "src/shardwise/page.css",
-        "src/shardwise/page.js",
+        "src/shardwise/report/static/page.css",
+        "src/shardwise/report/static/page.js",
         "CHANGELOG.md",
         "LICENSE",
         "pyproject.toml",
@@ -73,7 +110,11 @@ def test_the_version_is_said_in_one_place_and_the_changelog_has_it():
 
     assert re.fullmatch(r"\d+\.\d+\.\d+", PROJECT["version"])
     assert shardwise.__version__ == PROJECT["version"]
-    sections = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    sections = re.findall(
+        r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$",
+        (ROOT / "CHANGELOG.md").read_text(),
+        re.MULTILINE,
+    )
     assert sections[0] == ("Unreleased", "")
     assert PROJECT["version"] in [version for version, _ in sections]
     assert all(date for version, date in sections if version != "Unreleased")
@@ -89,8 +130,14 @@ def find_python(version):
     for name in (f"python{version}", f"/usr/bin/python{version}"):
         for more in ({}, {"PYENV_VERSION": version}):
             if shutil.which(name):
-                words = [name, "-c", "import sys, venv; print(sys.executable, '%d.%d' % sys.version_info[:2])"]
-                done = subprocess.run(words, env={**os.environ, **more}, capture_output=True, text=True)
+                words = [
+                    name,
+                    "-c",
+                    "import sys, venv; print(sys.executable, '%d.%d' % sys.version_info[:2])",
+                ]
+                done = subprocess.run(
+                    words, env={**os.environ, **more}, capture_output=True, text=True
+                )
                 if done.returncode == 0 and done.stdout.split()[1] == version:
                     return done.stdout.split()[0]
     return pytest.fail(f"this test needs Python {version}: put python{version} on the PATH")
@@ -98,7 +145,11 @@ def find_python(version):
 
 def recipe_of_the_readme():
     """The ten lines, three steps of them, as a recipe."""
-    (block,) = re.findall(r"^```python\n(import numpy.*?)^result = fit\(run\)$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    (block,) = re.findall(
+        r"^```python\n(import numpy.*?)^result = fit\(run\)$",
+        (ROOT / "README.md").read_text(),
+        re.DOTALL | re.MULTILINE,
+    )
     assert block.count("    steps=200,") == 1
     block = block.replace("    steps=200,", "    steps=3,")
     head = "from dataclasses import replace\nfrom pathlib import Path\n"
@@ -120,11 +171,27 @@ print(shardwise.__version__, shardwise.__file__)
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["3.11", "3.12"])
 def test_the_wheel_works_in_an_empty_environment(version, wheel, tmp_path):
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV", "PYENV"))}
-    env = {**kept, "JAX_PLATFORMS": "cpu", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTHON", "VIRTUAL_ENV", "PYENV"))
+    }
+    env = {
+        **kept,
+        "JAX_PLATFORMS": "cpu",
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
 
     def run(*words):
-        done = subprocess.run([str(word) for word in words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500)
+        done = subprocess.run(
+            [str(word) for word in words],
+            cwd=tmp_path,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=500,
+        )
         assert done.returncode == 0, (words, done.stdout, done.stderr)
         return done.stdout
 
@@ -138,7 +205,10 @@ def test_the_wheel_works_in_an_empty_environment(version, wheel, tmp_path):
     assert Path(place).is_relative_to(tmp_path)
     (tmp_path / "recipe.py").write_text(recipe_of_the_readme())
     run(bin / "shardwise", "train", "recipe.py", "--out", "runs/a", "--cpu-devices", "2")
-    lines = [json.loads(line) for line in (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3]
     run(bin / "shardwise", "report", "runs/a")
     assert "shardwise" in (tmp_path / "runs" / "a" / "report.html").read_text()

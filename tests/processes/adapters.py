@@ -6,14 +6,18 @@ import numpy as np
 import optax
 
 from shardwise import Batches, InitFrom, Mean, Run, lora, optim
-from shardwise.models.hf_config import config_from_hf, model_of
-from shardwise.saved import read_json
+from shardwise.checkpoint.reader import read_json
+from shardwise.weights.hf_config import config_from_hf, model_of
 
 PATTERNS = [f"blocks/*{name}" for name in ("query", "key", "value", "out", "gate", "up", "down")]
 
 
 def loss(model, batch):
-    return Mean(optax.softmax_cross_entropy_with_integer_labels(model(batch["tokens"][:, :-1]), batch["tokens"][:, 1:]))
+    return Mean(
+        optax.softmax_cross_entropy_with_integer_labels(
+            model(batch["tokens"][:, :-1]), batch["tokens"][:, 1:]
+        )
+    )
 
 
 def recipe(base: Path, steps: int = 6, out: Path | None = None, mesh: str = "data=-1") -> Run:

@@ -13,7 +13,9 @@ from shardwise.models.gpt import GPT, GPTConfig
 # "model=8" and the last have a model axis across processes.
 LAYOUTS = ("data=8", "fsdp=8", "model=8", "data=2,fsdp=2,model=2", "model=2,fsdp=4")
 STEPS, BATCH_SIZE, LENGTH = 20, 16, 12
-CONFIG = GPTConfig(vocab_size=64, max_length=LENGTH, num_layers=1, num_heads=8, width=32, dropout=0.1)
+CONFIG = GPTConfig(
+    vocab_size=64, max_length=LENGTH, num_layers=1, num_heads=8, width=32, dropout=0.1
+)
 
 
 @dataclass
@@ -32,7 +34,9 @@ class Recorded:
 
 
 def data() -> tuple[Recorded, Batches]:
-    tokens = np.random.default_rng(5).integers(0, CONFIG.vocab_size, (100, LENGTH + 1)).astype(np.int32)
+    tokens = (
+        np.random.default_rng(5).integers(0, CONFIG.vocab_size, (100, LENGTH + 1)).astype(np.int32)
+    )
     source = Recorded(tokens)
     return source, Batches(source, BATCH_SIZE, seed=11)
 

@@ -5,14 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import run
+from tests.helpers.command import run
 
 RECIPE = Path(__file__).parent / "stuck.py"
 
 
 def train(out, *args):
     """Two processes on this machine, by the launcher; what they say."""
-    done = run("launch", "--processes", 2, "--", "train", RECIPE, "--out", out, "--cpu-devices", 1, *args)
+    done = run(
+        "launch", "--processes", 2, "--", "train", RECIPE, "--out", out, "--cpu-devices", 1, *args
+    )
     assert done.returncode == 0, done.stderr
     return done.stderr
 
@@ -22,8 +24,12 @@ def test_two_processes_stop_early_together_and_know_it_when_they_resume(tmp_path
     out = tmp_path / "a"
     assert "stopped early after step 6: eval_loss has not come below" in train(out)
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["2", "6"]
-    samples = [json.loads(line)["step"] for line in (out / "samples.jsonl").read_text().splitlines()]
+    samples = [
+        json.loads(line)["step"] for line in (out / "samples.jsonl").read_text().splitlines()
+    ]
     assert samples == [2, 4, 6]
     assert "nothing to do" in train(out)
     assert "stopped early after step 10" in train(out, "--patience", "4")
-    assert [json.loads(line)["step"] for line in (out / "phases.jsonl").read_text().splitlines()] == [6, 10]
+    assert [
+        json.loads(line)["step"] for line in (out / "phases.jsonl").read_text().splitlines()
+    ] == [6, 10]

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from layouts import BATCH_SIZE, LAYOUTS, STEPS, data
 
-from shardwise.launch import free_port
+from shardwise.cluster.launch import free_port
 
 HERE = Path(__file__).parent
 
@@ -23,17 +23,30 @@ HERE = Path(__file__).parent
 def train(tmp_path_factory):
     """`train(count, model, layouts)`: what each of `count` processes with 8 devices in all has seen; made once."""
     folder, made = tmp_path_factory.mktemp("split"), {}
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "PJRT_"))}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("JAX_", "XLA_", "PJRT_"))
+    }
     environment |= {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
 
     def start(count, model, layouts):
         key = count, model, layouts
         if key not in made:
             files = [folder / f"{len(made)}.{index}-of-{count}.json" for index in range(count)]
-            address, output = f"127.0.0.1:{free_port()}", {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            address, output = (
+                f"127.0.0.1:{free_port()}",
+                {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True},
+            )
             command = [sys.executable, HERE / "worker.py", address, count]
-            commands = [[*command, index, 8 // count, file, model, *layouts] for index, file in enumerate(files)]
-            processes = [subprocess.Popen(list(map(str, command)), env=environment, **output) for command in commands]
+            commands = [
+                [*command, index, 8 // count, file, model, *layouts]
+                for index, file in enumerate(files)
+            ]
+            processes = [
+                subprocess.Popen(list(map(str, command)), env=environment, **output)
+                for command in commands
+            ]
             try:
                 outputs = [process.communicate(timeout=600)[0] for process in processes]
             finally:
@@ -56,12 +69,17 @@ def check_split(train, count, layout, model, layouts):
             whole = batches(step)["inputs"]
             for rows, digest in one["shards"][str(step)].items():
                 first, last = map(int, rows.split("-"))
-                assert digest == hashlib.sha256(np.ascontiguousarray(whole[first:last]).tobytes()).hexdigest(), (step, rows)
+                assert (
+                    digest
+                    == hashlib.sha256(np.ascontiguousarray(whole[first:last]).tobytes()).hexdigest()
+                ), (step, rows)
         # No row was read that no device of this process holds.
         needed = sum(last - first for first, last in one["ranges"])
         assert len(one["read"]) == needed * STEPS
         if layout == "data=8":
-            assert one["ranges"] == [[index * BATCH_SIZE // count, (index + 1) * BATCH_SIZE // count]]
+            assert one["ranges"] == [
+                [index * BATCH_SIZE // count, (index + 1) * BATCH_SIZE // count]
+            ]
         if layout == "model=8":
             assert one["ranges"] == [[0, BATCH_SIZE]]
         assert np.allclose(one["losses"], alone[layout]["losses"], rtol=2e-6, atol=0)

@@ -12,12 +12,20 @@ import jax
 import numpy as np
 from layouts import BATCH_SIZE, MODELS, STEPS, data, loss, optimizer
 
-from shardwise import Rules, abstract_state, init_state, make_eval_step, make_mesh, make_train_step, use_cpu_devices
+from shardwise import (
+    Rules,
+    abstract_state,
+    init_state,
+    make_eval_step,
+    make_mesh,
+    make_train_step,
+    use_cpu_devices,
+)
+from shardwise.cluster.group import ProcessGroup, start_group
+from shardwise.cluster.signals import Stop
+from shardwise.cluster.watch import Watch
 from shardwise.data import Prefetch, part_of
-from shardwise.group import Group, start_group
 from shardwise.loop import evaluate, steps
-from shardwise.signals import Stop
-from shardwise.watch import Watch
 
 
 def digest(array: np.ndarray) -> str:
@@ -48,12 +56,20 @@ def run(model: str, layout: str) -> dict:
         assert n == len(losses) == int(state.step)
     read = sorted(map(int, source.read))
     held_out = evaluate(make_eval_step(spec, loss, batches.example()), state, batches)
-    return {"losses": losses, "shards": shards, "read": read, "ranges": step.layout.ranges, "held_out": held_out["loss"]}
+    return {
+        "losses": losses,
+        "shards": shards,
+        "read": read,
+        "ranges": step.layout.ranges,
+        "held_out": held_out["loss"],
+    }
 
 
-def main(coordinator: str, count: str, index: str, devices: str, file: str, model: str, *layouts: str) -> None:
+def main(
+    coordinator: str, count: str, index: str, devices: str, file: str, model: str, *layouts: str
+) -> None:
     use_cpu_devices(int(devices))
-    group = start_group(coordinator, int(count), int(index)) if int(count) > 1 else Group()
+    group = start_group(coordinator, int(count), int(index)) if int(count) > 1 else ProcessGroup()
     assert (group.count, group.index, jax.device_count()) == (int(count), int(index), 8)
     with Watch(group, Stop()):
         Path(file).write_text(json.dumps({layout: run(model, layout) for layout in layouts}))

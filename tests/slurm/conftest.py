@@ -56,14 +56,22 @@ class Slurm:
 
     def call(self, *words: object, cwd: Path | None = None) -> str:
         """A command of Slurm; what it says."""
-        ended = subprocess.run([str(word) for word in words], env=self.environment, cwd=cwd, text=True, capture_output=True)
+        ended = subprocess.run(
+            [str(word) for word in words],
+            env=self.environment,
+            cwd=cwd,
+            text=True,
+            capture_output=True,
+        )
         assert ended.returncode == 0, f"{words}: {ended.stdout}{ended.stderr}"
         return ended.stdout + ended.stderr
 
     def submit(self, script: str, folder: Path, *options: str) -> "Submitted":
         path = folder / "job.sbatch"
         path.write_text(script)
-        found = re.search(r"Submitted batch job (\d+)", self.call("sbatch", *options, path, cwd=folder))
+        found = re.search(
+            r"Submitted batch job (\d+)", self.call("sbatch", *options, path, cwd=folder)
+        )
         assert found
         return Submitted(self, int(found[1]), folder)
 
@@ -76,18 +84,24 @@ class Submitted:
 
     @property
     def log(self) -> str:
-        return "\n".join(path.read_text(errors="replace") for path in self.folder.glob(f"*-{self.number}.log"))
+        return "\n".join(
+            path.read_text(errors="replace") for path in self.folder.glob(f"*-{self.number}.log")
+        )
 
     def show(self, field: str) -> str:
         """A field of `scontrol show job`, such as JobState, Restarts, ExitCode."""
-        found = re.search(rf"\b{field}=(\S+)", self.slurm.call("scontrol", "show", "job", self.number))
+        found = re.search(
+            rf"\b{field}=(\S+)", self.slurm.call("scontrol", "show", "job", self.number)
+        )
         assert found, field
         return found[1]
 
     def wait_for(self, condition: Callable[[], object], what: str) -> None:
         deadline = time.monotonic() + LIMIT
         while not condition():
-            assert time.monotonic() < deadline, f"{what} did not come in {LIMIT} s; {self.show('JobState')}: {self.log[-3000:]}"
+            assert time.monotonic() < deadline, (
+                f"{what} did not come in {LIMIT} s; {self.show('JobState')}: {self.log[-3000:]}"
+            )
             time.sleep(0.2)
 
     def end(self) -> str:
@@ -99,8 +113,14 @@ class Submitted:
 
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory):
-    missing = [name for name in ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol") if not _found(name)]
-    assert not missing, f"{', '.join(missing)} not found: `make slurm` installs Debian's packages of Slurm"
+    missing = [
+        name
+        for name in ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
+        if not _found(name)
+    ]
+    assert not missing, (
+        f"{', '.join(missing)} not found: `make slurm` installs Debian's packages of Slurm"
+    )
     folder = tmp_path_factory.mktemp("slurm")
     folder.chmod(0o755)  # munge wants its socket reachable
     (folder / "state").mkdir()
@@ -109,8 +129,21 @@ def slurm(tmp_path_factory):
     controller, node = _free_ports(2)
     host = socket.gethostname().partition(".")[0]
     first = secrets.randbelow(50_000) + 1
-    config.write_text(CONF.format(host=host, user=getpass.getuser(), folder=folder, controller=controller, node=node, first=first))
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "SHARDWISE_", "PYTEST_", "SLURM_", "SBATCH_"))}
+    config.write_text(
+        CONF.format(
+            host=host,
+            user=getpass.getuser(),
+            folder=folder,
+            controller=controller,
+            node=node,
+            first=first,
+        )
+    )
+    inherited = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("JAX_", "XLA_", "SHARDWISE_", "PYTEST_", "SLURM_", "SBATCH_"))
+    }
     environment = inherited | {
         "SLURM_CONF": str(config),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin",
@@ -129,7 +162,9 @@ def slurm(tmp_path_factory):
         "log": folder / "munged.log",
         "seed": folder / "seed",
     }
-    files = [f"--{name}{'' if name == 'socket' else '-file'}={path}" for name, path in names.items()]
+    files = [
+        f"--{name}{'' if name == 'socket' else '-file'}={path}" for name, path in names.items()
+    ]
     made = Slurm(folder, environment)
     running: list[subprocess.Popen] = []
     try:
@@ -137,7 +172,9 @@ def slurm(tmp_path_factory):
         _wait(names["socket"].exists, running, folder)
         running.append(_start(made, "slurmctld", "-D", "-i"))
         running.append(_start(made, "slurmd", "-D"))
-        _wait(lambda: "idle" in _answer(made, "sinfo", "--noheader", "--format=%T"), running, folder)
+        _wait(
+            lambda: "idle" in _answer(made, "sinfo", "--noheader", "--format=%T"), running, folder
+        )
         yield made
         made.call("scancel", "--quiet", "--user", getpass.getuser())
         _wait(lambda: not _answer(made, "squeue", "--noheader"), running, folder)
@@ -158,18 +195,29 @@ def _found(name: str) -> str | None:
 def _start(made: Slurm, *words: str) -> subprocess.Popen:
     with (made.folder / f"{words[0]}.out").open("wb") as out:
         command = [_found(words[0]) or words[0], *words[1:]]
-        return subprocess.Popen(command, env=made.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            command,
+            env=made.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
 
 
 def _answer(made: Slurm, *words: str) -> str:
-    return subprocess.run(words, env=made.environment, text=True, capture_output=True).stdout.strip()
+    return subprocess.run(
+        words, env=made.environment, text=True, capture_output=True
+    ).stdout.strip()
 
 
 def _wait(condition: Callable[[], object], running: list[subprocess.Popen], folder: Path) -> None:
     deadline = time.monotonic() + 60
     while not condition():
         alive = all(process.poll() is None for process in running)
-        told = "\n".join(f"{path.name}: {path.read_text(errors='replace')[-2000:]}" for path in sorted(folder.glob("*.out")))
+        told = "\n".join(
+            f"{path.name}: {path.read_text(errors='replace')[-2000:]}"
+            for path in sorted(folder.glob("*.out"))
+        )
         assert alive, f"a daemon has ended:\n{told}"
         assert time.monotonic() < deadline, f"Slurm is not ready after 60 s:\n{told}"
         time.sleep(0.1)

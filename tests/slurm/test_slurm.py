@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise import jobfiles
+from shardwise.cluster import jobfiles
 
 pytestmark = pytest.mark.slow
 
@@ -18,14 +18,29 @@ STEPS = 20
 def job(*more, processes=1, **changes):
     """A run of some seconds, with a checkpoint at every fifth step."""
     mesh = ("--cpu-devices", "1", "--mesh", f"data={processes}")
-    command = ("train", str(RECIPE), "--out", "run", *mesh, "--steps", str(STEPS), "--save-every", "5", *more)
+    command = (
+        "train",
+        str(RECIPE),
+        "--out",
+        "run",
+        *mesh,
+        "--steps",
+        str(STEPS),
+        "--save-every",
+        "5",
+        *more,
+    )
     return jobfiles.Job(command=command, processes=processes, name="tests", **changes)
 
 
 def steps_of(folder):
     """The steps that the run has written down, in their order."""
     path = folder / "run" / "metrics.jsonl"
-    entries = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+    entries = (
+        [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        if path.exists()
+        else []
+    )
     return [entry["step"] for entry in entries if "grad_norm" in entry]
 
 
@@ -38,7 +53,10 @@ def tasks_of(submitted):
         except OSError:
             continue
         environment = dict(pair.partition("=")[::2] for pair in text.split("\0"))
-        if environment.get("SLURM_SUBMIT_DIR") == str(submitted.folder) and "SLURM_STEP_NODELIST" in environment:
+        if (
+            environment.get("SLURM_SUBMIT_DIR") == str(submitted.folder)
+            and "SLURM_STEP_NODELIST" in environment
+        ):
             found.setdefault(int(environment["SLURM_PROCID"]), process)
     return found
 
@@ -103,7 +121,9 @@ def test_a_lost_process_ends_the_others_and_all_start_again(slurm, tmp_path):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_mistake_ends_it(slurm, tmp_path, processes):
-    submitted = slurm.submit(jobfiles.slurm(job("--no-such-argument", "1", processes=processes)), tmp_path)
+    submitted = slurm.submit(
+        jobfiles.slurm(job("--no-such-argument", "1", processes=processes)), tmp_path
+    )
     assert submitted.end() == "FAILED"
     assert submitted.show("ExitCode") == "2:0"
     assert submitted.show("Restarts") == "0"

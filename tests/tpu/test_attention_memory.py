@@ -12,12 +12,15 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwise import make_mesh
-from shardwise.models.attention import causal_attention
+from shardwise.kernels.attention import causal_attention
 
 ROWS, LENGTH, HEADS, WIDTH = 8, 4096, 16, 128
 
 
-@pytest.mark.parametrize(("mesh", "kv_heads"), [pytest.param("data=8", HEADS, marks=pytest.mark.slow), ("fsdp=4,model=2", 4)])
+@pytest.mark.parametrize(
+    ("mesh", "kv_heads"),
+    [pytest.param("data=8", HEADS, marks=pytest.mark.slow), ("fsdp=4,model=2", 4)],
+)
 def test_the_gradient_needs_less_memory_than_the_scores_of_one_head(mesh, kv_heads):
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
     mesh = make_mesh(mesh, devices)
@@ -27,7 +30,17 @@ def test_the_gradient_needs_less_memory_than_the_scores_of_one_head(mesh, kv_hea
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return jnp.square(causal_attention(q, k, v).astype(jnp.float32)).sum()
 
-    args = [jax.ShapeDtypeStruct((ROWS, LENGTH, n, WIDTH), jnp.bfloat16, sharding=layout) for n in (HEADS, kv_heads, kv_heads)]
-    memory = jax.jit(jax.grad(loss, (0, 1, 2)), out_shardings=(layout,) * 3).lower(*args).compile().memory_analysis()
-    print(f"{memory.temp_size_in_bytes / 2**20:.1f} MiB; the scores of one head {2 * LENGTH**2 / 2**20:.1f} MiB")
+    args = [
+        jax.ShapeDtypeStruct((ROWS, LENGTH, n, WIDTH), jnp.bfloat16, sharding=layout)
+        for n in (HEADS, kv_heads, kv_heads)
+    ]
+    memory = (
+        jax.jit(jax.grad(loss, (0, 1, 2)), out_shardings=(layout,) * 3)
+        .lower(*args)
+        .compile()
+        .memory_analysis()
+    )
+    print(
+        f"{memory.temp_size_in_bytes / 2**20:.1f} MiB; the scores of one head {2 * LENGTH**2 / 2**20:.1f} MiB"
+    )
     assert memory.temp_size_in_bytes < 2 * LENGTH**2

@@ -56,12 +56,16 @@ class PlainGPT(nnx.Module):
 
 
 def loss(model, batch):
-    return Mean(optax.softmax_cross_entropy_with_integer_labels(model(batch["inputs"]), batch["labels"]))
+    return Mean(
+        optax.softmax_cross_entropy_with_integer_labels(model(batch["inputs"]), batch["labels"])
+    )
 
 
 def compile_for(mesh, size):
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
-    spec = abstract_state(lambda rngs: PlainGPT(size, rngs), optax.adamw(1e-3), make_mesh(mesh, devices), size.rules)
+    spec = abstract_state(
+        lambda rngs: PlainGPT(size, rngs), optax.adamw(1e-3), make_mesh(mesh, devices), size.rules
+    )
     tokens = jax.ShapeDtypeStruct((ROWS, size.length), jnp.int32)
     program = make_train_step(spec, loss, {"inputs": tokens, "labels": tokens}).lower().compile()
     return program.memory_analysis(), program.cost_analysis()["flops"]
@@ -70,7 +74,9 @@ def compile_for(mesh, size):
 @pytest.mark.parametrize(
     "size",
     [
-        pytest.param(Size(1, width=256, vocab=8192, length=512, rules=Rules(fsdp_min_size=256)), id="small"),
+        pytest.param(
+            Size(1, width=256, vocab=8192, length=512, rules=Rules(fsdp_min_size=256)), id="small"
+        ),
         pytest.param(Size(1), id="one layer", marks=pytest.mark.slow),
         pytest.param(Size(4), id="four layers", marks=pytest.mark.slow),
     ],

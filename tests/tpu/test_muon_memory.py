@@ -48,5 +48,7 @@ def test_no_device_gathers_the_whole_state():
         f"momentum of all matrices {whole / 2**20:.0f} MiB; temporary memory of an update {muon.temp_size_in_bytes / 2**20:.0f} MiB, "
         f"arithmetic on each device {flops / 1e12:.2f} TFLOP"
     )
-    assert muon.argument_size_in_bytes < 1.02 * 3 * whole / 8  # gradients, momentum and weights, an eighth of each
+    assert (
+        muon.argument_size_in_bytes < 1.02 * 3 * whole / 8
+    )  # gradients, momentum and weights, an eighth of each
     assert muon.temp_size_in_bytes < whole / 4

@@ -15,9 +15,12 @@ from flax import nnx
 from rich.console import Console
 
 from shardwise import Batches, Mean, Run, fit
-from shardwise.trackers import MLflow, Trackio, WandB
+from shardwise.trackers.base import MLflow, Trackio, WandB
 
-pytestmark = [pytest.mark.trackers, pytest.mark.filterwarnings("default")]  # their warnings are not ours
+pytestmark = [
+    pytest.mark.trackers,
+    pytest.mark.filterwarnings("default"),
+]  # their warnings are not ours
 
 X = np.random.default_rng(0).normal(size=(64, 4)).astype("f4")
 DATA = {"x": X, "y": X.sum(1)}
@@ -89,7 +92,10 @@ def test_wandb_without_a_login_stays_offline_and_reads_its_files(tmp_path):
             if record.HasField("run"):
                 ids.add(record.run.run_id)
             if record.HasField("history"):
-                values = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+                values = {
+                    item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                    for item in record.history.item
+                }
                 html += any(name.startswith("sample") for name in values)
                 for name in set(values) & set(written):
                     assert values["_step"] not in found.setdefault(name, {}), "a step came twice"
@@ -112,9 +118,14 @@ def test_mlflow_reads_its_database(tmp_path):
     assert run.info.run_name == "a"
     assert run.data.params["mesh"] == "data=1"
     for name, values in written.items():
-        history = [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, name)]
+        history = [
+            (metric.step, metric.value)
+            for metric in client.get_metric_history(run.info.run_id, name)
+        ]
         assert sorted(history) == sorted(values.items())
-    assert [file.path for file in client.list_artifacts(run.info.run_id, "sample")] == [f"sample/{step}.txt" for step in (2, 4, 6, 8)]
+    assert [file.path for file in client.list_artifacts(run.info.run_id, "sample")] == [
+        f"sample/{step}.txt" for step in (2, 4, 6, 8)
+    ]
 
 
 def test_trackio_reads_its_database(tmp_path):
@@ -124,6 +135,8 @@ def test_trackio_reads_its_database(tmp_path):
     name = json.loads((tmp_path / "a" / "trackers.json").read_text())["trackio"]
     logs = SQLiteStorage.get_logs("shardwise", name)
     for metric, values in written.items():
-        assert [(line["step"], line[metric]) for line in logs if metric in line] == list(values.items())
+        assert [(line["step"], line[metric]) for line in logs if metric in line] == list(
+            values.items()
+        )
     assert [line["step"] for line in logs if "sample" in line] == [2, 4, 6, 8]
     assert list((tmp_path / "trackio").glob("*.db"))

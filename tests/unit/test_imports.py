@@ -1,104 +1,126 @@
-"""Imports go in one direction, and asking for help does not wait for JAX."""
+"""Imports go one way: down the bands of ARCHITECTURE.md, and never in a circle."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import shardwise
 
 ROOT = Path(shardwise.__file__).parent
-LEVELS = [
-    {
-        "errors",
-        "metrics",
-        "hardware",
-        "flops",
-        "hlo",
-        "native",
-        "precision",
-        "shown",
-        "page",
-        "report_server",
-        "doctor_probe",
-        "doctor_finding",
-        "models",
-        "models.attention",
-        "models.kernels",
-        "data.shuffle",
-    },
-    {"tree", "report", "files", "signals", "resume", "roofline", "target", "jobfiles", "stopping", "origin", "data.files"}
-    | {"metrics_file", "completion", "doctor_environment", "doctor_packages"}
-    | {"models.norm", "models.table", "models.hopper", "models.cache", "models.sampling"},
-    {"trackers", "models.activation", "models.loss"}
-    | {
-        "group",
-        "launch",
-        "doctor_system",
-        "programs",
-        "saved",
-        "run_files",
-        "sharding",
-        "data.sources",
-        "data.records",
-        "data.tokenizers",
-        "optim.schedules",
-    },
-    {
-        "mesh",
-        "pace",
-        "doctor_run",
-        "watch",
-        "accounting",
-        "curves",
-        "published",
-        "data.batches",
-        "data.packing",
-        "data.prepare",
-        "models.gpt",
-        "models.llama",
-        "optim.groups",
-    },
-    {"doctor", "run_summary", "axes"}
-    | {"module", "models.hf_config", "data.prefetch", "data.combine", "optim.parts", "optim.read", "optim.probe", "plan_picture"},
-    {"data", "state", "finetune", "models.hf", "optim.recipes", "plan_page"}
-    | {"report_summary", "report_curves", "report_time", "report_plan", "report_about"},
-    {"step", "checkpoint", "export", "findings", "optim", "report_page"},
-    {"loop", "profiling", "explanation", "initial", "report_command"},
-    {"run"},
-    {"planning", "comparison", "telling"},
-    {"saving", "bad_steps", "search", "recipe", "checkpoint_commands", "diagnosis"},
-    {"bookkeeping"},
-    {"fitting", "data.show", "verification", "plan_command", "sample_command", "sweep_grid"},
-    {"data.commands", "verify_command", "sweep"},
-    {"cli"},
-]
-LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
+# From the bottom up. A module belongs to the band of its file or package at the top of `src/shardwise`.
+BANDS = {
+    "base": "errors text console runtime files tree metrics hardware flops precision",
+    "parts": "axes sharding kernels models data optim cluster trackers rundir early_stop",
+    "step": "mesh module state step loop",
+    "run": "checkpoint weights run recipe",
+    "tools": "plan verification explanation report doctor",
+    "training": "training",
+    "cli": "cli",
+}
+BAND_OF = {name: band for band, names in enumerate(BANDS.values()) for name in names.split()}
 
 
-def imports_of(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("shardwise"):
-            yield node.module.removeprefix("shardwise").lstrip(".")
+def module_name(path, root=ROOT):
+    return (
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix("__init__").rstrip(".")
+    )
 
 
-def test_a_module_imports_only_from_lower_levels():
-    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in ROOT.rglob("*.py")}
-    modules.pop("__init__")
-    assert set(modules) == set(LEVEL), "a new module needs a level"
-    wrong = [(name, other) for name, path in modules.items() for other in imports_of(path) if LEVEL[other] >= LEVEL[name]]
+def imports_of(text, name, modules):
+    """Yield the modules of shardwise that a module's text imports, wherever the import stands in it."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith("shardwise."):
+                    yield alias.name.removeprefix("shardwise.")
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} has a relative import; write it out"
+            if node.module == "shardwise" or (node.module or "").startswith("shardwise."):
+                source = node.module.removeprefix("shardwise").lstrip(".")
+                # `from shardwise.models import gpt` imports a module, `from shardwise.text import columns` a name.
+                inner = [f"{source}.{alias.name}".lstrip(".") for alias in node.names]
+                yield from (found if found in modules else source for found in inner)
+
+
+@pytest.fixture(scope="module")
+def graph():
+    texts = {module_name(path): path.read_text() for path in ROOT.rglob("*.py")}
+    modules = set(texts)
+    return {name: set(imports_of(text, name, modules)) - {name} for name, text in texts.items()}
+
+
+def test_every_module_has_a_band(graph):
+    tops = {name.partition(".")[0] for name in graph if name}
+    assert tops == set(BAND_OF), "add it to BANDS and to ARCHITECTURE.md"
+
+
+def test_imports_go_down_the_bands(graph):
+    wrong = [
+        f"{name} imports {other}"
+        for name, others in graph.items()
+        for other in others
+        if name and BAND_OF[other.partition(".")[0]] > BAND_OF[name.partition(".")[0]]
+    ]
     assert wrong == []
 
 
-def test_models_import_nothing_of_ours_but_models():
-    for name in [name for name in LEVEL if name.startswith("models.")]:
-        path = ROOT / (name.replace(".", "/") + ".py")
-        allowed = {"sharding"} if name == "models.llama" else set()  # `constrain`, which does nothing outside of a step
-        assert all(other.startswith("models") for other in {*imports_of(path)} - allowed), name
+def test_packages_do_not_import_each_other_in_a_circle(graph):
+    tops = {name.partition(".")[0]: set() for name in graph if name}
+    for name, others in graph.items():
+        if name:
+            top = name.partition(".")[0]
+            tops[top] |= {other.partition(".")[0] for other in others} - {top}
+    graphlib.TopologicalSorter(tops).prepare()
+    # Inside a package `__init__` imports its modules, which import each other but not the package.
+    inner = {
+        name: {o for o in others if o not in name.rpartition(".")[0]}
+        for name, others in graph.items()
+        if name
+    }
+    graphlib.TopologicalSorter(inner).prepare()
 
 
-def test_the_public_names_exist_and_help_does_not_import_jax():
-    for name in shardwise.__all__:
-        assert getattr(shardwise, name) is not None
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import shardwise.cli.plan",
+        "import jax, shardwise.cli.plan as p",
+        "from shardwise.cli import plan",
+        "def f():\n  from shardwise.cli.plan import x",
+    ],
+)
+def test_every_way_to_write_an_import_is_seen(text):
+    assert list(imports_of(text, "x", {"cli", "cli.plan"})) == ["cli.plan"]
+
+
+def test_models_and_kernels_work_without_the_rest(graph):
+    allowed = {"kernels", "models", "sharding", "axes", "errors", "text", "tree"}
+    for name, others in graph.items():
+        if name.partition(".")[0] in ("kernels", "models"):
+            assert {other.partition(".")[0] for other in others} <= allowed, name
+
+
+def test_help_does_not_import_jax():
     code = "import sys; from shardwise.cli import main; main(['--help']); sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["optim.adamw", "data.Batches", "models.gpt.GPT", *shardwise.__all__]
+)
+def test_public_names_are_found_after_a_plain_import(name):
+    value = shardwise
+    for part in name.split("."):
+        value = getattr(value, part)
+    assert value is not None
+
+
+def test_submodules_are_found_after_a_plain_import():
+    """In a process that has imported nothing else, which is where `shardwise.optim` used to be missing."""
+    code = "import shardwise; shardwise.optim.adamw; shardwise.data.Batches; shardwise.models.gpt.GPT; shardwise.explain; shardwise.verify"
+    code += "\nimport shardwise.explanation.explain, shardwise.verification.verify\nassert callable(shardwise.explain) and callable(shardwise.verify)"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -37,7 +37,10 @@ def scalar(model, batch):
 
 def make_data(rows):
     rng = np.random.default_rng(rows)
-    return {"x": rng.normal(size=(rows, 4)).astype("f4"), "w": rng.uniform(0.5, 2, rows).astype("f4")}
+    return {
+        "x": rng.normal(size=(rows, 4)).astype("f4"),
+        "w": rng.uniform(0.5, 2, rows).astype("f4"),
+    }
 
 
 SPEC = abstract_state(Net, optax.sgd(0.1), make_mesh("data=8"))
@@ -51,7 +54,9 @@ def test_evaluation_is_exact_for_any_number_of_rows(rows, batch_size, with_weigh
     loss = weighted if with_weights else scalar
     batches = Batches(data, batch_size)
     got = evaluate(make_eval_step(SPEC, loss, next(batches.once())), STATE, batches)["loss"]
-    outputs = data["x"] / np.sqrt(1 + 1e-5) @ np.asarray(STATE.params["linear"]["kernel"])[:, 0]  # running statistics, no dropout
+    outputs = (
+        data["x"] / np.sqrt(1 + 1e-5) @ np.asarray(STATE.params["linear"]["kernel"])[:, 0]
+    )  # running statistics, no dropout
     want = np.average(outputs**2, weights=data["w"] if with_weights else None)
     assert got == pytest.approx(want, rel=1e-5)
 

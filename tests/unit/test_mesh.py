@@ -21,7 +21,10 @@ def test_sizes_come_back_and_one_axis_can_be_filled(values, data):
     total = math.prod(values)
     assert parse_mesh(",".join(f"{n}={s}" for n, s in want.items()), total) == want
     filled = data.draw(st.sampled_from(names))
-    assert parse_mesh(", ".join(f"{n}={-1 if n == filled else s}" for n, s in want.items()), total) == want
+    assert (
+        parse_mesh(", ".join(f"{n}={-1 if n == filled else s}" for n, s in want.items()), total)
+        == want
+    )
 
 
 @given(sizes, st.integers(1, 64))
@@ -55,7 +58,16 @@ def test_mistakes_are_named_with_their_numbers(text, words):
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["data=4,model=2", "data=2,model=4", "data=1,model=8", "data=8,model=1", "replica=2,fsdp=2,tp=2"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "data=4,model=2",
+        "data=2,model=4",
+        "data=1,model=8",
+        "data=8,model=1",
+        "replica=2,fsdp=2,tp=2",
+    ],
+)
 def test_meshes_have_automatic_axes_and_use_every_device(text):
     mesh = make_mesh(text)
     assert mesh_text(mesh) == text

@@ -30,7 +30,9 @@ class Model(nnx.Module):
 
         x = self.embed(tokens)
         return (
-            nnx.scan(nnx.remat(layer), in_axes=(None, nnx.Carry), out_axes=nnx.Carry, length=1)(self.linear, x)
+            nnx.scan(nnx.remat(layer), in_axes=(None, nnx.Carry), out_axes=nnx.Carry, length=1)(
+                self.linear, x
+            )
             if self.scan
             else layer(self.linear, x)
         )
@@ -40,7 +42,9 @@ def gradients(compute_dtype, scan, accumulate=1):
     """Of the sum of all outputs, each with its weight."""
 
     def loss(model, batch):
-        return Mean((model(batch["tokens"]) * batch["weights"]).sum(-1).astype(jnp.float32), 1 / TOKENS)
+        return Mean(
+            (model(batch["tokens"]) * batch["weights"]).sum(-1).astype(jnp.float32), 1 / TOKENS
+        )
 
     spec = abstract_state(lambda rngs: Model(scan, rngs), optax.sgd(1.0), make_mesh("data=8"))
     batch = {"tokens": np.zeros(TOKENS, "i4"), "weights": WEIGHTS.astype(compute_dtype or "f4")}
@@ -52,9 +56,14 @@ def gradients(compute_dtype, scan, accumulate=1):
 def test_gradients_of_embeddings_and_biases_are_right_in_bfloat16(scan, accumulate):
     exact = gradients(None, scan)
     half = gradients("bfloat16", scan, accumulate)
-    for name, leaf in (("embedding", exact["embed"]["embedding"]), ("bias", exact["linear"]["bias"])):
+    for name, leaf in (
+        ("embedding", exact["embed"]["embedding"]),
+        ("bias", exact["linear"]["bias"]),
+    ):
         found = half["embed" if name == "embedding" else "linear"][name]
-        np.testing.assert_allclose(found, leaf, rtol=0.02, atol=0.01 * float(jnp.abs(leaf).max()), err_msg=name)
+        np.testing.assert_allclose(
+            found, leaf, rtol=0.02, atol=0.01 * float(jnp.abs(leaf).max()), err_msg=name
+        )
 
 
 def test_what_jax_alone_makes_of_such_sums():
@@ -66,7 +75,9 @@ def test_what_jax_alone_makes_of_such_sums():
 
     table, exact = jnp.zeros((4, 8), jnp.bfloat16), WEIGHTS.astype(np.float64).sum(0)
     assert (np.asarray(jax.jit(pull)(table), np.float64)[0] < 0.1 * exact).all()
-    np.testing.assert_allclose(np.asarray(jax.jit(sums_in_float32(pull))(table), np.float64)[0], exact, rtol=0.01)
+    np.testing.assert_allclose(
+        np.asarray(jax.jit(sums_in_float32(pull))(table), np.float64)[0], exact, rtol=0.01
+    )
 
 
 def test_other_sums_and_structures_are_left_alone():

@@ -12,11 +12,11 @@ from flax import nnx
 from rich.console import Console
 
 from shardwise import Batches, Mean, Run, evaluate, fit, make_eval_step, optim
+from shardwise.cluster.group import current_group
+from shardwise.cluster.signals import Stop
+from shardwise.cluster.watch import Watch
 from shardwise.errors import ConfigError, NumericsError
-from shardwise.group import current_group
 from shardwise.optim import Group
-from shardwise.signals import Stop
-from shardwise.watch import Watch
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(64, 4)).astype("f4")
@@ -52,14 +52,20 @@ def test_live_values_are_in_the_metrics_of_every_step(tmp_path):
         assert line["lr/body"] == pytest.approx(0.1 * line["lr/head"], rel=1e-5)
         assert line["clipped_norm"] == pytest.approx(min(line["grad_norm"], 0.5), rel=1e-5)
         for name in ("grad_norm", "update_norm", "param_norm"):
-            assert line[name] == pytest.approx(np.hypot(line[f"{name}/body"], line[f"{name}/head"]), rel=1e-5)
+            assert line[name] == pytest.approx(
+                np.hypot(line[f"{name}/body"], line[f"{name}/head"]), rel=1e-5
+            )
 
 
 def test_evaluation_is_on_the_average():
     optimizer = optim.adam(0.05, ema=0.9)
     result = go(optimizer=optimizer, eval_data=Batches(DATA, 16))
     average = optim.evaluation_params(result.state.opt_state, result.state.params)
-    by_hand = loss(result.spec.definition.merge(average, result.state.other, jax.random.key(0)), DATA).summed().value
+    by_hand = (
+        loss(result.spec.definition.merge(average, result.state.other, jax.random.key(0)), DATA)
+        .summed()
+        .value
+    )
     assert result.eval_metrics["loss"] == pytest.approx(float(by_hand), rel=1e-5)
     other = go(optimizer=optim.adam(0.05))
     last = evaluate(make_eval_step(other.spec, loss, DATA), other.state, [DATA])
@@ -81,7 +87,9 @@ def test_skips_change_nothing_and_too_many_of_them_stop_the_run(tmp_path):
     lines = records(tmp_path / "a")
     assert [n for n, line in enumerate(lines) if line.get("skipped")] == [5, 6, 7]
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(result.state.params))
-    assert lines[8]["lr"] == pytest.approx(float(optim.linear(0.01, 20)(5)), rel=1e-5)  # three updates were not made
+    assert lines[8]["lr"] == pytest.approx(
+        float(optim.linear(0.01, 20)(5)), rel=1e-5
+    )  # three updates were not made
 
     strict = Run(**{**run.__dict__, "max_skips": 2, "out": tmp_path / "b"})
     with pytest.raises(NumericsError, match="step 8: 3 updates in a row were skipped"):
@@ -90,7 +98,15 @@ def test_skips_change_nothing_and_too_many_of_them_stop_the_run(tmp_path):
 
 def test_spikes_are_skipped_and_told(tmp_path):
     optimizer = optim.skip_spikes(optim.adam(0.01), factor=10.0, window=3)
-    run = Run(model=model, loss=loss, optimizer=optimizer, data=poisoned(1e4), steps=20, mesh="data=8", out=tmp_path)
+    run = Run(
+        model=model,
+        loss=loss,
+        optimizer=optimizer,
+        data=poisoned(1e4),
+        steps=20,
+        mesh="data=8",
+        out=tmp_path,
+    )
     result = fit(run, console=Console(file=io.StringIO()))
     assert [n for n, line in enumerate(records(tmp_path)) if line.get("skipped")] == [5, 6, 7]
     assert int(result.state.opt_state.count) == 17
@@ -98,14 +114,20 @@ def test_spikes_are_skipped_and_told(tmp_path):
 
 def test_a_changed_learning_rate_is_refused_unless_it_is_accepted(tmp_path):
     go(tmp_path, steps=10)
-    before = jax.tree.map(np.asarray, go(tmp_path, steps=10).state.params)  # finished: nothing to do
-    with pytest.raises(ConfigError, match=r"(?s)lr/of group 'all' at update 9 +3.661e-05 +0.0001981.* --accept lr"):
+    before = jax.tree.map(
+        np.asarray, go(tmp_path, steps=10).state.params
+    )  # finished: nothing to do
+    with pytest.raises(
+        ConfigError, match=r"(?s)lr/of group 'all' at update 9 +3.661e-05 +0.0001981.* --accept lr"
+    ):
         go(tmp_path, steps=20)
     with pytest.raises(ConfigError, match="group 'all'"):
         go(tmp_path, steps=20, optimizer=optim.adamw(1e-2, clip=1.0))
     result = go(tmp_path, steps=20, accept=("lr",))
     assert int(result.state.step) == 20
-    assert not np.array_equal(before["layers"]["0"]["kernel"], result.state.params["layers"]["0"]["kernel"])
+    assert not np.array_equal(
+        before["layers"]["0"]["kernel"], result.state.params["layers"]["0"]["kernel"]
+    )
 
 
 def test_a_constant_rate_may_run_longer(tmp_path):
@@ -116,7 +138,9 @@ def test_a_constant_rate_may_run_longer(tmp_path):
 def test_an_optimizer_whose_state_changes_is_refused():
     half = lambda rngs: nnx.Linear(4, 2, param_dtype=jnp.bfloat16, rngs=rngs)  # noqa: E731
     injected = optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)(1e-3)
-    run = Run(model=half, loss=loss, optimizer=injected, data=Batches(DATA, 16), steps=2, mesh="data=8")
+    run = Run(
+        model=half, loss=loss, optimizer=injected, data=Batches(DATA, 16), steps=2, mesh="data=8"
+    )
     with pytest.raises(ConfigError, match="bfloat16 becomes float32"):
         fit(run, console=Console(file=io.StringIO()))
     fixed = Run(**{**run.__dict__, "optimizer": optim.with_master(injected)})
@@ -126,7 +150,15 @@ def test_an_optimizer_whose_state_changes_is_refused():
 def test_a_signal_after_the_run_does_not_touch_the_lock_that_is_closed(tmp_path):
     """Its descriptor may be the number of another file by then."""
     stop = Stop()
-    run = Run(model=model, loss=loss, optimizer=optim.transformer(2), data=Batches(DATA, 16), steps=2, mesh="data=8", out=tmp_path / "run")
+    run = Run(
+        model=model,
+        loss=loss,
+        optimizer=optim.transformer(2),
+        data=Batches(DATA, 16),
+        steps=2,
+        mesh="data=8",
+        out=tmp_path / "run",
+    )
     with Watch(current_group(), stop) as watch:
         fit(run, watch=watch, console=Console(file=io.StringIO()))
     assert stop.before_exit == []

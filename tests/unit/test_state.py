@@ -19,7 +19,12 @@ from shardwise.tree import named_leaves
 
 class Wide(nnx.Module):
     def __init__(self, rngs):
-        self.up = nnx.Linear(256, 1024, rngs=rngs, kernel_init=nnx.with_partitioning(nnx.initializers.normal(), ("embed", "mlp")))
+        self.up = nnx.Linear(
+            256,
+            1024,
+            rngs=rngs,
+            kernel_init=nnx.with_partitioning(nnx.initializers.normal(), ("embed", "mlp")),
+        )
         self.down = nnx.Linear(1024, 256, rngs=rngs)
 
 
@@ -37,14 +42,20 @@ def test_no_device_ever_holds_a_whole_parameter_that_is_cut():
 
     shardings = (spec.shardings.params, spec.shardings.opt_state)
     program = jax.jit(create, out_shardings=shardings).lower(jax.random.key(0)).compile()
-    largest = max(np.prod([int(d) for d in dims.split(",")]) for dims in re.findall(r"f32\[([\d,]+)\]", program.as_text()))
+    largest = max(
+        np.prod([int(d) for d in dims.split(",")])
+        for dims in re.findall(r"f32\[([\d,]+)\]", program.as_text())
+    )
     assert largest <= 256 * 1024 // 4
 
 
 def test_the_same_seed_gives_the_same_bits_on_every_mesh():
     def bits(text, devices):
         spec = abstract_state(Wide, optax.adamw(1e-3), make_mesh(text, jax.devices()[:devices]))
-        return {name: np.asarray(leaf).tobytes() for name, leaf in named_leaves(init_state(spec, 7)).items()}
+        return {
+            name: np.asarray(leaf).tobytes()
+            for name, leaf in named_leaves(init_state(spec, 7)).items()
+        }
 
     reference = bits("data=1", 1)
     assert len(reference) == 1 + 4 + 8 + 1
@@ -53,14 +64,22 @@ def test_the_same_seed_gives_the_same_bits_on_every_mesh():
 
 
 @pytest.mark.parametrize("shape", [(8, 32), (64, 32), (256, 24), (8, 8), (3, 3, 8, 16)])
-@pytest.mark.parametrize("init", [nnx.initializers.lecun_normal(), nnx.initializers.normal(), nnx.initializers.xavier_uniform()])
+@pytest.mark.parametrize(
+    "init",
+    [nnx.initializers.lecun_normal(), nnx.initializers.normal(), nnx.initializers.xavier_uniform()],
+)
 def test_pieces_narrower_than_a_vector_have_the_bits_of_the_whole(init, shape):
     class Narrow(nnx.Module):
         def __init__(self, rngs):
-            self.kernel = nnx.Param(init(rngs.params(), shape), out_sharding=(*(None,) * (len(shape) - 1), "model"))
+            self.kernel = nnx.Param(
+                init(rngs.params(), shape), out_sharding=(*(None,) * (len(shape) - 1), "model")
+            )
 
     whole, cut = (
-        init_state(abstract_state(Narrow, optax.sgd(0.1), make_mesh(f"model={n}", jax.devices()[:n])), 3).params["kernel"] for n in (1, 8)
+        init_state(
+            abstract_state(Narrow, optax.sgd(0.1), make_mesh(f"model={n}", jax.devices()[:n])), 3
+        ).params["kernel"]
+        for n in (1, 8)
     )
     assert np.asarray(whole).tobytes() == np.asarray(cut).tobytes()
 
@@ -70,7 +89,9 @@ def test_the_description_allocates_nothing_and_says_all():
     spec = abstract_state(huge, optax.adamw(1e-3), make_mesh("fsdp=8"))
     assert spec.num_params == 2**40 + 2**20
     assert spec.params["kernel"].bytes_per_device == 2**42 // 8
-    assert spec.abstract.opt_state[0].mu["kernel"].sharding == spec.abstract.params["kernel"].sharding
+    assert (
+        spec.abstract.opt_state[0].mu["kernel"].sharding == spec.abstract.params["kernel"].sharding
+    )
 
 
 def test_variables_of_every_kind_have_their_place():
@@ -88,7 +109,10 @@ def test_variables_of_every_kind_have_their_place():
     spec = abstract_state(Kinds, optax.sgd(0.1), make_mesh("data=8"))
     assert sorted(spec.params) == ["linear/bias", "linear/kernel", "norm/bias", "norm/scale"]
     assert sorted(spec.other) == ["calls", "norm/mean", "norm/var"]
-    assert sorted(rng.name for rng in spec.definition.rngs) == ["dropout/rngs/count", "dropout/rngs/key"]
+    assert sorted(rng.name for rng in spec.definition.rngs) == [
+        "dropout/rngs/count",
+        "dropout/rngs/key",
+    ]
     state = init_state(spec, 0)
     merged = spec.definition.merge(state.params, state.other, jax.random.key(0))
     assert merged.tied is merged.linear

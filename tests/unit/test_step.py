@@ -43,7 +43,10 @@ def scalar_loss(model, batch):
 
 def make_batch(rows, seed=0, weights=True):
     rng = np.random.default_rng(seed)
-    batch = {"x": rng.normal(size=(rows, 6)).astype("f4"), "y": rng.normal(size=(rows, 3)).astype("f4")}
+    batch = {
+        "x": rng.normal(size=(rows, 6)).astype("f4"),
+        "y": rng.normal(size=(rows, 3)).astype("f4"),
+    }
     return batch | ({"w": rng.uniform(0, 2, rows).astype("f4")} if weights else {})
 
 
@@ -64,7 +67,10 @@ def expected_step(batch):
 
     value, grads = nnx.value_and_grad(loss)(model)
     nnx.Optimizer(model, optax.sgd(LR), wrt=nnx.Param).update(model, grads)
-    return float(value), {"/".join(map(str, path)): np.asarray(v[...]) for path, v in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    return float(value), {
+        "/".join(map(str, path)): np.asarray(v[...])
+        for path, v in nnx.to_flat_state(nnx.state(model, nnx.Param))
+    }
 
 
 def assert_step(result, batch, tolerance=2e-6):
@@ -75,7 +81,10 @@ def assert_step(result, batch, tolerance=2e-6):
         np.testing.assert_allclose(leaf, params[name], atol=tolerance, err_msg=name)
 
 
-@pytest.mark.parametrize(("rows", "mesh", "accumulate"), [(13, "data=8", 3), (40, "data=4,fsdp=2", 4), (1, "data=4,fsdp=2", 1)])
+@pytest.mark.parametrize(
+    ("rows", "mesh", "accumulate"),
+    [(13, "data=8", 3), (40, "data=4,fsdp=2", 4), (1, "data=4,fsdp=2", 1)],
+)
 def test_rows_meshes_and_parts_give_the_same_step(rows, mesh, accumulate):
     batch = make_batch(rows)
     assert_step(one_step(batch, mesh, accumulate=accumulate), batch)
@@ -83,8 +92,12 @@ def test_rows_meshes_and_parts_give_the_same_step(rows, mesh, accumulate):
 
 @pytest.mark.slow
 @settings(max_examples=24, deadline=None)
-@given(st.integers(1, 40), st.sampled_from(["data=1", "data=8", "data=4,fsdp=2"]), st.integers(1, 4))
-def test_any_number_of_rows_on_any_mesh_in_any_number_of_parts_is_the_same_step(rows, mesh, accumulate):
+@given(
+    st.integers(1, 40), st.sampled_from(["data=1", "data=8", "data=4,fsdp=2"]), st.integers(1, 4)
+)
+def test_any_number_of_rows_on_any_mesh_in_any_number_of_parts_is_the_same_step(
+    rows, mesh, accumulate
+):
     batch = make_batch(rows)
     accumulate = min(accumulate, rows)
     assert_step(one_step(batch, mesh, accumulate=accumulate), batch)
@@ -105,7 +118,8 @@ def test_padding_enters_neither_the_loss_nor_the_weight():
 def test_a_scalar_loss_cannot_be_padded_and_the_numbers_are_told():
     batch = make_batch(13, weights=False)
     with pytest.raises(
-        ConfigError, match=r"13 rows is not divisible by 8 .* Use a batch of 8 or 16 rows, or let the loss return Mean.* for 'loss'"
+        ConfigError,
+        match=r"13 rows is not divisible by 8 .* Use a batch of 8 or 16 rows, or let the loss return Mean.* for 'loss'",
     ):
         one_step(batch, "data=8", scalar_loss)
     one_step(batch, "data=1", scalar_loss)
@@ -122,11 +136,16 @@ def test_padding_is_refused_where_it_would_enter_batch_statistics():
         def __call__(self, x):
             return super().__call__(self.norm(x))
 
-    with pytest.raises(ConfigError, match="padding would enter the statistics that the model keeps \\('norm/mean'\\)"):
+    with pytest.raises(
+        ConfigError,
+        match="padding would enter the statistics that the model keeps \\('norm/mean'\\)",
+    ):
         one_step(make_batch(13), "data=8", factory=Normed)
     state, _ = one_step(make_batch(16), "data=8", factory=Normed)
     mean = make_batch(16)["x"].mean(0)
-    np.testing.assert_allclose(state.other["norm"]["mean"], 0.01 * mean, atol=1e-6)  # over the whole batch, not a shard
+    np.testing.assert_allclose(
+        state.other["norm"]["mean"], 0.01 * mean, atol=1e-6
+    )  # over the whole batch, not a shard
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -138,9 +157,15 @@ def test_numbers_that_are_not_finite_leave_the_state_untouched(accumulate):
     for bad in (np.nan, np.inf):
         batch, count = make_batch(16), int(state.step)
         batch["x"][3, 2] = bad
-        before = {name: np.asarray(leaf).tobytes() for name, leaf in named_leaves((state.params, state.opt_state)).items()}
+        before = {
+            name: np.asarray(leaf).tobytes()
+            for name, leaf in named_leaves((state.params, state.opt_state)).items()
+        }
         state, metrics = step(state, step.place(batch))
-        after = {name: np.asarray(leaf).tobytes() for name, leaf in named_leaves((state.params, state.opt_state)).items()}
+        after = {
+            name: np.asarray(leaf).tobytes()
+            for name, leaf in named_leaves((state.params, state.opt_state)).items()
+        }
         assert not bool(metrics["finite"])
         assert before == after
         assert int(state.step) == count + 1  # the batch was consumed all the same
@@ -164,7 +189,11 @@ def test_random_streams_depend_on_seed_and_step_and_on_nothing_else():
 
     @functools.cache
     def make(seed, mesh):
-        spec = abstract_state(factory, optax.sgd(0.0), make_mesh(mesh, jax.devices()[:1] if mesh == "data=1" else None))
+        spec = abstract_state(
+            factory,
+            optax.sgd(0.0),
+            make_mesh(mesh, jax.devices()[:1] if mesh == "data=1" else None),
+        )
         return spec, make_train_step(spec, weighted_loss, batch, seed=seed, accumulate=2)
 
     def losses(seed, mesh, start=0):
@@ -180,19 +209,28 @@ def test_random_streams_depend_on_seed_and_step_and_on_nothing_else():
     one = losses(0, "data=1")
     assert len(set(one)) == 3  # another mask at each step
     np.testing.assert_allclose(losses(0, "data=4,fsdp=2"), one, rtol=1e-6)
-    np.testing.assert_allclose(losses(0, "data=1", start=1)[:2], one[1:], rtol=1e-6)  # nothing is carried along
+    np.testing.assert_allclose(
+        losses(0, "data=1", start=1)[:2], one[1:], rtol=1e-6
+    )  # nothing is carried along
     assert not np.allclose(losses(1, "data=1"), one)
 
 
 def test_the_second_call_never_compiles_and_the_state_is_donated():
     batch = make_batch(16)
-    spec = abstract_state(lambda rngs: Plain(rngs, 0.1), optax.adamw(1e-3), make_mesh("data=2,fsdp=4"), Rules(fsdp_min_size=8))
+    spec = abstract_state(
+        lambda rngs: Plain(rngs, 0.1),
+        optax.adamw(1e-3),
+        make_mesh("data=2,fsdp=4"),
+        Rules(fsdp_min_size=8),
+    )
     step = make_train_step(spec, weighted_loss, batch, accumulate=2)
     state = init_state(spec, 0)
     first, _ = step(state, step.place(batch))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
     compiled = []
-    jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name) if "compile" in name else None)
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name) if "compile" in name else None
+    )
     for _ in range(3):
         first, _ = step(first, step.place(batch))
     jax.block_until_ready(first)
@@ -210,22 +248,30 @@ def test_mixed_precision_keeps_float32_masters():
         seen.append(out.dtype)
         return Mean(((out.astype(jnp.float32) - batch["y"]) ** 2).sum(-1), batch["w"])
 
-    state, metrics = one_step(make_batch(16), "data=4,fsdp=2", loss, compute_dtype="bfloat16", optimizer=optax.adam(1e-3))
+    state, metrics = one_step(
+        make_batch(16), "data=4,fsdp=2", loss, compute_dtype="bfloat16", optimizer=optax.adam(1e-3)
+    )
     assert seen[-2:] == [jnp.bfloat16, jnp.bfloat16]
-    assert {leaf.dtype for leaf in jax.tree.leaves((state.params, state.opt_state[0].mu))} == {jnp.dtype("float32")}
+    assert {leaf.dtype for leaf in jax.tree.leaves((state.params, state.opt_state[0].mu))} == {
+        jnp.dtype("float32")
+    }
     assert np.isfinite(float(metrics["loss"]))
 
 
 def test_further_metrics_are_exact_means_too():
     def loss(model, batch):
         squares = ((model(batch["x"]) - batch["y"]) ** 2).sum(-1)
-        return Mean(squares, jnp.ones_like(squares)), {"big": Mean((squares > 1).astype(jnp.float32), jnp.ones_like(squares))}
+        return Mean(squares, jnp.ones_like(squares)), {
+            "big": Mean((squares > 1).astype(jnp.float32), jnp.ones_like(squares))
+        }
 
     _, metrics = one_step(make_batch(13), "data=8", loss)
     _, reference = one_step(make_batch(13), "data=1", loss)
     assert float(metrics["big"]) == pytest.approx(float(reference["big"]), rel=1e-6)
     with pytest.raises(ConfigError, match="grad_norm"):
-        one_step(make_batch(8), loss=lambda model, batch: (scalar_loss(model, batch), {"grad_norm": 1.0}))
+        one_step(
+            make_batch(8), loss=lambda model, batch: (scalar_loss(model, batch), {"grad_norm": 1.0})
+        )
 
 
 def test_what_is_no_loss_and_no_batch_is_refused():

@@ -22,8 +22,12 @@ SMALL = Rules(fsdp_min_size=64)
 def per_device(function, in_specs, out_specs):
     """`function` on the rows that each device of "data" has; where there is no such axis, on all of them."""
     mesh = jax.sharding.get_abstract_mesh()
-    mesh = mesh if "data" in mesh.shape else AbstractMesh((1,), ("data",), axis_types=(AxisType.Auto,))
-    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={"data"})
+    mesh = (
+        mesh if "data" in mesh.shape else AbstractMesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    )
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={"data"}
+    )
 
 
 def transformation(mesh, function, specs):
@@ -31,7 +35,9 @@ def transformation(mesh, function, specs):
     devices = make_mesh(mesh, jax.devices()[: int(mesh.partition("=")[2])])
 
     def update(updates, state, params=None):
-        return jax.shard_map(function, mesh=devices, in_specs=(specs,), out_specs=specs, check_vma=False)(updates), state
+        return jax.shard_map(
+            function, mesh=devices, in_specs=(specs,), out_specs=specs, check_vma=False
+        )(updates), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
@@ -62,12 +68,23 @@ def make(loss=plain_loss, model=Net, optimizer=ADAM, seed=0, mesh="data=-1"):
     random = np.random.default_rng(0)
     x = random.normal(size=(400, 8)).astype("float32")
     data = {"x": x, "y": np.sin(3 * x).sum(1), "w": random.integers(1, 3, 400).astype("float32")}
-    return Run(model=model, loss=loss, optimizer=optimizer, data=Batches(data, ROWS, seed=seed), steps=100, mesh=mesh, rules=SMALL)
+    return Run(
+        model=model,
+        loss=loss,
+        optimizer=optimizer,
+        data=Batches(data, ROWS, seed=seed),
+        steps=100,
+        mesh=mesh,
+        rules=SMALL,
+    )
 
 
 def good() -> Run:
     """With batch statistics, dropout, and a loss that says what each row counts."""
-    norm, dropout = lambda rngs: nnx.BatchNorm(WIDTH, rngs=rngs), lambda rngs: nnx.Dropout(0.2, rngs=rngs)
+    norm, dropout = (
+        lambda rngs: nnx.BatchNorm(WIDTH, rngs=rngs),
+        lambda rngs: nnx.Dropout(0.2, rngs=rngs),
+    )
     return make(model=lambda rngs: Net(rngs, norm, dropout))
 
 
@@ -76,7 +93,9 @@ def good_by_hand() -> Run:
 
     def loss(model, batch):
         def local(values, weights):
-            return jax.lax.psum((values * weights).sum(), "data") / jax.lax.psum(weights.sum(), "data")
+            return jax.lax.psum((values * weights).sum(), "data") / jax.lax.psum(
+                weights.sum(), "data"
+            )
 
         return per_device(local, (P("data"), P("data")), P())(squares(model, batch), batch["w"])
 
@@ -87,7 +106,9 @@ def summed_loss() -> Run:
     """The means of the devices are added up."""
 
     def loss(model, batch):
-        return per_device(lambda values: jax.lax.psum(values.mean(), "data"), P("data"), P())(squares(model, batch))
+        return per_device(lambda values: jax.lax.psum(values.mean(), "data"), P("data"), P())(
+            squares(model, batch)
+        )
 
     return make(loss)
 
@@ -132,13 +153,20 @@ class LocalNorm(nnx.Module):
     def __call__(self, x):
         def local(x):
             mean, var = x.mean(0), x.var(0)
-            return (x - mean) / jnp.sqrt(var + 1e-5), jax.lax.pmean(mean, "data"), jax.lax.pmean(var, "data")
+            return (
+                (x - mean) / jnp.sqrt(var + 1e-5),
+                jax.lax.pmean(mean, "data"),
+                jax.lax.pmean(var, "data"),
+            )
 
         if self.use_running_average:
             x = (x - self.mean[...]) / jnp.sqrt(self.var[...] + 1e-5)
         else:
             x, mean, var = per_device(local, P("data"), (P("data"), P(), P()))(x)
-            self.mean[...], self.var[...] = 0.9 * self.mean[...] + 0.1 * mean, 0.9 * self.var[...] + 0.1 * var
+            self.mean[...], self.var[...] = (
+                0.9 * self.mean[...] + 0.1 * mean,
+                0.9 * self.var[...] + 0.1 * var,
+            )
         return x * self.scale + self.bias
 
 
@@ -149,7 +177,9 @@ class Counter(nnx.Module):
         self.seen = nnx.Variable(jnp.zeros(()))
 
     def __call__(self, x):
-        self.seen[...] += per_device(lambda x: jax.lax.psum(1.0 + 0 * x[0, 0], "data"), P("data"), P())(x)
+        self.seen[...] += per_device(
+            lambda x: jax.lax.psum(1.0 + 0 * x[0, 0], "data"), P("data"), P()
+        )(x)
         return x
 
 
@@ -173,7 +203,9 @@ class LocalDropout(nnx.Module):
             return x
 
         def local(x, key):
-            mask = jax.random.bernoulli(jax.random.fold_in(key, jax.lax.axis_index("data")), 0.8, x.shape)
+            mask = jax.random.bernoulli(
+                jax.random.fold_in(key, jax.lax.axis_index("data")), 0.8, x.shape
+            )
             return jnp.where(mask, x / 0.8, 0)
 
         return per_device(local, (P("data"), P()), P("data"))(x, self.rngs())
@@ -210,7 +242,11 @@ def lost_row() -> Run:
 
 def one_shard(mesh: str = "data=8") -> Run:
     """The first device alone applies its updates."""
-    first = transformation(mesh, lambda updates: jax.tree.map(lambda u: u * (jax.lax.axis_index("data") == 0), updates), P())
+    first = transformation(
+        mesh,
+        lambda updates: jax.tree.map(lambda u: u * (jax.lax.axis_index("data") == 0), updates),
+        P(),
+    )
     return make(optimizer=optax.chain(ADAM, first), mesh=mesh)
 
 
@@ -220,7 +256,9 @@ def local_clipping(mesh: str = "fsdp=8") -> Run:
     cut = cut if "fsdp" in mesh else P()
 
     def clip(updates):
-        return jax.tree.map(lambda u: u * jnp.minimum(1.0, 1e-2 / optax.tree.norm(updates)), updates)
+        return jax.tree.map(
+            lambda u: u * jnp.minimum(1.0, 1e-2 / optax.tree.norm(updates)), updates
+        )
 
     return make(optimizer=optax.chain(transformation(mesh, clip, cut), optax.sgd(1.0)), mesh=mesh)
 

@@ -19,8 +19,8 @@ from shardwise.errors import ConfigError, NumericsError
 from shardwise.models.gpt import GPT, PRESETS
 from shardwise.recipe import load_recipe
 from shardwise.tree import named_leaves
-from shardwise.verification import find_meshes
-from tests import command
+from shardwise.verification.verify import find_meshes
+from tests.helpers import command
 
 ROOT = Path(__file__).parents[2]
 PLANTED = Path(__file__).with_name("planted.py")
@@ -40,7 +40,9 @@ def largest_ratio(found):
 
 @pytest.mark.parametrize("name", ["good", pytest.param("good_by_hand", marks=pytest.mark.slow)])
 def test_what_is_right_is_far_from_its_tolerance(name):
-    found = checked(getattr(planted, name), ["data=8"] if name == "good_by_hand" else ["data=2,fsdp=4"], steps=2)
+    found = checked(
+        getattr(planted, name), ["data=8"] if name == "good_by_hand" else ["data=2,fsdp=4"], steps=2
+    )
     assert found.ok
     assert largest_ratio(found) < 0.3
     assert found.lines()[-1] == "1 of 1 meshes agree with one device."
@@ -57,9 +59,20 @@ def test_what_is_right_is_far_from_its_tolerance(name):
             "8 times that of one device, and the batch is in 8 shards",
             marks=pytest.mark.slow,
         ),
-        ("summed_gradients", "data=8", "gradient", "hidden/bias", "8 times that of one device, and the batch is in 8 shards"),
+        (
+            "summed_gradients",
+            "data=8",
+            "gradient",
+            "hidden/bias",
+            "8 times that of one device, and the batch is in 8 shards",
+        ),
         pytest.param(
-            "summed_updates", "data=8", "parameter", "hidden/bias", "every update is 8 times that of one device", marks=pytest.mark.slow
+            "summed_updates",
+            "data=8",
+            "parameter",
+            "hidden/bias",
+            "every update is 8 times that of one device",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "per_device_batch_norm",
@@ -69,18 +82,69 @@ def test_what_is_right_is_far_from_its_tolerance(name):
             "a statistic is taken over the rows of one device",
             marks=pytest.mark.slow,
         ),
-        ("mesh_dropout", "data=8", "gradient", "hidden/bias", "a random stream depends on the mesh"),
-        pytest.param("mean_of_means", "data=8", "gradient", "hidden/bias", "Rows do not count alike", marks=pytest.mark.slow),
-        pytest.param(
-            "lost_row", "data=8", "gradient", "hidden/bias", "8 of 40 rows (4, 9, 14, 19, 24, 29, 34, 39)", marks=pytest.mark.slow
+        (
+            "mesh_dropout",
+            "data=8",
+            "gradient",
+            "hidden/bias",
+            "a random stream depends on the mesh",
         ),
-        pytest.param("slightly_scaled", "data=8", "gradient", "hidden/bias", "1.0005 times that of one device", marks=pytest.mark.slow),
         pytest.param(
-            "one_shard", "data=8", "parameter", "hidden/bias", "copies of one array are no longer the same", marks=pytest.mark.slow
+            "mean_of_means",
+            "data=8",
+            "gradient",
+            "hidden/bias",
+            "Rows do not count alike",
+            marks=pytest.mark.slow,
         ),
-        pytest.param("local_clipping", "fsdp=8", "parameter", "hidden/bias", "over the piece that a device holds", marks=pytest.mark.slow),
-        pytest.param("counts_devices", "data=8", "statistic", "norm/seen", "a counter that counts devices", marks=pytest.mark.slow),
-        pytest.param("mesh_data", "data=8", "batch", "w", "The data depend on the mesh", marks=pytest.mark.slow),
+        pytest.param(
+            "lost_row",
+            "data=8",
+            "gradient",
+            "hidden/bias",
+            "8 of 40 rows (4, 9, 14, 19, 24, 29, 34, 39)",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "slightly_scaled",
+            "data=8",
+            "gradient",
+            "hidden/bias",
+            "1.0005 times that of one device",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "one_shard",
+            "data=8",
+            "parameter",
+            "hidden/bias",
+            "copies of one array are no longer the same",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "local_clipping",
+            "fsdp=8",
+            "parameter",
+            "hidden/bias",
+            "over the piece that a device holds",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "counts_devices",
+            "data=8",
+            "statistic",
+            "norm/seen",
+            "a counter that counts devices",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "mesh_data",
+            "data=8",
+            "batch",
+            "w",
+            "The data depend on the mesh",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "mesh_weights",
             "fsdp=8",
@@ -103,7 +167,11 @@ def test_a_planted_bug_is_found_and_named(name, mesh, kind, leaf, words):
     if name == "one_shard":
         assert first.devices.startswith("7 of 8 devices: data=1; data=2")
     if name == "mesh_weights":
-        assert (first.shape, first.layout, first.why) == ((8, 32), "(-, fsdp)", "automatic FSDP on dim 1")
+        assert (first.shape, first.layout, first.why) == (
+            (8, 32),
+            "(-, fsdp)",
+            "automatic FSDP on dim 1",
+        )
 
 
 def test_the_halves_of_the_step_are_the_step():
@@ -114,13 +182,25 @@ def test_the_halves_of_the_step_are_the_step():
     halves, metrics = step.update(state, *step.gradients(state, batch))  # donates nothing
     whole, whole_metrics = step(state, batch)
     for name, leaf in named_leaves(whole).items():
-        np.testing.assert_allclose(np.asarray(leaf), np.asarray(named_leaves(halves)[name]), rtol=1e-5, atol=1e-7, err_msg=name)
+        np.testing.assert_allclose(
+            np.asarray(leaf),
+            np.asarray(named_leaves(halves)[name]),
+            rtol=1e-5,
+            atol=1e-7,
+            err_msg=name,
+        )
     assert float(metrics["loss"]) == pytest.approx(float(whole_metrics["loss"]), rel=1e-6)
 
 
 def test_found_meshes_use_the_axes_that_the_model_knows():
     gpt = abstract_state(lambda rngs: GPT(PRESETS["byte"], rngs), optax.sgd(1.0), "data=8")
-    assert find_meshes(gpt, Rules(), 8) == ["data=8", "fsdp=8", "model=8", "data=4,model=2", "data=2,fsdp=2,model=2"]
+    assert find_meshes(gpt, Rules(), 8) == [
+        "data=8",
+        "fsdp=8",
+        "model=8",
+        "data=4,model=2",
+        "data=2,fsdp=2,model=2",
+    ]
     assert find_meshes(gpt, Rules(), 2) == ["data=2", "fsdp=2", "model=2"]
     net = abstract_state(planted.Net, optax.sgd(1.0), "data=8")
     assert find_meshes(net, Rules(), 8) == ["data=8", "fsdp=8", "data=2,fsdp=4"]
@@ -139,7 +219,9 @@ def test_a_mesh_that_cannot_be_is_refused_when_given_and_left_out_when_found():
         verify(run, ["data=3"])
     with pytest.raises(ConfigError, match="mesh axis 'model' \\(size 8\\) cuts neither"):
         verify(run, ["model=8"])
-    found = verify(replace(run, rules=Rules(paths=(("out/bias", ("model",)),))), steps=1)  # it has one entry
+    found = verify(
+        replace(run, rules=Rules(paths=(("out/bias", ("model",)),))), steps=1
+    )  # it has one entry
     assert found.ok
     assert [result.mesh for result in found.results] == ["data=8", "fsdp=8"]
     assert list(found.left_out) == ["model=8", "data=4,model=2", "data=2,fsdp=2,model=2"]
@@ -150,17 +232,26 @@ def test_data_that_can_be_read_once_are_refused_unless_the_run_is_made_anew():
     batches = planted.good().data
     with pytest.raises(ConfigError, match="can be read once"):
         verify(replace(planted.good(), data=map(batches, range(9))), ["data=8"])
-    assert verify(lambda mesh: replace(planted.good_by_hand(), data=map(batches, range(9))), ["data=8"], steps=2).ok
+    assert verify(
+        lambda mesh: replace(planted.good_by_hand(), data=map(batches, range(9))),
+        ["data=8"],
+        steps=2,
+    ).ok
 
 
 def test_what_is_not_finite_on_one_device_proves_nothing():
     with pytest.raises(NumericsError, match="step 1 is not finite"):
-        verify(planted.make(lambda model, batch: jnp.log(-planted.squares(model, batch).mean())), ["data=8"])
+        verify(
+            planted.make(lambda model, batch: jnp.log(-planted.squares(model, batch).mean())),
+            ["data=8"],
+        )
 
 
 def test_parameters_in_bfloat16_are_verified_in_float32():
     coarse = lambda rngs: nnx.Linear(8, 1, param_dtype=jnp.bfloat16, rngs=rngs)  # noqa: E731
-    run = planted.make(lambda model, batch: ((model(batch["x"])[:, 0] - batch["y"]) ** 2).mean(), coarse)
+    run = planted.make(
+        lambda model, batch: ((model(batch["x"])[:, 0] - batch["y"]) ** 2).mean(), coarse
+    )
     found = verify(run, ["data=8"], steps=1)
     assert found.ok
     assert found.results[0].worst["gradient"].tolerance < 1e-3
@@ -172,7 +263,10 @@ def test_code_that_fails_on_a_mesh_only_is_a_mistake_with_a_place():
             raise ValueError("no such axis")
         return planted.squares(model, batch).mean()
 
-    with pytest.raises(ConfigError, match=r"the step cannot be carried out on data=8: ValueError: no such axis \(.*test_verify.py"):
+    with pytest.raises(
+        ConfigError,
+        match=r"the step cannot be carried out on data=8: ValueError: no such axis \(.*test_verify.py",
+    ):
         verify(planted.make(loss), ["data=8"], steps=1)
 
 
@@ -185,7 +279,17 @@ def shardwise(*args):
 
 def test_the_command_passes_a_good_recipe(tmp_path):
     answer = tmp_path / "answer.json"
-    done = shardwise("verify", "examples/data_parallel_by_hand.py", "--meshes", "data=4", "fsdp=4", "--cpu-devices", 4, "--json", answer)
+    done = shardwise(
+        "verify",
+        "examples/data_parallel_by_hand.py",
+        "--meshes",
+        "data=4",
+        "fsdp=4",
+        "--cpu-devices",
+        4,
+        "--json",
+        answer,
+    )
     assert done.returncode == 0, done.stderr
     assert "2 of 2 meshes agree with one device." in done.stdout
     assert "fsdp=4: compiling" in done.stderr
@@ -198,7 +302,10 @@ def test_the_command_passes_a_good_recipe(tmp_path):
 def test_the_command_names_the_leaf_of_a_bug(tmp_path):
     done = shardwise("verify", f"{PLANTED}:one_shard", "--mesh", "data=8", "--verify-steps", 1)
     assert done.returncode == 5, done.stderr
-    assert "data=8 differs from one device at step 1, first in the parameter 'hidden/bias'" in done.stdout
+    assert (
+        "data=8 differs from one device at step 1, first in the parameter 'hidden/bias'"
+        in done.stdout
+    )
     assert "on 7 of 8 devices: data=1" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
 
@@ -241,14 +348,19 @@ EXAMPLES = ("data_parallel_by_hand", "digits", "own_loop", "sharded_model")
 
 def test_every_recipe_and_example_is_verified_here():
     assert {path.stem for path in (ROOT / "recipes").glob("*.py")} == set(RECIPES)
-    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == {*EXAMPLES, "optuna_sweep"}  # which trains many small ones
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == {
+        *EXAMPLES,
+        "optuna_sweep",
+    }  # which trains many small ones
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     (folder / "text.txt").write_text("\n\n".join(f"{n} times {n} is {n * n}." for n in range(2000)))
-    assert shardwise("data", "prepare", folder / "text.txt", "--out", folder / "data").returncode == 0
+    assert (
+        shardwise("data", "prepare", folder / "text.txt", "--out", folder / "data").returncode == 0
+    )
     return folder / "data"
 
 
@@ -258,17 +370,30 @@ def test_recipes_and_examples_agree_with_one_device(name, request):
     arguments = dict(RECIPES.get(name, {}))
     if name == "tokens_gpt":
         arguments["data"] = request.getfixturevalue("prepared")
-    recipe = load_recipe(ROOT / ("recipes" if name in RECIPES else "examples") / f"{name}.py", "recipe")
+    recipe = load_recipe(
+        ROOT / ("recipes" if name in RECIPES else "examples") / f"{name}.py", "recipe"
+    )
     found = verify(lambda mesh: recipe(mesh=mesh, **arguments), steps=3)
     assert found.ok, "\n".join(found.lines())
     assert largest_ratio(found) < 0.5
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lion", "adafactor", "muon", "schedule_free", "prodigy"])
+@pytest.mark.parametrize(
+    "optimizer", ["adamw", "sgd", "lion", "adafactor", "muon", "schedule_free", "prodigy"]
+)
 def test_no_optimizer_raises_a_false_alarm(optimizer):
     recipe = load_recipe(ROOT / "recipes" / "stdlib_gpt.py", "recipe")
-    arguments = {**SMALL, "optimizer": optimizer, "steps": 20, "accumulate": 2, "dropout": 0.1, "scan_layers": True}
-    found = verify(lambda mesh: recipe(mesh=mesh, **arguments), ["data=2,fsdp=2,model=2", "fsdp=8"], steps=4)
+    arguments = {
+        **SMALL,
+        "optimizer": optimizer,
+        "steps": 20,
+        "accumulate": 2,
+        "dropout": 0.1,
+        "scan_layers": True,
+    }
+    found = verify(
+        lambda mesh: recipe(mesh=mesh, **arguments), ["data=2,fsdp=2,model=2", "fsdp=8"], steps=4
+    )
     assert found.ok, "\n".join(found.lines())
     assert largest_ratio(found) < 0.5

@@ -32,7 +32,9 @@ class Batches:
     shuffle: bool = True
     skip_bad: int = 0
     skipped: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _order: Callable[[int, int, int, bool], np.ndarray] = field(init=False, repr=False, compare=False)
+    _order: Callable[[int, int, int, bool], np.ndarray] = field(
+        init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "source", as_source(self.source))
@@ -41,7 +43,9 @@ class Batches:
         if self.batch_size < 1:
             raise ConfigError(f"batch_size={self.batch_size}; it must be at least 1.")
         if size < self.batch_size:
-            raise DataError(f"the source has {size} rows, too few for a batch of {self.batch_size}.")
+            raise DataError(
+                f"the source has {size} rows, too few for a batch of {self.batch_size}."
+            )
 
     def __call__(self, step: int) -> dict[str, np.ndarray]:
         return self.rows(step, 0, self.batch_size)
@@ -54,11 +58,16 @@ class Batches:
     def example(self) -> dict[str, np.ndarray]:
         """An array like each of a batch, for its shape and dtype; reads one row."""
         row = self._read(self._order(0, 1, self.seed, self.shuffle))
-        return {name: np.broadcast_to(value, (self.batch_size, *value.shape[1:])) for name, value in row.items()}
+        return {
+            name: np.broadcast_to(value, (self.batch_size, *value.shape[1:]))
+            for name, value in row.items()
+        }
 
     def in_order(self, first: int, ranges: Ranges) -> dict[str, np.ndarray]:
         """These rows of the batch that begins at row `first` of the source. For evaluation."""
-        return self._read(np.concatenate([np.arange(first + start, first + end) for start, end in ranges]))
+        return self._read(
+            np.concatenate([np.arange(first + start, first + end) for start, end in ranges])
+        )
 
     def once(self) -> Iterator[dict[str, np.ndarray]]:
         """Each row once, in order; the last batch may be shorter. For evaluation."""
@@ -67,7 +76,12 @@ class Batches:
 
     def fingerprint(self) -> dict[str, Any]:
         """What the batches depend on, for JSON: two runs with equal fingerprints see the same batches."""
-        own = {"rows": len(self.source), "seed": self.seed, "batch_size": self.batch_size, "shuffle": self.shuffle}
+        own = {
+            "rows": len(self.source),
+            "seed": self.seed,
+            "batch_size": self.batch_size,
+            "shuffle": self.shuffle,
+        }
         return {**own, "source": fingerprint_of(self.source)}
 
     def note(self, skipped: dict[str, str]) -> None:
@@ -75,7 +89,11 @@ class Batches:
         self.skipped.update(skipped)
         if len(self.skipped) > self.skip_bad:
             count, (name, why) = len(self.skipped), list(self.skipped.items())[-1]
-            budget = f"; {count} bad records are more than skip_bad={self.skip_bad}" if self.skip_bad else ""
+            budget = (
+                f"; {count} bad records are more than skip_bad={self.skip_bad}"
+                if self.skip_bad
+                else ""
+            )
             raise BadRecord(name, why + budget)
 
     def _read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
@@ -105,7 +123,11 @@ def order_of(source: Any) -> Callable[[int, int, int, bool], np.ndarray]:
 
 def fingerprint_of(source: Any) -> dict[str, Any]:
     """A source that has none of its own is known by its type and length."""
-    return source.fingerprint() if hasattr(source, "fingerprint") else {"type": type(source).__qualname__, "rows": len(source)}
+    return (
+        source.fingerprint()
+        if hasattr(source, "fingerprint")
+        else {"type": type(source).__qualname__, "rows": len(source)}
+    )
 
 
 class Stream:
@@ -121,7 +143,9 @@ class Stream:
             try:
                 self._step, self._batch = step, next(self._iterator)
             except StopIteration:
-                raise DataError(f"the data ended after {step} batches; batch {step} was asked for.") from None
+                raise DataError(
+                    f"the data ended after {step} batches; batch {step} was asked for."
+                ) from None
         elif step != self._step:
             raise DataError(
                 f"batch {step} was asked for, and a plain iterator stands at {self._step + 1}: it cannot resume. "
@@ -144,7 +168,11 @@ class Part:
 
     def __call__(self, step: int) -> Any:
         parts = [self.batches.rows(step, first, last) for first, last in self.ranges]
-        return parts[0] if len(parts) == 1 else {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        return (
+            parts[0]
+            if len(parts) == 1
+            else {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        )
 
     @property
     def skipped(self) -> dict[str, str]:
@@ -162,4 +190,8 @@ def part_of(batches: Callable[[int], Any], ranges: Ranges) -> Callable[[int], An
 
 def is_plain(batches: Any) -> TypeGuard[Batches]:
     """Whether rows of a batch can be read alone: not if a subclass makes the batches its own way."""
-    return isinstance(batches, Batches) and type(batches).__call__ is Batches.__call__ and type(batches).once is Batches.once
+    return (
+        isinstance(batches, Batches)
+        and type(batches).__call__ is Batches.__call__
+        and type(batches).once is Batches.once
+    )

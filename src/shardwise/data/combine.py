@@ -28,7 +28,9 @@ class Subset:
 
     def __post_init__(self) -> None:
         if hasattr(self.source, "order"):
-            raise ConfigError("a mix has an order of its own, which a part of it would lose. Split or filter the sources, then mix them.")
+            raise ConfigError(
+                "a mix has an order of its own, which a part of it would lose. Split or filter the sources, then mix them."
+            )
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -41,7 +43,9 @@ class Subset:
         return {"rows": len(self), "indices": digest, "of": fingerprint_of(self.source)}
 
 
-def split(source: Any, held_out: float = 0.01, seed: int = 0, *, block: int = 1) -> tuple[Subset, Subset]:
+def split(
+    source: Any, held_out: float = 0.01, seed: int = 0, *, block: int = 1
+) -> tuple[Subset, Subset]:
     """(training, held-out) rows, drawn at random, none of them in both; `held_out` is a share of the rows.
 
     Windows next to each other often come from one document; `block` neighbours stay together.
@@ -50,7 +54,9 @@ def split(source: Any, held_out: float = 0.01, seed: int = 0, *, block: int = 1)
     blocks = -(-len(source) // block)
     count = round(blocks * held_out)
     if not 0 < held_out < 1 or not 0 < count < blocks:
-        raise DataError(f"held_out={held_out} of {blocks} blocks of {block} rows leaves {count} held out; each side needs at least one.")
+        raise DataError(
+            f"held_out={held_out} of {blocks} blocks of {block} rows leaves {count} held out; each side needs at least one."
+        )
     is_held_out = np.zeros(blocks, bool)
     is_held_out[permute(np.arange(count), blocks, keys_of(seed))] = True
     is_held_out = np.repeat(is_held_out, block)[: len(source)]
@@ -65,7 +71,10 @@ def keep(source: Any, predicate: Callable[[Row], Any], *, chunk: int = 256) -> S
     for first in _progress(range(0, size, chunk), -(-size // chunk), "filtering"):
         indices = np.arange(first, min(first + chunk, size))
         rows = source.rows(indices)
-        kept[indices] = [bool(predicate({name: array[i] for name, array in rows.items()})) for i in range(len(indices))]
+        kept[indices] = [
+            bool(predicate({name: array[i] for name, array in rows.items()}))
+            for i in range(len(indices))
+        ]
     if not kept.any():
         raise DataError(f"the filter kept 0 of {size} rows.")
     return Subset(source, np.flatnonzero(kept))
@@ -98,10 +107,16 @@ class Mix:
     """
 
     sources: Any  # a mapping of names, or a sequence, of (source, weight)
-    _parts: tuple[tuple[str, Any, int], ...] = field(init=False, repr=False, compare=False)  # name, source, positions in the pattern
+    _parts: tuple[tuple[str, Any, int], ...] = field(
+        init=False, repr=False, compare=False
+    )  # name, source, positions in the pattern
 
     def __post_init__(self) -> None:
-        named = self.sources if isinstance(self.sources, Mapping) else {str(i): pair for i, pair in enumerate(self.sources)}
+        named = (
+            self.sources
+            if isinstance(self.sources, Mapping)
+            else {str(i): pair for i, pair in enumerate(self.sources)}
+        )
         sources = [as_source(source) for source, _ in named.values()]
         counts = apportion({name: weight for name, (_, weight) in named.items()})
         object.__setattr__(self, "_parts", tuple(zip(named, sources, counts, strict=True)))
@@ -127,7 +142,9 @@ class Mix:
             where = np.flatnonzero(places == place)
             source = self._parts[place][1]
             for name, array in source.rows(indices[where] - (ends[place] - len(source))).items():
-                found.setdefault(name, np.empty((len(indices), *array.shape[1:]), array.dtype))[where] = array
+                found.setdefault(name, np.empty((len(indices), *array.shape[1:]), array.dtype))[
+                    where
+                ] = array
         return found
 
     def order(self, first: int, last: int, seed: int, shuffle: bool) -> np.ndarray:
@@ -140,20 +157,29 @@ class Mix:
             where = np.flatnonzero(chosen == place)
             if len(where):
                 ordinals = repeats[where] * count + before[at[where]]  # consecutive numbers
-                part = order_of(source)(int(ordinals[0]), int(ordinals[-1]) + 1, seed_of(seed, place + 1), shuffle)
+                part = order_of(source)(
+                    int(ordinals[0]), int(ordinals[-1]) + 1, seed_of(seed, place + 1), shuffle
+                )
                 indices[where] = part + offset
             offset += len(source)
         return indices
 
     def fingerprint(self) -> dict[str, Any]:
-        return {"mix": {name: {"share": self.shares[name], "source": fingerprint_of(source)} for name, source, _ in self._parts}}
+        return {
+            "mix": {
+                name: {"share": self.shares[name], "source": fingerprint_of(source)}
+                for name, source, _ in self._parts
+            }
+        }
 
 
 @lru_cache(maxsize=16)
 def _pattern(counts: tuple[int, ...], seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Which source each position of the pattern is for, and how many earlier positions are for the same one."""
     length = sum(counts)
-    pattern = np.repeat(np.arange(len(counts)), counts)[permute(np.arange(length), length, keys_of(seed, length))]
+    pattern = np.repeat(np.arange(len(counts)), counts)[
+        permute(np.arange(length), length, keys_of(seed, length))
+    ]
     before = np.empty(length, np.int64)
     for place, count in enumerate(counts):
         before[pattern == place] = np.arange(count)
@@ -167,7 +193,9 @@ def apportion(weights: Mapping[str, float]) -> list[int]:
         raise DataError(f"the weights of a mix must be positive: {dict(weights)}.")
     shares = np.array(list(weights.values()), np.float64) / total
     lengths = np.arange(1, PATTERN + 1)[:, None]
-    exact = np.flatnonzero((np.abs(shares * lengths - np.round(shares * lengths)) < 1e-9 * lengths).all(axis=1))
+    exact = np.flatnonzero(
+        (np.abs(shares * lengths - np.round(shares * lengths)) < 1e-9 * lengths).all(axis=1)
+    )
     if len(exact):
         return [int(count) for count in np.round(shares * (exact[0] + 1))]
     counts = np.floor(shares * PATTERN).astype(int)
@@ -175,7 +203,9 @@ def apportion(weights: Mapping[str, float]) -> list[int]:
     counts[rest] += 1
     if not counts.all():
         name = list(weights)[int(np.argmin(counts))]
-        raise DataError(f"source '{name}' has {min(shares):.2g} of the weights of the mix; 1/{PATTERN} is the least there can be.")
+        raise DataError(
+            f"source '{name}' has {min(shares):.2g} of the weights of the mix; 1/{PATTERN} is the least there can be."
+        )
     return [int(count) for count in counts]
 
 
@@ -184,8 +214,14 @@ def _check_alike(sources: Mapping[str, Any]) -> None:
     seen = {}
     for name, source in sources.items():
         try:
-            seen[name] = {key: (array.shape[1:], str(array.dtype)) for key, array in source.rows(np.array([0])).items()}
+            seen[name] = {
+                key: (array.shape[1:], str(array.dtype))
+                for key, array in source.rows(np.array([0])).items()
+            }
         except BadRecord:  # the run will meet it, or skip it
             continue
     if len({repr(sorted(rows.items())) for rows in seen.values()}) > 1:
-        raise DataError("the sources of a mix must give rows alike:" + "".join(f"\n  {name}: {rows}" for name, rows in seen.items()))
+        raise DataError(
+            "the sources of a mix must give rows alike:"
+            + "".join(f"\n  {name}: {rows}" for name, rows in seen.items())
+        )

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.errors import DataError, did_you_mean
+from shardwise.errors import DataError
+from shardwise.text import did_you_mean
 
 SAMPLE_BLOCKS, SAMPLE_BYTES = 64, 2**16  # 4 MiB are read of a larger file
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -58,7 +59,9 @@ def find_files(paths: Paths) -> list[Path]:
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
         pattern = Path(path)
         if "*" in pattern.name and not pattern.exists():
-            matches = sorted(other for other in pattern.parent.glob(pattern.name) if other.is_file())
+            matches = sorted(
+                other for other in pattern.parent.glob(pattern.name) if other.is_file()
+            )
             if not matches:
                 raise DataError(f"no data file matches '{pattern}'.")
             found += matches
@@ -79,7 +82,11 @@ def file_fingerprint(path: Path) -> dict[str, Any]:
 
 def array_fingerprint(array: np.ndarray) -> dict[str, Any]:
     """Shape, dtype and a hash of blocks as of a file."""
-    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8) if array.dtype != object and array.size else np.empty(0, np.uint8)
+    flat = (
+        np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        if array.dtype != object and array.size
+        else np.empty(0, np.uint8)
+    )
     blocks = (flat[at : at + SAMPLE_BYTES].tobytes() for at in sample_offsets(len(flat)))
     return {"shape": list(array.shape), "dtype": str(array.dtype), "hash": _hash(blocks)}
 
@@ -88,7 +95,9 @@ def sample_offsets(size: int) -> list[int]:
     """Where to read blocks of a file: all of them when they are few, else evenly spaced with the first and the last."""
     if size <= SAMPLE_BLOCKS * SAMPLE_BYTES:
         return list(range(0, size, SAMPLE_BYTES))
-    return [number * (size - SAMPLE_BYTES) // (SAMPLE_BLOCKS - 1) for number in range(SAMPLE_BLOCKS)]
+    return [
+        number * (size - SAMPLE_BYTES) // (SAMPLE_BLOCKS - 1) for number in range(SAMPLE_BLOCKS)
+    ]
 
 
 def _hash(blocks: Iterable[Any]) -> str:
@@ -101,7 +110,9 @@ def _hash(blocks: Iterable[Any]) -> str:
 class TokenFile:
     """Tokens in a file, memory-mapped: `.bin` (nothing but tokens) or `.npy`. See `open_tokens`."""
 
-    def __init__(self, path: Path, dtype: np.dtype[Any], count: int, start: int, info: dict[str, Any]):
+    def __init__(
+        self, path: Path, dtype: np.dtype[Any], count: int, start: int, info: dict[str, Any]
+    ):
         self.path, self.dtype, self.count, self.start, self.info = path, dtype, count, start, info
         self.end = start + count * dtype.itemsize
 
@@ -137,25 +148,37 @@ class TokenFile:
         if os.fstat(file.number).st_size < self.end:
             return file, np.empty(0, self.dtype)  # check() says so
         with os.fdopen(os.dup(file.number), "rb") as same:
-            return file, np.asarray(np.memmap(same, self.dtype, "r", offset=self.start, shape=(self.count,)))
+            return file, np.asarray(
+                np.memmap(same, self.dtype, "r", offset=self.start, shape=(self.count,))
+            )
 
     @cached_property
     def documents(self) -> np.ndarray:
         """Where each document begins, and at the end the number of tokens; as `shardwise data prepare` wrote them."""
         name = self.info.get("document_offsets")
         if name is None:
-            raise DataError(f"'{self.path}' has no documents: only a file made by `shardwise data prepare` knows where they begin.")
+            raise DataError(
+                f"'{self.path}' has no documents: only a file made by `shardwise data prepare` knows where they begin."
+            )
         path = find_file(self.path.with_name(name))
         count = self.info["documents"] + 1
         if path.stat().st_size != 8 * count:
-            raise DataError(f"'{path}' has {path.stat().st_size} bytes; {count} offsets of 8 bytes were written.")
+            raise DataError(
+                f"'{path}' has {path.stat().st_size} bytes; {count} offsets of 8 bytes were written."
+            )
         offsets = np.fromfile(path, "<i8")
         if offsets[0] != 0 or offsets[-1] != self.count or (np.diff(offsets) < 0).any():
-            raise DataError(f"the document offsets in '{path}' do not run from 0 to the {self.count} tokens; prepare the data again.")
+            raise DataError(
+                f"the document offsets in '{path}' do not run from 0 to the {self.count} tokens; prepare the data again."
+            )
         return offsets
 
     def fingerprint(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"tokens": self.count, "dtype": str(self.dtype), "files": [file_fingerprint(find_file(self.path))]}
+        found: dict[str, Any] = {
+            "tokens": self.count,
+            "dtype": str(self.dtype),
+            "files": [file_fingerprint(find_file(self.path))],
+        }
         if "tokenizer" in self.info:
             found["tokenizer"] = self.info["tokenizer"]
         return found
@@ -175,8 +198,14 @@ def open_tokens(path: str | os.PathLike[str], dtype: Any = None) -> TokenFile:
     dtype = np.dtype(dtype).newbyteorder("<")
     count = info.get("tokens", size // dtype.itemsize)
     if count * dtype.itemsize != size:
-        wanted = f"its description says {count} tokens of {dtype}" if info else f"tokens of {dtype} have {dtype.itemsize} bytes each"
-        raise DataError(f"'{path}' has {size} bytes, and {wanted}: it is truncated, or another file.")
+        wanted = (
+            f"its description says {count} tokens of {dtype}"
+            if info
+            else f"tokens of {dtype} have {dtype.itemsize} bytes each"
+        )
+        raise DataError(
+            f"'{path}' has {size} bytes, and {wanted}: it is truncated, or another file."
+        )
     if not count:
         raise DataError(f"'{path}' is empty.")
     return TokenFile(path, dtype, count, 0, info)
@@ -186,13 +215,21 @@ def read_info(path: Path) -> dict[str, Any]:
     """The description that lies beside a `.bin` file."""
     beside = path.with_suffix(".json")
     if not beside.is_file():
-        raise DataError(f"'{path}' has no '{beside.name}' beside it that tells its dtype. Say it: open_tokens(path, dtype='uint16').")
+        raise DataError(
+            f"'{path}' has no '{beside.name}' beside it that tells its dtype. Say it: open_tokens(path, dtype='uint16')."
+        )
     try:
         info = json.loads(beside.read_bytes())
-        if not isinstance(info, dict) or info["dtype"] not in ("uint8", "uint16", "uint32", "int32") or not isinstance(info["tokens"], int):
+        if (
+            not isinstance(info, dict)
+            or info["dtype"] not in ("uint8", "uint16", "uint32", "int32")
+            or not isinstance(info["tokens"], int)
+        ):
             raise ValueError("it has no dtype and number of tokens")
     except (ValueError, KeyError) as error:
-        raise DataError(f"'{beside}' does not describe a token file: {error}. Prepare the data again.") from None
+        raise DataError(
+            f"'{beside}' does not describe a token file: {error}. Prepare the data again."
+        ) from None
     return info
 
 
@@ -202,5 +239,7 @@ def _open_npy(path: Path, size: int) -> TokenFile:
     except (ValueError, OSError, EOFError) as error:
         raise DataError(f"'{path}' ({size} bytes) cannot be read as an array: {error}") from None
     if array.ndim != 1 or array.dtype.kind not in "iu" or not array.size:
-        raise DataError(f"'{path}' holds {array.dtype} of shape {array.shape}; tokens are integers in one dimension, at least one.")
+        raise DataError(
+            f"'{path}' holds {array.dtype} of shape {array.shape}; tokens are integers in one dimension, at least one."
+        )
     return TokenFile(path, array.dtype, array.size, array.offset, {})

@@ -21,14 +21,29 @@ class Packed:
 
     tokens: np.ndarray | TokenFile
     length: int
-    documents: np.ndarray | None = None  # where each begins, then the number of tokens; a prepared file brings its own
+    documents: np.ndarray | None = (
+        None  # where each begins, then the number of tokens; a prepared file brings its own
+    )
 
     def __post_init__(self) -> None:
-        offsets = self.tokens.documents if self.documents is None and isinstance(self.tokens, TokenFile) else self.documents
+        offsets = (
+            self.tokens.documents
+            if self.documents is None and isinstance(self.tokens, TokenFile)
+            else self.documents
+        )
         if offsets is None:
-            raise DataError("Packed(array, length) needs documents=, the offset of each document in the array.")
-        if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != len(self.tokens) or (np.diff(offsets) < 0).any():
-            raise DataError(f"the offsets of documents must rise from 0 to the number of tokens, {len(self.tokens)}.")
+            raise DataError(
+                "Packed(array, length) needs documents=, the offset of each document in the array."
+            )
+        if (
+            len(offsets) < 2
+            or offsets[0] != 0
+            or offsets[-1] != len(self.tokens)
+            or (np.diff(offsets) < 0).any()
+        ):
+            raise DataError(
+                f"the offsets of documents must rise from 0 to the number of tokens, {len(self.tokens)}."
+            )
         object.__setattr__(self, "_offsets", np.asarray(offsets))
         object.__setattr__(self, "_windows", Tokens(self.tokens, self.length))
 
@@ -46,7 +61,12 @@ class Packed:
         begins = begins[:, :-1]
         begins[:, 0] = True
         positions = at - np.maximum.accumulate(np.where(begins, at, 0), axis=1)
-        return {**rows, "segment_ids": np.cumsum(begins, axis=1, dtype=np.int32), "positions": positions, "weights": weights}
+        return {
+            **rows,
+            "segment_ids": np.cumsum(begins, axis=1, dtype=np.int32),
+            "positions": positions,
+            "weights": weights,
+        }
 
     def _begins(self, starts: np.ndarray) -> np.ndarray:
         """For each window, whether a document begins at each of its tokens and at the label after the last."""
@@ -54,11 +74,20 @@ class Packed:
         first = np.searchsorted(offsets, starts)
         counts = np.searchsorted(offsets, starts + self.length, side="right") - first
         rows = np.repeat(np.arange(len(starts)), counts)
-        numbers = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(first, counts)
+        numbers = (
+            np.arange(counts.sum())
+            - np.repeat(np.cumsum(counts) - counts, counts)
+            + np.repeat(first, counts)
+        )
         begins = np.zeros((len(starts), self.length + 1), bool)
         begins[rows, offsets[numbers] - starts[rows]] = True
         return begins
 
     def fingerprint(self) -> dict[str, Any]:
         documents = array_fingerprint(self._offsets)  # type: ignore[attr-defined]
-        return {"packed": True, "length": self.length, "documents": documents, **tokens_fingerprint(self.tokens)}
+        return {
+            "packed": True,
+            "length": self.length,
+            "documents": documents,
+            **tokens_fingerprint(self.tokens),
+        }

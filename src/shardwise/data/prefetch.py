@@ -44,7 +44,12 @@ class Prefetch:
         is_stopped: Callable[[], bool] = lambda: False,
     ):
         self.waited = 0.0  # seconds that the caller has waited for batches
-        self._batches, self._place, self._until, self._is_stopped = batches, place, until, is_stopped
+        self._batches, self._place, self._until, self._is_stopped = (
+            batches,
+            place,
+            until,
+            is_stopped,
+        )
         self._next = self._asked = first  # the step to begin next; the step that is asked for next
         self._futures: dict[int, Future[Any]] = {}
         self._changed = threading.Condition()
@@ -54,13 +59,20 @@ class Prefetch:
             threads, processes = 1, 0
         workers = max(processes or threads, 1)
         self._depth = max(depth, workers)
-        self._threads = [threading.Thread(target=self._work, args=(processes > 0,), daemon=True, name=THREAD) for _ in range(workers)]
+        self._threads = [
+            threading.Thread(target=self._work, args=(processes > 0,), daemon=True, name=THREAD)
+            for _ in range(workers)
+        ]
         for thread in self._threads:
             thread.start()
 
     def __call__(self, step: int) -> Any:
         if self._closed or step != self._asked or step >= self._until:
-            state = "the prefetch is closed" if self._closed else f"{self._asked} comes next, and {self._until - 1} is the last"
+            state = (
+                "the prefetch is closed"
+                if self._closed
+                else f"{self._asked} comes next, and {self._until - 1} is the last"
+            )
             raise DataError(f"batch {step} was asked for; {state}.")
         start = time.perf_counter()
         with self._changed:
@@ -96,13 +108,21 @@ class Prefetch:
             child.join()
             pipe.close()
         deadline = time.monotonic() + 1.0
-        for thread in self._threads:  # one that is inside JAX when Python ends would abort the process
+        for (
+            thread
+        ) in self._threads:  # one that is inside JAX when Python ends would abort the process
             thread.join(timeout=max(0.0, deadline - time.monotonic()))
 
     def _take(self) -> tuple[int, Future[Any]] | None:
         """The next step to make a batch for, when there is room for it; None at the end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._next >= self._until or self._next < self._asked + self._depth)
+            self._changed.wait_for(
+                lambda: (
+                    self._closed
+                    or self._next >= self._until
+                    or self._next < self._asked + self._depth
+                )
+            )
             if self._closed or self._next >= self._until:
                 return None
             step = self._next
@@ -122,9 +142,13 @@ class Prefetch:
 
     def _start_child(self) -> Callable[[int], Any]:
         """A function that has a new process call the batch function."""
-        context = multiprocessing.get_context("spawn")  # a fork of a process with JAX's threads may hang
+        context = multiprocessing.get_context(
+            "spawn"
+        )  # a fork of a process with JAX's threads may hang
         ours, theirs = context.Pipe()
-        child = context.Process(target=_serve, args=(theirs, self._batches), daemon=True, name="prefetch")
+        child = context.Process(
+            target=_serve, args=(theirs, self._batches), daemon=True, name="prefetch"
+        )
         with self._changed:
             if self._closed:
                 raise DataError("the prefetch is closed.")
@@ -143,7 +167,9 @@ class Prefetch:
                 batch, skipped, error = ours.recv()
             except (EOFError, OSError):
                 child.join(5)
-                raise DataError(f"a data process (pid {child.pid}) ended with exit code {child.exitcode} in batch {step}.") from None
+                raise DataError(
+                    f"a data process (pid {child.pid}) ended with exit code {child.exitcode} in batch {step}."
+                ) from None
             if error is not None:
                 raise error
             if skipped:
@@ -155,7 +181,9 @@ class Prefetch:
 
 def _serve(pipe: Any, batches: Callable[[int], Any]) -> None:
     """A process that makes batches until its parent is gone. Devices are the parent's business."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole group; the parent decides
     os.environ["JAX_PLATFORMS"] = "cpu"
     if "jax" in sys.modules:
         sys.modules["jax"].config.update("jax_platforms", "cpu")
@@ -170,5 +198,17 @@ def _serve(pipe: Any, batches: Callable[[int], Any]) -> None:
             answer = None, {}, error
         try:
             pipe.send(answer)
-        except (TypeError, AttributeError, ValueError) as error:  # what cannot be sent to another process
-            pipe.send((None, {}, DataError(f"batch {step}: {answer[2] or 'it'} cannot be sent between processes: {error}")))
+        except (
+            TypeError,
+            AttributeError,
+            ValueError,
+        ) as error:  # what cannot be sent to another process
+            pipe.send(
+                (
+                    None,
+                    {},
+                    DataError(
+                        f"batch {step}: {answer[2] or 'it'} cannot be sent between processes: {error}"
+                    ),
+                )
+            )

@@ -21,7 +21,7 @@ from shardwise.data.files import find_file
 from shardwise.data.records import open_parquet
 from shardwise.data.tokenizers import FromFile, Tokenizer, open_tokenizer
 from shardwise.errors import ConfigError, DataError, DirectoryInUseError
-from shardwise.files import sync, write_whole
+from shardwise.files.durable import sync, write_atomically
 
 CHUNK = 2**20  # bytes of text encoded at once; a longer text file is cut at the end of a line
 SAVE_SECONDS = 2.0
@@ -39,7 +39,12 @@ class Piece:
 
 
 def prepare(
-    inputs: list[Path], out: Path, *, tokenizer: Path | None = None, field: str = "text", end_token: str | None = None
+    inputs: list[Path],
+    out: Path,
+    *,
+    tokenizer: Path | None = None,
+    field: str = "text",
+    end_token: str | None = None,
 ) -> tuple[dict[str, Any], bool]:
     """Tokens of all inputs in the directory `out`, and what tokens.json says of them; and whether anything was left to do."""
     encoder = open_tokenizer(tokenizer)
@@ -65,7 +70,11 @@ def list_inputs(inputs: list[Path]) -> list[Path]:
     files: list[Path] = []
     for path in inputs:
         if path.is_dir():
-            below = sorted(p for p in path.rglob("*") if p.is_file() and not any(part[0] == "." for part in p.relative_to(path).parts))
+            below = sorted(
+                p
+                for p in path.rglob("*")
+                if p.is_file() and not any(part[0] == "." for part in p.relative_to(path).parts)
+            )
             if not below:
                 raise DataError(f"there are no files below '{path}'.")
             files += below
@@ -73,16 +82,30 @@ def list_inputs(inputs: list[Path]) -> list[Path]:
             files.append(find_file(path))
     for path in files:
         if path.suffix in COMPRESSED:
-            raise DataError(f"'{path}' is compressed, which cannot be read from any place in it. Decompress it first.")
+            raise DataError(
+                f"'{path}' is compressed, which cannot be read from any place in it. Decompress it first."
+            )
     if not files:
         raise ConfigError("there is nothing to prepare: name files or directories.")
     return files
 
 
 def _check_same(saved: dict[str, Any], plan: dict[str, Any], out: Path) -> None:
-    differences = [f"  {key}: {_short(saved.get(key))} there, {_short(plan[key])} now" for key in plan if saved.get(key) != plan[key]]
+    differences = [
+        f"  {key}: {_short(saved.get(key))} there, {_short(plan[key])} now"
+        for key in plan
+        if saved.get(key) != plan[key]
+    ]
     if differences:
-        raise ConfigError("\n".join([f"'{out}' was begun with other arguments:", *differences, "Choose another --out, or remove it."]))
+        raise ConfigError(
+            "\n".join(
+                [
+                    f"'{out}' was begun with other arguments:",
+                    *differences,
+                    "Choose another --out, or remove it.",
+                ]
+            )
+        )
 
 
 def _short(value: Any) -> str:
@@ -92,15 +115,26 @@ def _short(value: Any) -> str:
     return json.dumps(value)
 
 
-def _write(files: list[Path], out: Path, encoder: Tokenizer, plan: dict[str, Any]) -> dict[str, Any]:
-    dtype = np.dtype("uint8" if encoder.vocab_size <= 2**8 else "uint16" if encoder.vocab_size <= 2**16 else "uint32")
+def _write(
+    files: list[Path], out: Path, encoder: Tokenizer, plan: dict[str, Any]
+) -> dict[str, Any]:
+    dtype = np.dtype(
+        "uint8"
+        if encoder.vocab_size <= 2**8
+        else "uint16"
+        if encoder.vocab_size <= 2**16
+        else "uint32"
+    )
     state = _read_progress(out, plan)
     if isinstance(encoder, FromFile) and not state["tokens"]:
         (out / "tokenizer.json").write_bytes(encoder.content)
         sync(out / "tokenizer.json")
     total = sum(item["size"] for item in plan["inputs"])
     sizes = state["tokens"] * dtype.itemsize, state["offsets"] * 8
-    with _opened(out / "tokens.bin", sizes[0]) as tokens, _opened(out / "documents.bin", sizes[1]) as offsets:
+    with (
+        _opened(out / "tokens.bin", sizes[0]) as tokens,
+        _opened(out / "documents.bin", sizes[1]) as offsets,
+    ):
         if not state["offsets"]:
             offsets.write(np.zeros(1, "<i8").tobytes())
             state["offsets"] = 1
@@ -114,7 +148,9 @@ def _write(files: list[Path], out: Path, encoder: Tokenizer, plan: dict[str, Any
                     _save_progress(out, plan, state, tokens, offsets)
                     saved = time.monotonic()
         if not state["tokens"]:
-            raise DataError(f"there is no text in the {len(files)} inputs ({total} bytes), beginning with '{files[0]}'.")
+            raise DataError(
+                f"there is no text in the {len(files)} inputs ({total} bytes), beginning with '{files[0]}'."
+            )
         _save_progress(out, plan, state, tokens, offsets)
     info = {
         "format": "shardwise tokens 1",
@@ -125,13 +161,19 @@ def _write(files: list[Path], out: Path, encoder: Tokenizer, plan: dict[str, Any
         "vocab_size": encoder.vocab_size,
         **plan,
     }
-    write_whole(out / "tokens.json", json.dumps(info, indent=2) + "\n")
+    write_atomically(out / "tokens.json", json.dumps(info, indent=2) + "\n")
     (out / "progress.json").unlink()
     return info
 
 
 def _append(
-    piece: Piece, encoder: Tokenizer, end: int | None, dtype: np.dtype[Any], tokens: BinaryIO, offsets: BinaryIO, state: dict[str, Any]
+    piece: Piece,
+    encoder: Tokenizer,
+    end: int | None,
+    dtype: np.dtype[Any],
+    tokens: BinaryIO,
+    offsets: BinaryIO,
+    state: dict[str, Any],
 ) -> None:
     for encoded, ends in zip(encoder.encode(piece.texts), piece.ends, strict=True):
         tokens.write(encoded.astype(dtype).tobytes())
@@ -148,20 +190,28 @@ def _append(
 def _read_progress(out: Path, plan: dict[str, Any]) -> dict[str, Any]:
     path = out / "progress.json"
     if not path.exists():
-        if (out / "tokens.bin").exists() and (out / "tokens.bin").stat().st_size and not (out / "documents.bin").exists():
-            raise ConfigError(f"'{out / 'tokens.bin'}' is there, and not from an unfinished prepare. Choose another --out.")
+        if (
+            (out / "tokens.bin").exists()
+            and (out / "tokens.bin").stat().st_size
+            and not (out / "documents.bin").exists()
+        ):
+            raise ConfigError(
+                f"'{out / 'tokens.bin'}' is there, and not from an unfinished prepare. Choose another --out."
+            )
         return {"tokens": 0, "offsets": 0, "place": [0, 0, 0], "read": 0}
     saved = json.loads(path.read_bytes())
     _check_same(saved["plan"], plan, out)
     return saved["state"]
 
 
-def _save_progress(out: Path, plan: dict[str, Any], state: dict[str, Any], *files: BinaryIO) -> None:
+def _save_progress(
+    out: Path, plan: dict[str, Any], state: dict[str, Any], *files: BinaryIO
+) -> None:
     """What the files hold is on the disk before it is said that they hold it."""
     for file in files:
         file.flush()
         os.fsync(file.fileno())
-    write_whole(out / "progress.json", json.dumps({"plan": plan, "state": state}))
+    write_atomically(out / "progress.json", json.dumps({"plan": plan, "state": state}))
 
 
 @contextmanager
@@ -169,7 +219,9 @@ def _opened(path: Path, size: int) -> Iterator[BinaryIO]:
     """The file, cut to the size up to which it is good, to be written on from there."""
     with path.open("r+b" if path.exists() else "w+b") as file:
         if os.fstat(file.fileno()).st_size < size:
-            raise DataError(f"'{path}' has fewer than the {size} bytes that were written. Remove '{path.parent}' and prepare again.")
+            raise DataError(
+                f"'{path}' has fewer than the {size} bytes that were written. Remove '{path.parent}' and prepare again."
+            )
         file.truncate(size)
         file.seek(size)
         yield file
@@ -183,7 +235,9 @@ def _locked(out: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise DirectoryInUseError(f"another prepare is writing to '{out}'. Wait for it, or choose another --out.") from None
+            raise DirectoryInUseError(
+                f"another prepare is writing to '{out}'. Wait for it, or choose another --out."
+            ) from None
         yield
     finally:
         os.close(descriptor)
@@ -198,7 +252,9 @@ def _pieces(files: list[Path], place: list[int], plan: dict[str, Any]) -> Iterat
         at = record = 0
 
 
-def _text(path: Path, number: int, at: int, record: int, size: int, plan: dict[str, Any]) -> Iterator[Piece]:
+def _text(
+    path: Path, number: int, at: int, record: int, size: int, plan: dict[str, Any]
+) -> Iterator[Piece]:
     """A text file is one document. It is cut into pieces at line ends, or between characters in a line that is too long."""
     is_bytes = plan["tokenizer"]["name"] == "bytes" and plan["tokenizer"]["sha256"] is None
     with path.open("rb") as file:
@@ -206,21 +262,33 @@ def _text(path: Path, number: int, at: int, record: int, size: int, plan: dict[s
             file.seek(at)
             text = file.read(min(CHUNK, size - at))
             if not text:
-                raise DataError(f"'{path}' had {size} bytes at the start, and now ends at byte {at}.")
+                raise DataError(
+                    f"'{path}' had {size} bytes at the start, and now ends at byte {at}."
+                )
             if at + len(text) < size:
                 text = text[: text.rfind(b"\n") + 1] or _whole_characters(text)
             if not is_bytes:
                 _check_utf8(text, f"'{path}'", at)
             at += len(text)
             ended = at >= size
-            yield Piece([text], [ended], (number + 1, 0, 0) if ended else (number, at, 0), len(text))
+            yield Piece(
+                [text], [ended], (number + 1, 0, 0) if ended else (number, at, 0), len(text)
+            )
 
 
 def _whole_characters(text: bytes) -> bytes:
     """Without the bytes of a character that is not all there."""
     for cut in range(1, 5):
         if text[-cut] & 0xC0 != 0x80:  # where the last character begins
-            length = 1 if text[-cut] < 0x80 else 2 if text[-cut] < 0xE0 else 3 if text[-cut] < 0xF0 else 4
+            length = (
+                1
+                if text[-cut] < 0x80
+                else 2
+                if text[-cut] < 0xE0
+                else 3
+                if text[-cut] < 0xF0
+                else 4
+            )
             return text if length <= cut else text[:-cut]
     return text
 
@@ -229,10 +297,14 @@ def _check_utf8(text: bytes, name: str, at: int) -> None:
     try:
         text.decode()
     except UnicodeDecodeError as error:
-        raise DataError(f"{name} is not UTF-8 at byte {at + error.start}: {error.reason}.") from None
+        raise DataError(
+            f"{name} is not UTF-8 at byte {at + error.start}: {error.reason}."
+        ) from None
 
 
-def _json_lines(path: Path, number: int, at: int, record: int, size: int, plan: dict[str, Any]) -> Iterator[Piece]:
+def _json_lines(
+    path: Path, number: int, at: int, record: int, size: int, plan: dict[str, Any]
+) -> Iterator[Piece]:
     with path.open("rb") as file:
         file.seek(at)
         while at < size:
@@ -245,7 +317,9 @@ def _json_lines(path: Path, number: int, at: int, record: int, size: int, plan: 
                 if at - start >= CHUNK:
                     break
             if at == start:
-                raise DataError(f"'{path}' had {size} bytes at the start, and now ends at byte {at}.")
+                raise DataError(
+                    f"'{path}' had {size} bytes at the start, and now ends at byte {at}."
+                )
             yield Piece(texts, [True] * len(texts), (number, at, record), at - start)
 
 
@@ -259,18 +333,30 @@ def _field(line: bytes, field: str, name: str) -> bytes:
 
 def _checked_text(value: Any, field: str, name: str, record: Any) -> bytes:
     if not isinstance(value, str):
-        found = f"it has {', '.join(record)}" if isinstance(record, dict) else f"it is a {type(record).__name__}"
-        raise DataError(f"{name} has no text in field '{field}'; {found}. Say which it is with --field.")
+        found = (
+            f"it has {', '.join(record)}"
+            if isinstance(record, dict)
+            else f"it is a {type(record).__name__}"
+        )
+        raise DataError(
+            f"{name} has no text in field '{field}'; {found}. Say which it is with --field."
+        )
     try:
         return value.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{name} has half of a character in field '{field}': {error.reason}.") from None
+        raise DataError(
+            f"{name} has half of a character in field '{field}': {error.reason}."
+        ) from None
 
 
-def _parquet(path: Path, number: int, at: int, record: int, size: int, plan: dict[str, Any]) -> Iterator[Piece]:
+def _parquet(
+    path: Path, number: int, at: int, record: int, size: int, plan: dict[str, Any]
+) -> Iterator[Piece]:
     file, field = open_parquet(path), plan["field"]
     if field not in file.schema_arrow.names:
-        raise DataError(f"'{path}' has no column '{field}'; it has {', '.join(file.schema_arrow.names)}. Say which it is with --field.")
+        raise DataError(
+            f"'{path}' has no column '{field}'; it has {', '.join(file.schema_arrow.names)}. Say which it is with --field."
+        )
     rows, first = file.metadata.num_rows, 0
     for group in range(file.metadata.num_row_groups):
         count = file.metadata.row_group(group).num_rows
@@ -278,19 +364,26 @@ def _parquet(path: Path, number: int, at: int, record: int, size: int, plan: dic
         if first <= at:
             continue
         try:
-            batches = file.iter_batches(batch_size=256, row_groups=[group], columns=[field], use_threads=False)
+            batches = file.iter_batches(
+                batch_size=256, row_groups=[group], columns=[field], use_threads=False
+            )
             for batch in batches:
                 values = batch.column(0).to_pylist()
                 skipped, start = max(at - start, 0), start + len(values)
                 if skipped >= len(values):
                     continue
                 names = (f"'{path}', record {at + i}" for i in range(len(values)))
-                texts = [_checked_text(v, field, name, type(v).__name__) for v, name in zip(values[skipped:], names, strict=False)]
+                texts = [
+                    _checked_text(v, field, name, type(v).__name__)
+                    for v, name in zip(values[skipped:], names, strict=False)
+                ]
                 read = size * start // rows - size * at // rows
                 at = start
                 yield Piece(texts, [True] * len(texts), (number, at, 0), read)
         except OSError as error:
-            raise DataError(f"'{path}', record {at}: row group {group} cannot be read: {error}") from None
+            raise DataError(
+                f"'{path}', record {at}: row group {group} cannot be read: {error}"
+            ) from None
 
 
 @contextmanager
@@ -307,11 +400,20 @@ def _progress(total: int, done: int) -> Iterator[Any]:
             nonlocal last
             if time.monotonic() - last > 10:
                 last = time.monotonic()
-                console.print(f"{read / max(total, 1):.0%}: {read:,} of {total:,} bytes, {tokens:,} tokens", highlight=False)
+                console.print(
+                    f"{read / max(total, 1):.0%}: {read:,} of {total:,} bytes, {tokens:,} tokens",
+                    highlight=False,
+                )
 
         yield line
         return
-    columns = TextColumn("preparing"), BarColumn(), DownloadColumn(), TextColumn("{task.fields[tokens]} tokens"), TimeRemainingColumn()
+    columns = (
+        TextColumn("preparing"),
+        BarColumn(),
+        DownloadColumn(),
+        TextColumn("{task.fields[tokens]} tokens"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=total, completed=done, tokens="0")
         yield lambda read, tokens: progress.update(task, completed=read, tokens=f"{tokens:,}")

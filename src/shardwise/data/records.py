@@ -13,7 +13,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from shardwise.data.files import BadRecord, Descriptor, Paths, file_fingerprint, find_file, find_files
+from shardwise.data.files import (
+    BadRecord,
+    Descriptor,
+    Paths,
+    file_fingerprint,
+    find_file,
+    find_files,
+)
 from shardwise.errors import ConfigError, DataError
 
 Decode = Callable[[Any], Mapping[str, Any]]
@@ -39,7 +46,9 @@ class Records:
 
     def __post_init__(self) -> None:
         if not len(self):
-            raise DataError(f"there are no records in {', '.join(repr(str(store.path)) for store in self.stores)}.")
+            raise DataError(
+                f"there are no records in {', '.join(repr(str(store.path)) for store in self.stores)}."
+            )
 
     def __len__(self) -> int:
         return sum(len(store) for store in self.stores)
@@ -61,11 +70,17 @@ class Records:
         try:
             return {name: np.asarray(value) for name, value in self.decode(record).items()}
         except Exception as error:  # whatever a decode function may raise
-            raise BadRecord(name_of(store, number), f"it cannot be decoded: {type(error).__name__}: {error}") from error
+            raise BadRecord(
+                name_of(store, number), f"it cannot be decoded: {type(error).__name__}: {error}"
+            ) from error
 
     def fingerprint(self) -> dict[str, Any]:
         known = {} if self.tokenizer is None else {"tokenizer": self.tokenizer}
-        return {**known, "records": len(self), "files": [file_fingerprint(find_file(store.path)) for store in self.stores]}
+        return {
+            **known,
+            "records": len(self),
+            "files": [file_fingerprint(find_file(store.path)) for store in self.stores],
+        }
 
 
 def name_of(store: Store, number: int) -> str:
@@ -75,15 +90,25 @@ def name_of(store: Store, number: int) -> str:
 def _stacked(rows: list[tuple[str, dict[str, np.ndarray]]]) -> dict[str, np.ndarray]:
     first_name, first = rows[0]
     for name, row in rows:
-        if {key: value.shape for key, value in row.items()} != {key: value.shape for key, value in first.items()}:
-            shapes = [", ".join(f"{key} {value.shape}" for key, value in r.items()) for r in (first, row)]
-            raise DataError(f"rows must be alike: {first_name} gives {shapes[0]}, and {name} gives {shapes[1]}. Let decode pad or cut.")
+        if {key: value.shape for key, value in row.items()} != {
+            key: value.shape for key, value in first.items()
+        }:
+            shapes = [
+                ", ".join(f"{key} {value.shape}" for key, value in r.items()) for r in (first, row)
+            ]
+            raise DataError(
+                f"rows must be alike: {first_name} gives {shapes[0]}, and {name} gives {shapes[1]}. Let decode pad or cut."
+            )
     return {key: np.stack([row[key] for _, row in rows]) for key in first}
 
 
-def json_lines(paths: Paths, decode: Decode | None = None, *, columns: Sequence[str] | None = None) -> Records:
+def json_lines(
+    paths: Paths, decode: Decode | None = None, *, columns: Sequence[str] | None = None
+) -> Records:
     """One JSON object a line. Without `decode`, its fields, or those named in `columns`, are arrays as they stand."""
-    return Records(tuple(Lines(path, is_json=True) for path in find_files(paths)), decode or Fields(columns))
+    return Records(
+        tuple(Lines(path, is_json=True) for path in find_files(paths)), decode or Fields(columns)
+    )
 
 
 def text_lines(paths: Paths, decode: Decode) -> Records:
@@ -96,9 +121,14 @@ def array_records(paths: Paths, decode: Decode) -> Records:
     return Records(tuple(ArrayRecord(path) for path in find_files(paths)), decode)
 
 
-def parquet(paths: Paths, decode: Decode | None = None, *, columns: Sequence[str] | None = None) -> Records:
+def parquet(
+    paths: Paths, decode: Decode | None = None, *, columns: Sequence[str] | None = None
+) -> Records:
     """Rows of Parquet files, of `columns` or of all, as dictionaries. Each batch decodes the whole row group of each of its rows."""
-    return Records(tuple(Parquet(path, tuple(columns) if columns else None) for path in find_files(paths)), decode or Fields(columns))
+    return Records(
+        tuple(Parquet(path, tuple(columns) if columns else None) for path in find_files(paths)),
+        decode or Fields(columns),
+    )
 
 
 @dataclass(frozen=True)
@@ -146,12 +176,17 @@ class Lines(_Opened):
         start, end = int(self._starts[number]), int(self._ends[number])
         line = os.pread(self.reader.number, end - start, start)
         if len(line) < end - start:
-            raise BadRecord(name_of(self, number), f"{end - start} bytes from byte {start} on, of which {len(line)} are left: truncated.")
+            raise BadRecord(
+                name_of(self, number),
+                f"{end - start} bytes from byte {start} on, of which {len(line)} are left: truncated.",
+            )
         try:
             text = line.decode().rstrip("\r\n")
             return json.loads(text) if self.is_json else text
         except ValueError as error:  # bad JSON or bad UTF-8
-            raise BadRecord(name_of(self, number), f"{error} (the record begins at byte {start})") from None
+            raise BadRecord(
+                name_of(self, number), f"{error} (the record begins at byte {start})"
+            ) from None
 
 
 def _line_bounds(path: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -171,7 +206,9 @@ class ArrayRecord(_Opened):
     def __init__(self, path: Path):
         self.path = path
         if not self.reader.ok():
-            raise DataError(f"'{path}' ({path.stat().st_size} bytes) is no ArrayRecord file, or a truncated one.")
+            raise DataError(
+                f"'{path}' ({path.stat().st_size} bytes) is no ArrayRecord file, or a truncated one."
+            )
         self._count = self.reader.num_records()
 
     def open(self) -> Any:
@@ -197,8 +234,13 @@ class Parquet(_Opened):
         self.path, self.columns = path, columns
         names, metadata = self.reader.schema_arrow.names, self.reader.metadata
         if columns and (missing := [name for name in columns if name not in names]):
-            raise DataError(f"'{path}' has no column {', '.join(missing)}; it has {', '.join(names)}.")
-        self._ends = np.cumsum([metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)], dtype=np.int64)
+            raise DataError(
+                f"'{path}' has no column {', '.join(missing)}; it has {', '.join(names)}."
+            )
+        self._ends = np.cumsum(
+            [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)],
+            dtype=np.int64,
+        )
 
     def open(self) -> Any:
         return open_parquet(self.path)
@@ -208,16 +250,24 @@ class Parquet(_Opened):
 
     def read(self, numbers: Sequence[int]) -> list[Any]:
         groups = np.searchsorted(self._ends, numbers, side="right").tolist()
-        tables = {group: self._group(group, number) for group, number in zip(groups, numbers, strict=True)}
+        tables = {
+            group: self._group(group, number) for group, number in zip(groups, numbers, strict=True)
+        }
         starts = {group: int(self._ends[group]) - tables[group].num_rows for group in tables}
         pairs = zip(groups, numbers, strict=True)
-        return [tables[group].slice(number - starts[group], 1).to_pylist()[0] for group, number in pairs]
+        return [
+            tables[group].slice(number - starts[group], 1).to_pylist()[0] for group, number in pairs
+        ]
 
     def _group(self, group: int, number: int) -> Any:
         try:
             return _row_group(self.reader, group, self.columns)
-        except Exception as error:  # pyarrow has its own kinds of OSError and ValueError, and others for bad pages
-            raise BadRecord(name_of(self, number), f"row group {group} cannot be read: {error}") from None
+        except (
+            Exception
+        ) as error:  # pyarrow has its own kinds of OSError and ValueError, and others for bad pages
+            raise BadRecord(
+                name_of(self, number), f"row group {group} cannot be read: {error}"
+            ) from None
 
 
 def open_parquet(path: Path) -> Any:
@@ -228,7 +278,9 @@ def open_parquet(path: Path) -> Any:
     try:
         return pyarrow.parquet.ParquetFile(find_file(path), page_checksum_verification=True)
     except (OSError, ValueError) as error:
-        raise DataError(f"'{path}' ({path.stat().st_size} bytes) cannot be read as Parquet: {error}") from None
+        raise DataError(
+            f"'{path}' ({path.stat().st_size} bytes) cannot be read as Parquet: {error}"
+        ) from None
 
 
 @lru_cache(maxsize=8)

@@ -10,8 +10,12 @@ from typing import Any
 import numpy as np
 
 ROUNDS = 6
-SMALL = 2**12  # rows; so few are sorted by random numbers, which of all permutations makes each as likely
-BLOCK = 2**16  # positions permuted at once, so that a small batch does not pay for many small array operations
+SMALL = (
+    2**12
+)  # rows; so few are sorted by random numbers, which of all permutations makes each as likely
+BLOCK = (
+    2**16
+)  # positions permuted at once, so that a small batch does not pay for many small array operations
 
 
 def permute(indices: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
@@ -46,7 +50,9 @@ def permute(indices: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
 
 def keys_of(*numbers: int, count: int = 2 * ROUNDS) -> np.ndarray:
     """Random uint64 from a seed and whatever else tells two orders apart; the same with every release of NumPy."""
-    return np.random.SeedSequence([number % 2**64 for number in numbers]).generate_state(count, np.uint64)
+    return np.random.SeedSequence([number % 2**64 for number in numbers]).generate_state(
+        count, np.uint64
+    )
 
 
 def seed_of(*numbers: int) -> int:
@@ -74,6 +80,8 @@ def _block(size: int, seed: int, epoch: int, number: int) -> np.ndarray:
     if size <= SMALL:
         block = np.argsort(keys_of(seed, epoch, count=size), kind="stable")
     else:
-        block = permute(np.arange(number * BLOCK, min((number + 1) * BLOCK, size)), size, keys_of(seed, epoch))
+        block = permute(
+            np.arange(number * BLOCK, min((number + 1) * BLOCK, size)), size, keys_of(seed, epoch)
+        )
     block.flags.writeable = False
     return block

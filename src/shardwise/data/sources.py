@@ -35,7 +35,9 @@ class Arrays:
     def __post_init__(self) -> None:
         if len({len(array) for array in self.arrays.values()}) != 1:
             shapes = ", ".join(f"{name} {array.shape}" for name, array in self.arrays.items())
-            raise DataError(f"the arrays of a source must have the same number of rows: {shapes or 'there are none'}.")
+            raise DataError(
+                f"the arrays of a source must have the same number of rows: {shapes or 'there are none'}."
+            )
 
     def __len__(self) -> int:
         return len(next(iter(self.arrays.values())))
@@ -61,12 +63,17 @@ class Items:
             return {name: array[:0] for name, array in self.rows(np.zeros(1, np.int64)).items()}
         rows = [self.items[int(index)] for index in indices]
         if None in rows:
-            raise DataError(f"item {indices[rows.index(None)]} is None: a filter in a Grain pipeline leaves holes. Use keep().")
+            raise DataError(
+                f"item {indices[rows.index(None)]} is None: a filter in a Grain pipeline leaves holes. Use keep()."
+            )
         return {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]}
 
     def fingerprint(self) -> dict[str, Any]:
         sample = self.rows(np.unique(np.linspace(0, len(self) - 1, 16).astype(int)))
-        return {"items": len(self), "sample": {name: array_fingerprint(array) for name, array in sample.items()}}
+        return {
+            "items": len(self),
+            "sample": {name: array_fingerprint(array) for name, array in sample.items()},
+        }
 
 
 @dataclass(frozen=True)
@@ -80,13 +87,21 @@ class Tokens:
 
     def __post_init__(self) -> None:
         if self.length < 1 or len(self.tokens) <= self.length:
-            raise DataError(f"{len(self.tokens)} tokens are too few for one window of {self.length} and its last label.")
+            raise DataError(
+                f"{len(self.tokens)} tokens are too few for one window of {self.length} and its last label."
+            )
         array = self.tokens.array() if isinstance(self.tokens, TokenFile) else self.tokens
         array = np.ascontiguousarray(array)
-        window = np.dtype((np.void, array.itemsize * (self.length + 1)))  # one item, so that a gather copies it in one piece
-        windows: np.ndarray = np.ndarray(len(self), window, array, strides=(array.itemsize * self.length,))
+        window = np.dtype(
+            (np.void, array.itemsize * (self.length + 1))
+        )  # one item, so that a gather copies it in one piece
+        windows: np.ndarray = np.ndarray(
+            len(self), window, array, strides=(array.itemsize * self.length,)
+        )
         object.__setattr__(self, "_windows", windows)
-        object.__setattr__(self, "_check", self.tokens.check if isinstance(self.tokens, TokenFile) else None)
+        object.__setattr__(
+            self, "_check", self.tokens.check if isinstance(self.tokens, TokenFile) else None
+        )
 
     def __reduce__(self) -> Any:
         return Tokens, (self.tokens, self.length)
@@ -97,7 +112,12 @@ class Tokens:
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         if self._check is not None:
             self._check()
-        windows = self._windows[indices].view(self.tokens.dtype).reshape(len(indices), self.length + 1).astype(np.int32)
+        windows = (
+            self._windows[indices]
+            .view(self.tokens.dtype)
+            .reshape(len(indices), self.length + 1)
+            .astype(np.int32)
+        )
         return {"inputs": windows[:, :-1], "labels": windows[:, 1:]}
 
     def fingerprint(self) -> dict[str, Any]:
@@ -105,7 +125,11 @@ class Tokens:
 
 
 def tokens_fingerprint(tokens: np.ndarray | TokenFile) -> dict[str, Any]:
-    return tokens.fingerprint() if isinstance(tokens, TokenFile) else {"tokens": array_fingerprint(tokens)}
+    return (
+        tokens.fingerprint()
+        if isinstance(tokens, TokenFile)
+        else {"tokens": array_fingerprint(tokens)}
+    )
 
 
 def stdlib_bytes(held_out_every: int = 20, max_bytes: int = 2**24) -> tuple[np.ndarray, np.ndarray]:
@@ -116,7 +140,11 @@ def stdlib_bytes(held_out_every: int = 20, max_bytes: int = 2**24) -> tuple[np.n
     root = Path(sysconfig.get_paths()["stdlib"])
     files: list[Path] = []
     for folder, inner, names in os.walk(root):
-        inner[:] = [name for name in inner if name not in ("site-packages", "dist-packages", "test", "tests")]
+        inner[:] = [
+            name
+            for name in inner
+            if name not in ("site-packages", "dist-packages", "test", "tests")
+        ]
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     files.sort()
     parts: tuple[list[bytes], list[bytes]] = ([], [])
@@ -128,7 +156,9 @@ def stdlib_bytes(held_out_every: int = 20, max_bytes: int = 2**24) -> tuple[np.n
             break
         parts[number % held_out_every == held_out_every - 1].append(text)
     if not parts[0] or not parts[1]:
-        raise DataError(f"found {len(files)} Python files below {root}; the standard library's source is not there.")
+        raise DataError(
+            f"found {len(files)} Python files below {root}; the standard library's source is not there."
+        )
     train, held_out = (np.frombuffer(b"".join(part), np.uint8) for part in parts)
     return train, held_out
 

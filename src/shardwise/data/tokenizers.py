@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from shardwise.data.files import find_file
-from shardwise.errors import ConfigError, DataError, did_you_mean
+from shardwise.errors import ConfigError, DataError
+from shardwise.text import did_you_mean
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 
@@ -26,7 +27,9 @@ class Bytes:
 
     def end_token(self, text: str | None) -> int | None:
         if text and len(text.encode()) != 1:
-            raise ConfigError(f"--end-token {text!r} has {len(text.encode())} bytes; with bytes for tokens it must be one.")
+            raise ConfigError(
+                f"--end-token {text!r} has {len(text.encode())} bytes; with bytes for tokens it must be one."
+            )
         return text.encode()[0] if text else None
 
 
@@ -37,7 +40,9 @@ class FromFile:
         try:
             from tokenizers import Tokenizer
         except ImportError:
-            raise ConfigError("a tokenizer.json needs the tokenizers package: pip install 'shardwise[tokenizers]'.") from None
+            raise ConfigError(
+                "a tokenizer.json needs the tokenizers package: pip install 'shardwise[tokenizers]'."
+            ) from None
         content = find_file(path).read_bytes()
         try:
             self._tokenizer: Any = Tokenizer.from_str(content.decode())
@@ -45,12 +50,18 @@ class FromFile:
             raise DataError(f"'{path}' is no tokenizer.json: {error}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.name, self.sha256, self.content = path.name, hashlib.sha256(content).hexdigest(), content
+        self.name, self.sha256, self.content = (
+            path.name,
+            hashlib.sha256(content).hexdigest(),
+            content,
+        )
         self._vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(self._vocabulary.values()) + 1
 
     def encode(self, texts: Sequence[bytes], special_tokens: bool = False) -> list[np.ndarray]:
-        encodings = self._tokenizer.encode_batch_fast([text.decode() for text in texts], add_special_tokens=special_tokens)
+        encodings = self._tokenizer.encode_batch_fast(
+            [text.decode() for text in texts], add_special_tokens=special_tokens
+        )
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def decode(self, tokens: np.ndarray | Sequence[int]) -> str:
@@ -62,9 +73,13 @@ class FromFile:
     def end_token(self, text: str | None) -> int | None:
         """That of the name, none for an empty name; when nothing is said, the first usual one that there is."""
         if text and text not in self._vocabulary:
-            raise ConfigError(f"--end-token '{text}' is not in '{self.name}'.{did_you_mean(text, self._vocabulary)}")
+            raise ConfigError(
+                f"--end-token '{text}' is not in '{self.name}'.{did_you_mean(text, self._vocabulary)}"
+            )
         names = END_TOKENS if text is None else [text]
-        return next((int(self._vocabulary[name]) for name in names if name in self._vocabulary), None)
+        return next(
+            (int(self._vocabulary[name]) for name in names if name in self._vocabulary), None
+        )
 
 
 Tokenizer = Bytes | FromFile

@@ -15,9 +15,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from shardwise.models.attention import causal_attention
-from shardwise.models.cache import Cache, cached_attention, empty_cache, longer
-from shardwise.models.table import look_up
+from shardwise.kernels.attention import causal_attention
+from shardwise.kernels.lookup import look_up
+from shardwise.models.kv_cache import Cache, cached_attention, empty_cache, longer
 from shardwise.sharding import constrain
 
 Array = jax.Array
@@ -48,7 +48,9 @@ class LlamaConfig:
     norm_epsilon: float = 1e-5
     tied: bool = False  # the output layer is the embedding, transposed
     param_dtype: str = "float32"
-    scan_layers: bool = True  # one compiled block for all layers: compile time does not grow with depth
+    scan_layers: bool = (
+        True  # one compiled block for all layers: compile time does not grow with depth
+    )
     remat: str = "none"  # what the backward pass computes again: "none", "block" (all but what is kept) or "dots" (all but matrix products)
     keep: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
@@ -58,14 +60,20 @@ SIZES = {
     "tiny": LlamaConfig(256, 2, 4, 2, 64, 192),
     "7b": LlamaConfig(32000, 32, 32, 32, 4096, 11008, rope_theta=1e4, max_length=4096),  # Llama 2
     "70b-llama2": LlamaConfig(32000, 80, 64, 8, 8192, 28672, rope_theta=1e4, max_length=4096),
-    "8b": LlamaConfig(128256, 32, 32, 8, 4096, 14336),  # Llama 3; 3.1 stretches the slow rotations for rows beyond 8192 tokens
+    "8b": LlamaConfig(
+        128256, 32, 32, 8, 4096, 14336
+    ),  # Llama 3; 3.1 stretches the slow rotations for rows beyond 8192 tokens
     "70b": LlamaConfig(128256, 80, 64, 8, 8192, 28672),
     "405b": LlamaConfig(128256, 126, 128, 8, 16384, 53248),
 }
 
 
 def weight(
-    config: LlamaConfig, rngs: nnx.Rngs, shape: tuple[int, ...], names: tuple[str | None, ...], dims: str = "io"
+    config: LlamaConfig,
+    rngs: nnx.Rngs,
+    shape: tuple[int, ...],
+    names: tuple[str | None, ...],
+    dims: str = "io",
 ) -> nnx.Param[Array]:
     """dims: which of them are inputs and which outputs, as `lora` asks; there are no biases that would tell."""
     init = nnx.with_partitioning(nnx.initializers.normal(0.02), names)
@@ -123,7 +131,9 @@ class Block(nnx.Module):
         self.norm2 = RMSNorm(c)
         self.gate = new((c.width, c.mlp_width), ("embed", "mlp"))
         self.up = new((c.width, c.mlp_width), ("embed", "mlp"))
-        self.down = new((c.mlp_width, c.width), ("mlp", None))  # FSDP cuts the larger dim: a narrow last one would be padded
+        self.down = new(
+            (c.mlp_width, c.width), ("mlp", None)
+        )  # FSDP cuts the larger dim: a narrow last one would be padded
 
     def __call__(self, x: Array, cos: Array, sin: Array) -> Array:
         x = self.named(constrain(x, "batch"), "input")
@@ -138,7 +148,9 @@ class Block(nnx.Module):
             x = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
         return checkpoint_name(x, name)
 
-    def decode(self, x: Array, cos: Array, sin: Array, cache: Cache, layer: int | Array) -> tuple[Array, Cache]:
+    def decode(
+        self, x: Array, cos: Array, sin: Array, cache: Cache, layer: int | Array
+    ) -> tuple[Array, Cache]:
         mixed, cache = cached_attention(*self.heads(self.norm1(x), cos, sin), cache, layer)
         x = x + product(mixed, self.out[...], dims=2)
         return x + self.mlp(self.norm2(x)), cache
@@ -149,7 +161,9 @@ class Block(nnx.Module):
     def heads(self, x: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
         """Queries (B, T, H, K), keys and values (B, T, G, K)."""
         q, k, v = (product(x, kernel[...]) for kernel in (self.query, self.key, self.value))
-        q, k, v = (self.named(heads, "qkv") for heads in (rotate(q, cos, sin), rotate(k, cos, sin), v))
+        q, k, v = (
+            self.named(heads, "qkv") for heads in (rotate(q, cos, sin), rotate(k, cos, sin), v)
+        )
         return q, k, v
 
     def mlp(self, x: Array) -> Array:
@@ -166,12 +180,19 @@ class Llama(nnx.Module):
             heads = f"width {c.width}, {c.num_heads} heads and {c.num_kv_heads} of keys"
             raise ValueError(f"{heads}: each must be divisible by the next")
         if (c.keep or c.offload) and c.remat != "block":
-            raise ValueError(f"keep and offload say what remat='block' spares; remat is '{c.remat}'")
+            raise ValueError(
+                f"keep and offload say what remat='block' spares; remat is '{c.remat}'"
+            )
         self.config = c
         self.tokens = weight(c, rngs, (c.vocab_size, c.width), ("vocab", "embed"))
         self.blocks: Any
         if c.scan_layers:
-            stack = nnx.vmap(partial(Block, c), in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
+            stack = nnx.vmap(
+                partial(Block, c),
+                in_axes=0,
+                out_axes=0,
+                transform_metadata={nnx.PARTITION_NAME: None},
+            )
             self.blocks = nnx.split_rngs(splits=c.num_layers)(stack)(rngs)
         else:
             self.blocks = nnx.List([Block(c, rngs) for _ in range(c.num_layers)])
@@ -200,7 +221,9 @@ class Llama(nnx.Module):
 
     def empty_cache(self, rows: int, size: int) -> Cache:
         c = self.config
-        return empty_cache(c.num_layers, rows, c.num_kv_heads, size, c.width // c.num_heads, self.tokens[...].dtype)
+        return empty_cache(
+            c.num_layers, rows, c.num_kv_heads, size, c.width // c.num_heads, self.tokens[...].dtype
+        )
 
     def decode(self, tokens: Array, count: Array, cache: Cache) -> tuple[Array, Cache]:
         """The next `count` of the tokens (B, T) -> logits (B, V) of what follows the last of them, and the cache with them in it.
@@ -211,7 +234,9 @@ class Llama(nnx.Module):
         x = look_up(self.tokens[...], tokens)
         if self.config.scan_layers:
             decode = nnx.scan(
-                lambda block, layer, carry: block.decode(carry[0], cos, sin, carry[1], layer), in_axes=(0, 0, nnx.Carry), out_axes=nnx.Carry
+                lambda block, layer, carry: block.decode(carry[0], cos, sin, carry[1], layer),
+                in_axes=(0, 0, nnx.Carry),
+                out_axes=nnx.Carry,
             )
             x, cache = decode(self.blocks, jnp.arange(self.config.num_layers), (x, cache))
         else:
@@ -231,6 +256,9 @@ def remat(config: LlamaConfig) -> Callable[[Any], Any]:
         return partial(nnx.remat, policy=policies.save_only_these_names(*config.keep))
     kept, offloaded = list(config.keep), list(config.offload)
     policy = policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=kept, names_which_can_be_offloaded=offloaded, offload_src="device", offload_dst="pinned_host"
+        names_which_can_be_saved=kept,
+        names_which_can_be_offloaded=offloaded,
+        offload_src="device",
+        offload_dst="pinned_host",
     )
     return partial(nnx.remat, policy=policy)

@@ -32,7 +32,9 @@ class Sampling:
     temperature: float = 0.8  # 0: always the likeliest
     top_k: int | None = None  # only one of the so many likeliest
     top_p: float | None = None  # only one of the likeliest that together have this probability
-    vocab_size: int | None = None  # only one below this: rows of a table that only fill it up mean nothing
+    vocab_size: int | None = (
+        None  # only one below this: rows of a table that only fill it up mean nothing
+    )
 
     def __post_init__(self) -> None:
         wrong = []
@@ -78,11 +80,17 @@ def choose(logits: Array, key: Array, sampling: Sampling) -> Array:
     return jnp.where(jnp.isnan(logits).any(-1), -1, choice).astype(jnp.int32)
 
 
-def generate(model: Any, prompt: Any, num_tokens: int, key: Array, temperature: float = 0.8, **options: Any) -> Array:
+def generate(
+    model: Any, prompt: Any, num_tokens: int, key: Array, temperature: float = 0.8, **options: Any
+) -> Array:
     """`prompt` (B, P) continued by `num_tokens` tokens, as `stream` does; `options` are those of `Sampling`."""
     prompt = jnp.asarray(prompt)
     tokens = list(stream(model, prompt, num_tokens, key, Sampling(temperature, **options)))
-    return jnp.concatenate([prompt, np.stack(tokens, axis=1).astype(prompt.dtype)], axis=1) if tokens else prompt
+    return (
+        jnp.concatenate([prompt, np.stack(tokens, axis=1).astype(prompt.dtype)], axis=1)
+        if tokens
+        else prompt
+    )
 
 
 def stream(
@@ -103,7 +111,9 @@ def stream(
     sampling = sampling or Sampling()
     prompt = np.asarray(prompt, np.int32)
     if prompt.ndim != 2 or 0 in prompt.shape:
-        raise ValueError(f"a prompt is rows of at least one token, not an array of shape {prompt.shape}")
+        raise ValueError(
+            f"a prompt is rows of at least one token, not an array of shape {prompt.shape}"
+        )
     limit = window or getattr(getattr(model, "config", None), "max_length", None)
     rows, length = prompt.shape
     total = length + num_tokens
@@ -112,8 +122,15 @@ def stream(
     leaves, structure = jax.tree.flatten(state)
     has_cache = hasattr(model, "decode") and hasattr(model, "empty_cache")
     _check_call(model)
-    shown = padded(seen) if limit is None else min(padded(seen), limit)  # tokens that a model without a cache is called on
-    if limit is not None and shown < limit and not has_cache and not _takes(graphdef, structure, leaves, (rows, shown)):
+    shown = (
+        padded(seen) if limit is None else min(padded(seen), limit)
+    )  # tokens that a model without a cache is called on
+    if (
+        limit is not None
+        and shown < limit
+        and not has_cache
+        and not _takes(graphdef, structure, leaves, (rows, shown))
+    ):
         shown = limit
     decode, extend = _programs(graphdef, structure, shown)
     told: list[np.ndarray] = []
@@ -159,7 +176,11 @@ def stream(
 
 def padded(count: int) -> int:
     """The length that this many tokens are filled up to."""
-    return max(SMALLEST, 1 << (count - 1).bit_length()) if count < CHUNK else -(-count // CHUNK) * CHUNK
+    return (
+        max(SMALLEST, 1 << (count - 1).bit_length())
+        if count < CHUNK
+        else -(-count // CHUNK) * CHUNK
+    )
 
 
 @partial(jax.jit, static_argnums=3)
@@ -175,13 +196,19 @@ def _check_call(model: Any) -> None:
     try:
         inspect.signature(model).bind(None)
     except TypeError as error:
-        raise ValueError(f"{type(model).__name__}.__call__ cannot be called with tokens alone: {error}; {NEEDED}") from None
+        raise ValueError(
+            f"{type(model).__name__}.__call__ cannot be called with tokens alone: {error}; {NEEDED}"
+        ) from None
 
 
 def _takes(graphdef: Any, structure: Any, leaves: Any, shape: tuple[int, int]) -> bool:
     """Whether a model can be called on tokens of this shape; it is traced, and nothing is computed."""
     try:
-        jax.eval_shape(lambda leaves, tokens: _merged(graphdef, structure, leaves)(tokens), leaves, jax.ShapeDtypeStruct(shape, jnp.int32))
+        jax.eval_shape(
+            lambda leaves, tokens: _merged(graphdef, structure, leaves)(tokens),
+            leaves,
+            jax.ShapeDtypeStruct(shape, jnp.int32),
+        )
     except Exception:  # whatever a model raises about a length; if it is something else, it raises it again when it is called
         return False
     return True
@@ -194,7 +221,9 @@ def _merged(graphdef: Any, structure: Any, leaves: Any) -> Any:
 
 
 @lru_cache(maxsize=8)
-def _programs(graphdef: Any, structure: Any, window: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _programs(
+    graphdef: Any, structure: Any, window: int
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Logits (B, V) of the next token, with a cache and without; each compiled once for a shape of its arguments."""
 
     def decode(leaves: Any, tokens: Array, count: Array, cache: Any) -> tuple[Array, Any]:
@@ -204,10 +233,14 @@ def _programs(graphdef: Any, structure: Any, window: int) -> tuple[Callable[...,
         """`at` tokens are in the buffer, when `token` has been written as the last of them."""
         buffer = jax.lax.dynamic_update_slice_in_dim(buffer, token, at - 1, axis=1)
         start = jnp.maximum(0, at - window)
-        logits = _merged(graphdef, structure, leaves)(jax.lax.dynamic_slice_in_dim(buffer, start, window, axis=1))
+        logits = _merged(graphdef, structure, leaves)(
+            jax.lax.dynamic_slice_in_dim(buffer, start, window, axis=1)
+        )
         shape = getattr(logits, "shape", f"a {type(logits).__name__}")
         if len(shape) != 3 or shape[:2] != (len(buffer), window):
-            raise ValueError(f"the model gives {shape} for tokens {(len(buffer), window)}; {NEEDED}")
+            raise ValueError(
+                f"the model gives {shape} for tokens {(len(buffer), window)}; {NEEDED}"
+            )
         return jax.lax.dynamic_index_in_dim(logits, at - 1 - start, axis=1, keepdims=False), buffer
 
     return jax.jit(decode, donate_argnames="cache"), jax.jit(extend, donate_argnames="buffer")

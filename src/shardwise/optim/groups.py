@@ -11,12 +11,18 @@ from typing import Any
 import jax
 import optax
 
-from shardwise.errors import ConfigError, did_you_mean
+from shardwise.errors import ConfigError
 from shardwise.optim.schedules import Schedule
+from shardwise.text import did_you_mean
 from shardwise.tree import leaf_name, matches
 
 Decays = Callable[[str, Any], bool]  # (path, array) -> whether weight decay applies
-VECTORS = ("bias", "scale", "beta", "gamma")  # names of biases and norms, also where layers are stacked to matrices
+VECTORS = (
+    "bias",
+    "scale",
+    "beta",
+    "gamma",
+)  # names of biases and norms, also where layers are stacked to matrices
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,9 @@ def label_fn(groups: Sequence[Group]) -> Callable[[Any], Any]:
     """For `optax.partition`: each parameter's group. Patterns without parameters and parameters without a group are errors."""
     labels = [group.label for group in groups]
     if len(set(labels)) < len(labels):
-        raise ConfigError(f"two parameter groups have the same name: {', '.join(labels)}. Give one of them name=...")
+        raise ConfigError(
+            f"two parameter groups have the same name: {', '.join(labels)}. Give one of them name=..."
+        )
 
     def label(params: Any) -> Any:
         paths = [param_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
@@ -58,7 +66,10 @@ def label_fn(groups: Sequence[Group]) -> Callable[[Any], Any]:
         if orphans := [path for path in paths if _group_of(path, groups) is None]:
             patterns = [pattern for group in groups for pattern in group.patterns]
             hints = [f"  {path}{did_you_mean(path, patterns)}" for path in orphans]
-            problems.append("no group claims these parameters; add Group('*') for the rest:\n" + "\n".join(hints))
+            problems.append(
+                "no group claims these parameters; add Group('*') for the rest:\n"
+                + "\n".join(hints)
+            )
         if problems:
             raise ConfigError("\n".join(problems))
         return map_with_path(lambda path, _: _group_of(path, groups), params)
@@ -67,16 +78,27 @@ def label_fn(groups: Sequence[Group]) -> Callable[[Any], Any]:
 
 
 def _group_of(path: str, groups: Iterable[Group]) -> str | None:
-    return next((group.label for group in groups if any(matches(pattern, path) for pattern in group.patterns)), None)
+    return next(
+        (
+            group.label
+            for group in groups
+            if any(matches(pattern, path) for pattern in group.patterns)
+        ),
+        None,
+    )
 
 
-def layerwise_decay(factor: float, layers: Sequence[str], *, below: str | tuple[str, ...] = ()) -> tuple[Group, ...]:
+def layerwise_decay(
+    factor: float, layers: Sequence[str], *, below: str | tuple[str, ...] = ()
+) -> tuple[Group, ...]:
     """Groups for fine-tuning: the last of `layers` learns at `factor` of the rate, each one before it at `factor` of the next.
 
     What lies `below` the layers, such as the embedding, comes after the first; all that is left learns at the full rate.
     For a GPT with 12 blocks: `layerwise_decay(0.9, [f"blocks/{i}/*" for i in range(12)], below=("tokens", "positions"))`.
     """
-    groups = [Group(pattern, lr_scale=factor ** (len(layers) - i)) for i, pattern in enumerate(layers)]
+    groups = [
+        Group(pattern, lr_scale=factor ** (len(layers) - i)) for i, pattern in enumerate(layers)
+    ]
     if below:
         groups.insert(0, Group(below, lr_scale=factor ** (len(layers) + 1)))
     return (*groups, Group("*", name="rest"))
@@ -93,7 +115,9 @@ def mask_fn(decays: Decays) -> Callable[[Any], Any]:
 
 
 def map_with_path(function: Callable[[str, Any], Any], tree: Any) -> Any:
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: function(param_path(path), leaf), tree)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: function(param_path(path), leaf), tree
+    )
 
 
 def param_path(path: tuple[Any, ...]) -> str:

@@ -32,7 +32,9 @@ def scale_by_lr(schedule: Schedule) -> optax.GradientTransformation:
 
     def update(updates: Any, state: LearningRate, params: Any = None) -> tuple[Any, LearningRate]:
         lr = value(state.count)
-        return jax.tree.map(lambda u: -lr * u, updates), LearningRate(optax.safe_increment(state.count), lr)
+        return jax.tree.map(lambda u: -lr * u, updates), LearningRate(
+            optax.safe_increment(state.count), lr
+        )
 
     return optax.GradientTransformation(init, update)
 
@@ -48,7 +50,12 @@ def record(**measures: Callable[[Any, Any], Any]) -> optax.GradientTransformatio
         return Recorded({name: jnp.zeros([], jnp.float32) for name in measures})
 
     def update(updates: Any, state: Recorded, params: Any = None) -> tuple[Any, Recorded]:
-        return updates, Recorded({name: jnp.asarray(measure(updates, params), jnp.float32) for name, measure in measures.items()})
+        return updates, Recorded(
+            {
+                name: jnp.asarray(measure(updates, params), jnp.float32)
+                for name, measure in measures.items()
+            }
+        )
 
     return optax.GradientTransformation(init, update)
 
@@ -64,7 +71,9 @@ def norm(tree: Any) -> jax.Array:
         squares = jnp.square(leaf.astype(jnp.float32))
         kind = (any_layer(path), leaf.shape)
         alike[kind] = alike[kind] + squares if kind in alike else squares
-    return jnp.sqrt(sum((jnp.sum(squares) for squares in alike.values()), jnp.zeros([], jnp.float32)))
+    return jnp.sqrt(
+        sum((jnp.sum(squares) for squares in alike.values()), jnp.zeros([], jnp.float32))
+    )
 
 
 def clip_by_norm(max_norm: float) -> optax.GradientTransformation:
@@ -76,7 +85,9 @@ def clip_by_norm(max_norm: float) -> optax.GradientTransformation:
     def update(updates: Any, state: Recorded, params: Any = None) -> tuple[Any, Recorded]:
         size = norm(updates)
         scale = jnp.minimum(1.0, max_norm / jnp.maximum(size, 1e-30))
-        return jax.tree.map(lambda u: (u * scale).astype(u.dtype), updates), Recorded({"clipped_norm": size * scale})
+        return jax.tree.map(lambda u: (u * scale).astype(u.dtype), updates), Recorded(
+            {"clipped_norm": size * scale}
+        )
 
     return optax.GradientTransformation(init, update)
 
@@ -95,10 +106,16 @@ def state_changes(tx: optax.GradientTransformation, params: Any) -> list[str]:
 def leaf_changes(before: Any, after: Any) -> list[str]:
     """Leaves whose shape or dtype is another, or that are there in one of the trees only."""
     old, new = named_leaves(before), named_leaves(after)
-    changed = [path for path in old if path not in new or (old[path].shape, old[path].dtype) != (new[path].shape, new[path].dtype)]
-    return [f"{path}: {old[path].dtype} becomes {new[path].dtype if path in new else 'nothing'}" for path in changed] + [
-        f"{path}: is new" for path in new if path not in old
+    changed = [
+        path
+        for path in old
+        if path not in new
+        or (old[path].shape, old[path].dtype) != (new[path].shape, new[path].dtype)
     ]
+    return [
+        f"{path}: {old[path].dtype} becomes {new[path].dtype if path in new else 'nothing'}"
+        for path in changed
+    ] + [f"{path}: is new" for path in new if path not in old]
 
 
 def live_values(opt_state: Any) -> dict[str, jax.Array]:
@@ -123,7 +140,9 @@ Mask = Callable[[Any], Any]  # parameters -> a tree of booleans
 def _copies(params: Any, moves: Mask | None) -> Any:
     """Float32 copies of the parameters that move."""
     mask = jax.tree.map(lambda _: True, params) if moves is None else moves(params)
-    return jax.tree.map(lambda keep, p: jnp.array(p, jnp.float32) if keep else optax.MaskedNode(), mask, params)
+    return jax.tree.map(
+        lambda keep, p: jnp.array(p, jnp.float32) if keep else optax.MaskedNode(), mask, params
+    )
 
 
 def _is_masked(node: Any) -> bool:
@@ -136,7 +155,9 @@ class Averaged(NamedTuple):
     count: jax.Array  # type: ignore[assignment]
 
 
-def keep_average(inner: optax.GradientTransformation, decay: float, moves: Mask | None = None) -> optax.GradientTransformationExtraArgs:
+def keep_average(
+    inner: optax.GradientTransformation, decay: float, moves: Mask | None = None
+) -> optax.GradientTransformationExtraArgs:
     """`inner`, with an exponential moving average of the weights beside it; `evaluation_params` finds it.
 
     Update n averages over about the last n / 9 updates until 1 / (1 - decay) is reached, so the start is forgotten soon.
@@ -147,12 +168,18 @@ def keep_average(inner: optax.GradientTransformation, decay: float, moves: Mask 
     def init(params: Any) -> Averaged:
         return Averaged(inner.init(params), _copies(params, moves), jnp.zeros([], jnp.int32))
 
-    def update(updates: Any, state: Averaged, params: Any = None, **extra: Any) -> tuple[Any, Averaged]:
+    def update(
+        updates: Any, state: Averaged, params: Any = None, **extra: Any
+    ) -> tuple[Any, Averaged]:
         updates, inner_state = inner.update(updates, state.inner, params, **extra)
         keep = jnp.minimum(decay, (1 + state.count) / (10 + state.count)).astype(jnp.float32)
 
         def one(a: Any, p: Any, u: Any) -> Any:
-            return a if _is_masked(a) else keep * a + (1 - keep) * (p.astype(jnp.float32) + u.astype(jnp.float32))
+            return (
+                a
+                if _is_masked(a)
+                else keep * a + (1 - keep) * (p.astype(jnp.float32) + u.astype(jnp.float32))
+            )
 
         average = jax.tree.map(one, state.average, params, updates, is_leaf=_is_masked)
         return updates, Averaged(inner_state, average, optax.safe_increment(state.count))
@@ -165,7 +192,9 @@ def evaluation_params(opt_state: Any, params: Any) -> Any:
     schedule_free = optax.contrib.ScheduleFreeState
     nodes = [
         node
-        for node in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, Averaged | schedule_free))
+        for node in jax.tree.leaves(
+            opt_state, is_leaf=lambda x: isinstance(x, Averaged | schedule_free)
+        )
         if isinstance(node, Averaged | schedule_free)
     ]
     found: dict[str, Any] = {}
@@ -178,7 +207,9 @@ def evaluation_params(opt_state: Any, params: Any) -> Any:
         node, leaf = found.get(path, (None, None))
         if node is None:
             return p
-        return (leaf if isinstance(node, Averaged) else (p - (1 - node.b1) * leaf) / node.b1).astype(p.dtype)
+        return (
+            leaf if isinstance(node, Averaged) else (p - (1 - node.b1) * leaf) / node.b1
+        ).astype(p.dtype)
 
     return map_with_path(one, params) if found else params
 
@@ -188,7 +219,9 @@ class Master(NamedTuple):
     master: Any  # the parameters in float32
 
 
-def with_master(inner: optax.GradientTransformation, moves: Mask | None = None) -> optax.GradientTransformationExtraArgs:
+def with_master(
+    inner: optax.GradientTransformation, moves: Mask | None = None
+) -> optax.GradientTransformationExtraArgs:
     """For parameters in half precision: `inner` works on float32 copies of them, which it keeps, so that no update is lost.
 
     `moves(params)` says which parameters are not frozen; of the others no copy is kept.
@@ -196,7 +229,12 @@ def with_master(inner: optax.GradientTransformation, moves: Mask | None = None) 
     inner = optax.with_extra_args_support(inner)
 
     def full(master: Any, params: Any) -> Any:
-        return jax.tree.map(lambda m, p: p.astype(jnp.float32) if _is_masked(m) else m, master, params, is_leaf=_is_masked)
+        return jax.tree.map(
+            lambda m, p: p.astype(jnp.float32) if _is_masked(m) else m,
+            master,
+            params,
+            is_leaf=_is_masked,
+        )
 
     def init(params: Any) -> Master:
         master = _copies(params, moves)
@@ -207,8 +245,12 @@ def with_master(inner: optax.GradientTransformation, moves: Mask | None = None) 
         old = full(state.master, params)
         updates, inner_state = inner.update(updates, state.inner, old, **extra)
         new = optax.apply_updates(old, updates)
-        master = jax.tree.map(lambda m, n: m if _is_masked(m) else n, state.master, new, is_leaf=_is_masked)
-        return jax.tree.map(lambda n, p: n - p.astype(jnp.float32), new, params), Master(inner_state, master)
+        master = jax.tree.map(
+            lambda m, n: m if _is_masked(m) else n, state.master, new, is_leaf=_is_masked
+        )
+        return jax.tree.map(lambda n, p: n - p.astype(jnp.float32), new, params), Master(
+            inner_state, master
+        )
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -220,7 +262,9 @@ class Spikes(NamedTuple):
     recorded: dict[str, jax.Array]
 
 
-def skip_spikes(inner: optax.GradientTransformation, factor: float, window: int = 20) -> optax.GradientTransformationExtraArgs:
+def skip_spikes(
+    inner: optax.GradientTransformation, factor: float, window: int = 20
+) -> optax.GradientTransformationExtraArgs:
     """`inner`, but an update whose gradient norm is over `factor` times its recent mean, or not finite, changes nothing.
 
     Nothing means: no parameter, no moment, no count of a schedule. The first `window` updates only take the mean.
@@ -240,13 +284,18 @@ def skip_spikes(inner: optax.GradientTransformation, factor: float, window: int 
         keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old)  # noqa: E731
         new_updates = jax.tree.map(lambda u: jnp.where(good, u, jnp.zeros_like(u)), new_updates)
         recorded = {"skipped": 1 - good.astype(jnp.float32)}
-        return new_updates, Spikes(keep(inner_state, state.inner), mean, state.count + good, recorded)
+        return new_updates, Spikes(
+            keep(inner_state, state.inner), mean, state.count + good, recorded
+        )
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def orthogonalize(
-    steps: int = 5, rms: float | None = None, stacked: tuple[str, ...] = (), dtype: Any = jnp.float32
+    steps: int = 5,
+    rms: float | None = None,
+    stacked: tuple[str, ...] = (),
+    dtype: Any = jnp.float32,
 ) -> optax.GradientTransformation:
     """Muon's direction: each matrix replaced by about the nearest orthogonal one, by Newton-Schulz iterations.
 
@@ -271,7 +320,11 @@ def orthogonalize(
         batch = x.shape[:1] if any(matches(pattern, path) for pattern in stacked) else ()
         inputs, outputs = matrix_shape(x.shape[len(batch) :])
         orthogonal = _newton_schulz(x.reshape(*batch, inputs, outputs).astype(dtype), steps)
-        scale = math.sqrt(max(1, outputs / inputs)) if rms is None else rms * math.sqrt(max(inputs, outputs))
+        scale = (
+            math.sqrt(max(1, outputs / inputs))
+            if rms is None
+            else rms * math.sqrt(max(inputs, outputs))
+        )
         return (scale * orthogonal.astype(jnp.float32)).reshape(x.shape).astype(x.dtype)
 
     return optax.stateless(update)
@@ -286,7 +339,9 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 def _newton_schulz(x: jax.Array, steps: int) -> jax.Array:
     """Pushes every singular value of x towards 1; these coefficients reach about 0.7 to 1.2 in five steps."""
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = x / (jnp.linalg.norm(x.astype(jnp.float32), axis=(-2, -1), keepdims=True) + 1e-7).astype(x.dtype)
+    x = x / (jnp.linalg.norm(x.astype(jnp.float32), axis=(-2, -1), keepdims=True) + 1e-7).astype(
+        x.dtype
+    )
     tall = x.shape[-2] > x.shape[-1]
     x = jnp.swapaxes(x, -2, -1) if tall else x
 

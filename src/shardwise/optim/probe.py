@@ -30,7 +30,9 @@ class Probe:
     num_within: int  # updates within the run
     gradient_rms: np.ndarray  # (parameter)
     size: np.ndarray  # RMS of the update
-    along: np.ndarray  # (update . gradient) / (gradient . gradient), of the plain gradient in all four runs
+    along: (
+        np.ndarray
+    )  # (update . gradient) / (gradient . gradient), of the plain gradient in all four runs
     shrink: np.ndarray  # -(update . parameter) / (parameter . parameter)
     is_raw: np.ndarray  # (parameter): the update is the gradient itself
     lost: np.ndarray  # share of the elements whose update was lost in the parameter's dtype
@@ -45,12 +47,20 @@ def probe(tx: Any, params: Any, steps: int, every: int = 1, seed: int = 0) -> Pr
     small = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(_shrunk(leaf.shape), leaf.dtype), params)
     leaves = jax.tree_util.tree_leaves_with_path(small)
     rng = np.random.default_rng(seed)
-    draw = lambda scale: jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) * scale, leaf.dtype), small)  # noqa: E731
+    draw = lambda scale: jax.tree.map(
+        lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) * scale, leaf.dtype), small
+    )  # noqa: E731
     weights, gradient = draw(0.1), draw(1.0)
-    total = np.sqrt(sum(float(jnp.sum(jnp.square(g.astype(jnp.float32)))) for g in jax.tree.leaves(gradient)))
-    gradient = jax.tree.map(lambda g: (g * (0.1 / total)).astype(g.dtype), gradient)  # too small for any clipping to act on
+    total = np.sqrt(
+        sum(float(jnp.sum(jnp.square(g.astype(jnp.float32)))) for g in jax.tree.leaves(gradient))
+    )
+    gradient = jax.tree.map(
+        lambda g: (g * (0.1 / total)).astype(g.dtype), gradient
+    )  # too small for any clipping to act on
     numbers, num_within = _numbers(steps)
-    owner = np.repeat(np.eye(len(leaves), dtype="f4"), [math.prod(leaf.shape) for _, leaf in leaves], axis=0)
+    owner = np.repeat(
+        np.eye(len(leaves), dtype="f4"), [math.prod(leaf.shape) for _, leaf in leaves], axis=0
+    )
 
     def one_run(gradient_scale: Any, weight_scale: Any) -> Any:
         start = jax.tree.map(lambda p: p * weight_scale.astype(p.dtype), weights)
@@ -58,21 +68,34 @@ def probe(tx: Any, params: Any, steps: int, every: int = 1, seed: int = 0) -> Pr
         def step(carry: Any, jump: Any) -> Any:
             params, state = carry
             grads = jax.tree.map(lambda g: g * gradient_scale.astype(g.dtype), gradient)
-            updates, state = tx.update(grads, _ahead(state, jump // every), params, value=jnp.float32(1), grad=grads)
+            updates, state = tx.update(
+                grads, _ahead(state, jump // every), params, value=jnp.float32(1), grad=grads
+            )
             moved = optax.apply_updates(params, updates)
             lost = jax.tree.map(lambda u, p, q: (u != 0) & (p == q), updates, params, moved)
-            return (moved, state), _measure(_flat(updates), _flat(gradient), _flat(params), _flat(lost), owner)
+            return (moved, state), _measure(
+                _flat(updates), _flat(gradient), _flat(params), _flat(lost), owner
+            )
 
         return jax.lax.scan(step, (start, tx.init(start)), jnp.diff(numbers, prepend=-1) - 1)[1]
 
-    compiler = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None  # compiled for one use
+    compiler = (
+        {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    )  # compiled for one use
     runs = jax.jit(jax.vmap(one_run), compiler_options=compiler)
-    size, along, shrink, off, lost = map(np.asarray, runs(jnp.array([1.0, 2.0, 0.0, 0.0]), jnp.array([1.0, 1.0, 1.0, 2.0])))
+    size, along, shrink, off, lost = map(
+        np.asarray, runs(jnp.array([1.0, 2.0, 0.0, 0.0]), jnp.array([1.0, 1.0, 1.0, 2.0]))
+    )
     return Probe(
         paths=tuple(param_path(path) for path, _ in leaves),
         steps=np.asarray(numbers),
         num_within=num_within,
-        gradient_rms=np.array([float(jnp.sqrt(jnp.mean(jnp.square(g.astype(jnp.float32))))) for g in jax.tree.leaves(gradient)]),
+        gradient_rms=np.array(
+            [
+                float(jnp.sqrt(jnp.mean(jnp.square(g.astype(jnp.float32)))))
+                for g in jax.tree.leaves(gradient)
+            ]
+        ),
         size=size,
         along=along,
         shrink=shrink,
@@ -85,7 +108,9 @@ def _measure(u: Any, g: Any, p: Any, lost: Any, owner: Any) -> tuple[Any, ...]:
     """For each parameter, from all of them in one vector; `owner` has a row for each element, and a 1 in its parameter's column."""
     sums = jnp.stack([u * u, u * g, g * g, u * p, p * p, lost, jnp.ones_like(u)]) @ owner
     uu, ug, gg, up, pp, losses, count = sums
-    off = jnp.max(jnp.abs(u - g)[:, None] * owner, axis=0) / jnp.max(jnp.abs(g)[:, None] * owner, axis=0)
+    off = jnp.max(jnp.abs(u - g)[:, None] * owner, axis=0) / jnp.max(
+        jnp.abs(g)[:, None] * owner, axis=0
+    )
     return jnp.sqrt(uu / count), ug / gg, -up / jnp.maximum(pp, 1e-30), off, losses / count
 
 
@@ -98,7 +123,11 @@ def _ahead(state: Any, jump: Any) -> Any:
 
     def one(path: Any, leaf: Any) -> Any:
         name = str(getattr(path[-1], "name", getattr(path[-1], "key", ""))) if path else ""
-        is_count = name in ("count", "step_count") and jnp.issubdtype(leaf.dtype, jnp.integer) and not leaf.shape
+        is_count = (
+            name in ("count", "step_count")
+            and jnp.issubdtype(leaf.dtype, jnp.integer)
+            and not leaf.shape
+        )
         return leaf + jump.astype(leaf.dtype) if is_count else leaf
 
     return jax.tree_util.tree_map_with_path(one, state)

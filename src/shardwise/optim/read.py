@@ -18,7 +18,16 @@ from shardwise.optim.schedules import Schedule, as_schedule
 
 Labels = Mapping[str, Any]  # by path
 ANY = ""  # the path of a parameter that every mask and every group lets through
-SELF_TUNED = ("prodigy", "dadapt_adamw", "dog", "dowg", "cocob", "mechanize", "momo", "momo_adam")  # they find their rate
+SELF_TUNED = (
+    "prodigy",
+    "dadapt_adamw",
+    "dog",
+    "dowg",
+    "cocob",
+    "mechanize",
+    "momo",
+    "momo_adam",
+)  # they find their rate
 
 
 @dataclass(frozen=True)
@@ -30,7 +39,9 @@ class Part:
     is_known: bool = True  # made by Optax or shardwise, so that nothing but masks and labels can tell parameters apart
 
     def __str__(self) -> str:
-        numbers = [f"{name}={_show(value)}" for name, value in self.settings.items() if _is_setting(value)]
+        numbers = [
+            f"{name}={_show(value)}" for name, value in self.settings.items() if _is_setting(value)
+        ]
         return f"{self.name}({', '.join(numbers)})" if numbers else self.name
 
     @property
@@ -88,15 +99,23 @@ def sample_rates(tx: Any, params: Any, steps: np.ndarray) -> dict[str, dict[str,
     """The learning rate of each group at these updates, where it can be read; ready for JSON."""
     rates: dict[str, dict[str, float]] = {}
     for path, chain in read_chains(tx, params).items():
-        if path != ANY and chain.group not in rates and (values := chain.learning_rate(steps)) is not None:
-            rates[chain.group] = {str(step): float(value) for step, value in zip(steps, values, strict=True)}
+        if (
+            path != ANY
+            and chain.group not in rates
+            and (values := chain.learning_rate(steps)) is not None
+        ):
+            rates[chain.group] = {
+                str(step): float(value) for step, value in zip(steps, values, strict=True)
+            }
     return rates
 
 
 def evaluate(schedule: Schedule, steps: np.ndarray) -> np.ndarray:
     """The values of a schedule at all of these steps, also of one that takes one step at a time."""
     try:
-        at_all = jax.jit(jax.vmap(lambda n: jnp.asarray(schedule(n), jnp.float32)))  # one program, where each operation would be one
+        at_all = jax.jit(
+            jax.vmap(lambda n: jnp.asarray(schedule(n), jnp.float32))
+        )  # one program, where each operation would be one
         values = np.asarray(at_all(steps))
     except Exception:  # whatever a schedule written by hand may raise for an array
         values = np.asarray([float(schedule(int(n))) for n in steps])
@@ -109,7 +128,11 @@ def _walk(tx: Any, params: Any, chains: dict[str, Chain]) -> dict[str, Chain]:
         return chains
     owner = getattr(tx.update, "__self__", None)
     if isinstance(owner, optax.MultiSteps):
-        return _walk(owner.inner_opt, params, _extended(chains, Part("MultiSteps", {"every_k": owner._every_k_schedule(0)})))
+        return _walk(
+            owner.inner_opt,
+            params,
+            _extended(chains, Part("MultiSteps", {"every_k": owner._every_k_schedule(0)})),
+        )
     name = _made_by(tx.update)
     made, cells = _cells(tx.init), _cells(tx.update)
     if name == "with_extra_args_support":
@@ -126,22 +149,43 @@ def _walk(tx: Any, params: Any, chains: dict[str, Chain]) -> dict[str, Chain]:
         labels = _by_path(cells["param_labels"], params)
         out = dict(chains)
         for label, inner in cells["transforms"].items():
-            inside = {path: out[path].into(str(label)) for path in chains if path == ANY or labels.get(path) == label}
+            inside = {
+                path: out[path].into(str(label))
+                for path in chains
+                if path == ANY or labels.get(path) == label
+            }
             out |= _walk(inner, params, inside)
         return out
     if name == "masked":
         mask = _by_path(cells["mask"], params)
-        return chains | _walk(cells["inner"], params, {path: chain for path, chain in chains.items() if path == ANY or mask.get(path)})
+        return chains | _walk(
+            cells["inner"],
+            params,
+            {path: chain for path, chain in chains.items() if path == ANY or mask.get(path)},
+        )
     if name == "inject_hyperparams":
-        schedules = {key: getattr(value, "schedule_fn", value) for key, value in cells["sched_hps"].items()}
+        schedules = {
+            key: getattr(value, "schedule_fn", value) for key, value in cells["sched_hps"].items()
+        }
         try:
             inner = cells["inner_factory"](**cells["other_hps"], **made["numeric_hps"], **schedules)
         except TypeError:  # a factory that takes no schedule for one of its numbers
             return _extended(chains, Part(f"inject_hyperparams({cells['inner_factory'].__name__})"))
         return _walk(inner, params, chains)
-    inners = {key: value for key, value in cells.items() if isinstance(value, optax.GradientTransformation)}
+    inners = {
+        key: value
+        for key, value in cells.items()
+        if isinstance(value, optax.GradientTransformation)
+    }
     if name not in [_made_by(inner.update) for inner in inners.values()]:
-        chains = _extended(chains, Part(name, {key: value for key, value in cells.items() if key not in inners}, _is_known(tx.update)))
+        chains = _extended(
+            chains,
+            Part(
+                name,
+                {key: value for key, value in cells.items() if key not in inners},
+                _is_known(tx.update),
+            ),
+        )
     for inner in inners.values():
         chains = _walk(inner, params, chains)
     return chains
@@ -150,7 +194,11 @@ def _walk(tx: Any, params: Any, chains: dict[str, Chain]) -> dict[str, Chain]:
 def _made_by(function: Any) -> str:
     """The function whose closure this is: of Optax, of shardwise, or the user's."""
     name: str = getattr(function, "__qualname__", type(function).__name__).partition(".<locals>")[0]
-    return _made_by(_cells(function)["f"]) if name in ("stateless", "stateless_with_tree_map") else name
+    return (
+        _made_by(_cells(function)["f"])
+        if name in ("stateless", "stateless_with_tree_map")
+        else name
+    )
 
 
 def _is_known(function: Any) -> bool:

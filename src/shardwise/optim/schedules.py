@@ -25,38 +25,61 @@ def linear(peak: float, steps: int, *, warmup: float = 0, end: float = 0.0) -> S
 
 
 def cosine(peak: float, steps: int, *, warmup: float = 0, end: float = 0.0) -> Schedule:
-    return _after_warmup(peak, steps, warmup, lambda left: optax.cosine_decay_schedule(peak, left, alpha=end / peak))
+    return _after_warmup(
+        peak, steps, warmup, lambda left: optax.cosine_decay_schedule(peak, left, alpha=end / peak)
+    )
 
 
 def exponential(peak: float, steps: int, *, warmup: float = 0, end: float) -> Schedule:
     """The same factor at every step, so that `end` (above 0) is reached after the last."""
     if end <= 0:
-        raise ConfigError(f"an exponential schedule never reaches end={end}; give a value above 0, such as {peak / 100:g}.")
-    return _after_warmup(peak, steps, warmup, lambda left: optax.exponential_decay(peak, left, end / peak, end_value=end))
+        raise ConfigError(
+            f"an exponential schedule never reaches end={end}; give a value above 0, such as {peak / 100:g}."
+        )
+    return _after_warmup(
+        peak,
+        steps,
+        warmup,
+        lambda left: optax.exponential_decay(peak, left, end / peak, end_value=end),
+    )
 
 
-def polynomial(peak: float, steps: int, *, power: float = 2.0, warmup: float = 0, end: float = 0.0) -> Schedule:
-    return _after_warmup(peak, steps, warmup, lambda left: optax.polynomial_schedule(peak, end, power, left))
+def polynomial(
+    peak: float, steps: int, *, power: float = 2.0, warmup: float = 0, end: float = 0.0
+) -> Schedule:
+    return _after_warmup(
+        peak, steps, warmup, lambda left: optax.polynomial_schedule(peak, end, power, left)
+    )
 
 
 def inverse_sqrt(peak: float, steps: int, *, warmup: float) -> Schedule:
     """`peak * sqrt(warmup / n)` after the warm-up; it has no end."""
     rise = num_warmup(warmup, steps)
     if rise < 1:
-        raise ConfigError(f"inverse_sqrt falls from the end of its warm-up; warmup={warmup} of {steps} steps is none.")
-    return _after_warmup(peak, steps, warmup, lambda _: lambda n: peak * jnp.sqrt(rise / (rise + jnp.maximum(n, 0))))
+        raise ConfigError(
+            f"inverse_sqrt falls from the end of its warm-up; warmup={warmup} of {steps} steps is none."
+        )
+    return _after_warmup(
+        peak, steps, warmup, lambda _: lambda n: peak * jnp.sqrt(rise / (rise + jnp.maximum(n, 0)))
+    )
 
 
-def wsd(peak: float, steps: int, *, warmup: float = 0, decay: float = 0.2, end: float = 0.0) -> Schedule:
+def wsd(
+    peak: float, steps: int, *, warmup: float = 0, decay: float = 0.2, end: float = 0.0
+) -> Schedule:
     """Warm-up, stable, and a linear decay over the last `decay` steps (or fraction)."""
     fall = num_warmup(decay, steps, "decay")
     if num_warmup(warmup, steps) + fall > steps:
-        raise ConfigError(f"warmup={warmup} and decay={decay} together are longer than the run of {steps} steps.")
+        raise ConfigError(
+            f"warmup={warmup} and decay={decay} together are longer than the run of {steps} steps."
+        )
     return _after_warmup(
         peak,
         steps,
         warmup,
-        lambda left: optax.join_schedules([optax.constant_schedule(peak), optax.linear_schedule(peak, end, fall)], [left - fall]),
+        lambda left: optax.join_schedules(
+            [optax.constant_schedule(peak), optax.linear_schedule(peak, end, fall)], [left - fall]
+        ),
     )
 
 
@@ -77,7 +100,10 @@ def piecewise(peak: float, drops: dict[int, float]) -> Schedule:
     starts = sorted(drops)
     if not starts or starts[0] < 1:
         raise ConfigError(f"piecewise needs steps of at least 1 to drop at; it got {starts}.")
-    return optax.join_schedules([optax.constant_schedule(peak * scale) for scale in (1.0, *(drops[n] for n in starts))], starts)
+    return optax.join_schedules(
+        [optax.constant_schedule(peak * scale) for scale in (1.0, *(drops[n] for n in starts))],
+        starts,
+    )
 
 
 def as_schedule(value: float | Schedule) -> Schedule:
@@ -96,15 +122,23 @@ def num_warmup(warmup: float, steps: int, name: str = "warmup") -> int:
     return count
 
 
-def _after_warmup(peak: float, steps: int, warmup: float, decay: Callable[[int], Schedule]) -> Schedule:
+def _after_warmup(
+    peak: float, steps: int, warmup: float, decay: Callable[[int], Schedule]
+) -> Schedule:
     if peak <= 0:
         raise ConfigError(f"the peak of a schedule must be above 0; it is {peak}.")
     if 0 < warmup < 1 and not steps:
-        raise ConfigError(f"warmup={warmup} is a fraction of the steps of the run, and steps={steps}; give at least 1.")
+        raise ConfigError(
+            f"warmup={warmup} is a fraction of the steps of the run, and steps={steps}; give at least 1."
+        )
     rise = num_warmup(warmup, steps)
     if rise and rise >= steps > 0:
-        raise ConfigError(f"warmup={warmup} takes {rise} steps, and the run has {steps}: the peak would never be used.")
+        raise ConfigError(
+            f"warmup={warmup} takes {rise} steps, and the run has {steps}: the peak would never be used."
+        )
     after = decay(steps - rise)
     if not rise:
         return after
-    return optax.join_schedules([optax.linear_schedule(peak / (rise + 1), peak, rise), after], [rise])
+    return optax.join_schedules(
+        [optax.linear_schedule(peak / (rise + 1), peak, rise), after], [rise]
+    )

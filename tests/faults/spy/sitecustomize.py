@@ -14,7 +14,12 @@ def _spy_on_calls(path: str) -> None:
 
     def spying_fsync(descriptor: int) -> None:
         fsync(descriptor)
-        say("fsync", os.readlink(f"/proc/self/fd/{descriptor if isinstance(descriptor, int) else descriptor.fileno()}"))
+        say(
+            "fsync",
+            os.readlink(
+                f"/proc/self/fd/{descriptor if isinstance(descriptor, int) else descriptor.fileno()}"
+            ),
+        )
 
     def spying_rename(source: object, target: object, **options: object) -> None:
         rename(source, target, **options)
@@ -27,8 +32,25 @@ def _spy_on_calls(path: str) -> None:
     os.fsync, os.rename, os.replace = spying_fsync, spying_rename, spying_replace
 
 
-EVENTS = ("pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "socket.bind")
-CHANGES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.symlink", "os.link", "os.truncate", "os.chmod")
+EVENTS = (
+    "pickle.find_class",
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.fork",
+    "subprocess.Popen",
+    "socket.bind",
+)
+CHANGES = (
+    "os.remove",
+    "os.rename",
+    "os.rmdir",
+    "os.mkdir",
+    "os.symlink",
+    "os.link",
+    "os.truncate",
+    "os.chmod",
+)
 
 
 def _spy_on_events(path: str) -> None:
@@ -38,7 +60,11 @@ def _spy_on_events(path: str) -> None:
     def hook(event: str, arguments: tuple[object, ...]) -> None:
         if event == "open":
             name, _, flags = arguments
-            if isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR) and isinstance(name, str | bytes):
+            if (
+                isinstance(flags, int)
+                and flags & (os.O_WRONLY | os.O_RDWR)
+                and isinstance(name, str | bytes)
+            ):
                 follow = os.path.abspath if flags & os.O_NOFOLLOW else os.path.realpath
                 os.write(handle, f"write\t{follow(os.fsdecode(name))}\n".encode())
         elif event in CHANGES and not isinstance(arguments[0], int):

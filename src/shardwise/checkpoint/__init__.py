@@ -1,0 +1,1 @@
+"""Saving, verifying and restoring training states on disk."""

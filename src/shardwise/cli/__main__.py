@@ -1,0 +1,5 @@
+"""`python -m shardwise.cli` is the same as the `shardwise` command."""
+
+from shardwise.cli import entry
+
+entry()

@@ -1,0 +1,1 @@
+"""`shardwise doctor`: checks of the machine, the environment and a run directory."""

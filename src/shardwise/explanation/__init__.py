@@ -1,0 +1,1 @@
+"""`shardwise explain`: what an optimizer does to each parameter, and likely mistakes."""

@@ -1,0 +1,1 @@
+"""Attention, normalization, activation and loss kernels for the platform of the mesh."""

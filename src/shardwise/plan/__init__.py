@@ -1,0 +1,1 @@
+"""`shardwise plan`: memory, FLOPs, collectives and step time from the compiled step."""

@@ -1,0 +1,1 @@
+"""HTML pages about runs and plans, their charts, and the local server that shows them."""

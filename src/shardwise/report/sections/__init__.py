@@ -1,0 +1,1 @@
+"""The sections of a run report, one module each."""

@@ -1,0 +1,1 @@
+"""Reading a run directory: files, metric columns, summary, time accounting."""

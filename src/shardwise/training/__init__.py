@@ -1,0 +1,1 @@
+"""`fit` and what it uses while a run trains."""

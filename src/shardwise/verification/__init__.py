@@ -1,0 +1,1 @@
+"""`shardwise verify`: the same run on one device and on meshes, compared."""

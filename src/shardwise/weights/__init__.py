@@ -1,0 +1,1 @@
+"""Model weights from and to other formats, and fine-tuning adapters."""

@@ -1,0 +1,133 @@
+"""Writes run directories as a run would leave them."""
+
+import json
+import math
+
+T0 = 1_800_000_000.0
+
+
+PHASES = {
+    "importing": 2.0,
+    "preparing": 1.0,
+    "compiling the step": 4.0,
+    "loading the state": 2.0,
+    "first step": 1.0,
+}
+
+
+def lines(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def step(n, begun=T0, **more):
+    known = {
+        "loss": 5 / n,
+        "grad_norm": 1.0,
+        "lr": 1e-3,
+        "step_s": 0.5,
+        "data_s": 0.1,
+        "tokens_per_s": 512.0,
+        "time": begun + 10 + 0.5 * n,
+    }
+    return {"step": n, **known, **more}
+
+
+def plan(mesh, leaves):
+    devices = math.prod(mesh.values())
+    memory = {
+        "parameters": 100.0,
+        "optimizer": 200.0,
+        "other": 0.0,
+        "batch": 8.0,
+        "temporaries": 400.0,
+    }
+    known = {
+        "target": "cpu",
+        "chip": "cpu",
+        "mesh": mesh,
+        "options": {"accumulate": 1},
+        "items": 256,
+        "unit": "tokens",
+        "num_params": 1000,
+    }
+    known |= {
+        "num_devices": devices,
+        "memory": memory,
+        "peak": 708.0,
+        "limit": 1e9,
+        "buffers": [],
+        "leaves": leaves,
+    }
+    return known | {
+        "times": {"total": 0.25, "bound": "memory"},
+        "items_per_second": 1024.0,
+        "mfu": 0.4,
+    }
+
+
+LEAF = {
+    "path": "blocks/0/up",
+    "shape": [64, 256],
+    "dtype": "float32",
+    "axes": [["fsdp"], []],
+    "layout": "(fsdp, -)",
+    "bytes": 32768.0,
+    "why": "rule",
+}
+
+
+def make_run(path, steps=40, again=True):
+    """Two starts: the first reached step 25, the second went on from 20."""
+    path.mkdir()
+    records = [step(n) if n <= 20 else step(n, T0 + 100) for n in range(1, steps + 1)]
+    lines(
+        path / "metrics.jsonl",
+        [
+            *records[:20],
+            {"step": 20, "eval_loss": 0.7},
+            *records[20:],
+            {"step": steps, "eval_loss": 0.5},
+        ],
+    )
+    lines(path / "starts.jsonl", [{"step": 0, "time": T0 + 9}, {"step": 20, "time": T0 + 109}])
+    starting = [
+        {"step": s, "time": t, "total": 10.0, "seconds": PHASES}
+        for s, t in ((0, T0 + 10), (20, T0 + 110))
+    ]
+    lines(path / "starting.jsonl", starting)
+    if again:
+        one = {
+            "start": T0,
+            "time": T0 + 30,
+            "step": 25,
+            "seconds": {"compile": 4.0, "steps": 13.0, "data": 2.5, "evaluate": 3.0, "save": 1.0},
+        }
+        two = {
+            "start": T0 + 100,
+            "time": T0 + 125,
+            "step": steps,
+            "seconds": {"compile": 4.0, "steps": 10.5, "data": 2.0, "evaluate": 1.0, "save": 1.0},
+        }
+        lines(path / "phases.jsonl", [{**one, "time": T0 + 20, "step": 10}, one, two])
+    lines(path / "samples.jsonl", [{"step": 20, "text": "early"}, {"step": 40, "text": "late <b>"}])
+    about = {
+        "recipe": "r.py:recipe",
+        "arguments": {"lr": "0.001", "out": str(path)},
+        "source": "x = 1\n",
+        "mesh": "fsdp=2",
+        "steps": steps,
+    }
+    (path / "run.json").write_text(
+        json.dumps(about | {"versions": {"jax": "0.10.2"}, "devices": {"count": 2, "kind": "cpu"}})
+    )
+    (path / "plan.json").write_text(
+        json.dumps(
+            {
+                "plan": plan({"data": 1, "fsdp": 2}, [LEAF]),
+                "measured": {"seconds": 0.5, "peak": None},
+            }
+        )
+    )
+    (path / "checkpoints" / "40").mkdir(parents=True)
+    (path / "checkpoints" / "40" / "meta.json").write_text(json.dumps({"metrics": {"loss": 0.125}}))
+    return path

@@ -1,0 +1,93 @@
+"""A signal asks; a second one ends; a long call into C delays neither."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from shardwise.cluster.signals import stop_on_signals
+
+CODE = """
+import sys, time, zlib
+from shardwise.cluster.signals import stop_on_signals
+with stop_on_signals(may_exit=True) as stop:
+    stop.at_once = {at_once}
+    print("ready", flush=True)
+    {body}
+    print("requested", stop.requested, flush=True)
+"""
+
+
+def start(at_once, body):
+    code = CODE.format(at_once=at_once, body=body)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_is_noted_and_the_second_ends_the_process(number):
+    process = start(False, "time.sleep(60)")  # a signal wakes no sleep by itself (PEP 475)
+    process.send_signal(number)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(number)
+    assert "second signal" in process.communicate(timeout=5)[1]
+    assert process.returncode == 128 + number
+
+
+def test_with_nothing_to_lose_the_first_signal_ends_even_a_call_that_never_returns_to_python():
+    body = "import hashlib; hashlib.pbkdf2_hmac('sha256', b'x' * 64, b'y' * 64, 400_000_000)"  # minutes without a bytecode
+    process = start(True, body)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGTERM)
+    assert "before the first step" in process.communicate(timeout=5)[1]
+    assert process.returncode == 75
+
+
+def test_afterwards_signals_are_what_they_were():
+    before = signal.getsignal(signal.SIGTERM)
+    with stop_on_signals() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        deadline = time.time() + 5
+        while not stop.requested and time.time() < deadline:
+            time.sleep(0.01)
+        assert stop.requested
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_in_somebody_elses_process_the_second_interrupt_is_a_usual_one():
+    def twice():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        assert stop.requested
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # workers of pytest-xdist ignore it
+    try:
+        with stop_on_signals() as stop, pytest.raises(KeyboardInterrupt):
+            twice()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"), [("os._exit(6)", 6), ("print('told', flush=True)", -signal.SIGABRT)]
+)
+def test_an_abort_of_c_is_answered_from_any_thread(answer, code):
+    program = f"""
+import ctypes, os, threading
+from shardwise.cluster.signals import on_abort
+on_abort(lambda: {answer})
+threading.Thread(target=ctypes.CDLL(None).abort).start()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ended.returncode, "told" in ended.stdout) == (code, code != 6), ended.stderr

@@ -1,0 +1,241 @@
+"""Groups, averages, master copies, spikes and Muon's matrices, each on its own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise import optim
+from shardwise.errors import ConfigError
+from shardwise.optim import Group
+from shardwise.optim.parts import matrix_shape, norm
+
+PARAMS = {
+    "a": {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)},
+    "b": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)},
+}
+GRADS = jax.tree.map(lambda p: 0.1 * p, PARAMS)
+
+
+def after(tx, count, grads=GRADS, params=PARAMS):
+    state = tx.init(params)
+    for _ in range(count):
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def test_the_first_group_that_matches_wins():
+    groups = (
+        Group("*/bias", lr=1e-1, name="biases"),
+        Group("a/*", lr_scale=2.0),
+        Group("*", name="rest"),
+    )
+    params, state = after(optim.adam(1e-2, groups=groups), 1)
+    moved = jax.tree.map(lambda new, old: float((old - new).mean()), params, PARAMS)
+    assert moved["a"]["bias"] == pytest.approx(0.1, rel=1e-4)
+    assert moved["a"]["kernel"] == pytest.approx(0.02, rel=1e-4)
+    assert moved["b"]["kernel"] == pytest.approx(0.01, rel=1e-4)
+    values = optim.live_values(state)
+    assert [float(values[f"lr/{group}"]) for group in ("biases", "a/*", "rest")] == pytest.approx(
+        [0.1, 0.02, 0.01]
+    )
+
+
+def test_mistakes_in_groups_are_listed_with_the_closest_match():
+    with pytest.raises(ConfigError) as caught:
+        optim.adam(1e-2, groups=(Group("a/kernal"), Group("b/*", frozen=True))).init(PARAMS)
+    text = str(caught.value)
+    assert (
+        "pattern 'a/kernal' of group 'a/kernal' matches no parameter. Did you mean 'a/kernel'?"
+        in text
+    )
+    assert "no group claims these parameters" in text
+    assert "  a/bias" in text
+    with pytest.raises(ConfigError, match="two parameter groups have the same name"):
+        optim.adam(1e-2, groups=(Group("a/*", name="x"), Group("*", name="x"))).init(PARAMS)
+
+
+def test_a_group_may_have_an_optimizer_of_its_own_and_its_own_clipping():
+    groups = (Group("a/*", tx=optax.sgd(1.0)), Group("b/*", clip=1e-3))
+    params, state = after(optim.sgd(1.0, momentum=0.0, groups=groups), 1)
+    np.testing.assert_allclose(params["a"]["kernel"], 0.9, rtol=1e-6)
+    moved = jax.tree.map(jnp.subtract, params["b"], PARAMS["b"])
+    assert float(norm(moved)) == pytest.approx(1e-3, rel=1e-3)
+    assert float(optim.live_values(state)["clipped_norm/b/*"]) == pytest.approx(1e-3, rel=1e-4)
+
+
+def test_labels_and_masks_work_on_nnx_states():
+    """At creation the leaves are variables, at update arrays."""
+    model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    tx = optim.adamw(
+        0.1, weight_decay=0.1, groups=(Group("bias", frozen=True), Group("*", name="rest"))
+    )
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    kernel, bias = np.asarray(model.kernel[...]), np.asarray(model.bias[...])
+    grads = jax.tree.map(jnp.zeros_like, nnx.state(model, nnx.Param))
+    optimizer.update(model, grads)
+    np.testing.assert_allclose(model.kernel[...], kernel * (1 - 0.1 * 0.1), rtol=1e-6)
+    np.testing.assert_array_equal(model.bias[...], bias)
+    assert float(optim.live_values(optimizer.opt_state)["lr/rest"]) == pytest.approx(0.1)
+
+
+def test_layerwise_decay_in_one_line():
+    params = {
+        "tokens": jnp.ones((2, 2)),
+        "blocks": {str(i): {"kernel": jnp.ones((2, 2))} for i in range(3)},
+        "head": jnp.ones((2, 2)),
+    }
+    tx = optim.adam(
+        1.0, groups=optim.layerwise_decay(0.5, [f"blocks/{i}/*" for i in range(3)], below="tokens")
+    )
+    updates, _ = tx.update(params, tx.init(params), params)
+    sizes = [
+        -float(leaf.mean())
+        for leaf in (
+            updates["tokens"],
+            *(updates["blocks"][str(i)]["kernel"] for i in range(3)),
+            updates["head"],
+        )
+    ]
+    assert sizes == pytest.approx([1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0], rel=1e-4)
+
+
+def test_frozen_parameters_do_not_count_in_the_norm():
+    groups = (Group("a/*", frozen=True), Group("*", name="rest"))
+    _, state = after(optim.sgd(1.0, clip=1.0, groups=groups), 1)
+    assert float(optim.live_values(state)["clipped_norm"]) == pytest.approx(
+        float(norm(GRADS["b"])), rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("clip", [optax.clip(0.01), optax.adaptive_grad_clip(0.01), 0.01])
+def test_any_clipping(clip):
+    _, state = after(optim.sgd(1.0, momentum=0.0, clip=clip), 1)
+    assert 0 < float(optim.live_values(state)["clipped_norm"]) < float(norm(GRADS))
+
+
+def test_the_average_is_that_of_the_weights_and_skips_what_is_frozen():
+    groups = (Group("a/*", frozen=True), Group("*", name="rest"))
+    tx = optim.sgd(0.1, momentum=0.0, ema=0.5, groups=groups)
+    params, state = PARAMS, tx.init(PARAMS)
+    average = np.asarray(PARAMS["b"]["kernel"], "f8")
+    for n in range(20):
+        updates, state = tx.update(GRADS, state, params)
+        params = optax.apply_updates(params, updates)
+        keep = min(0.5, (1 + n) / (10 + n))
+        average = keep * average + (1 - keep) * np.asarray(params["b"]["kernel"], "f8")
+    found = optim.evaluation_params(state, params)
+    np.testing.assert_allclose(found["b"]["kernel"], average, rtol=1e-6)
+    np.testing.assert_array_equal(found["a"]["kernel"], PARAMS["a"]["kernel"])
+    assert sum(leaf.size for leaf in jax.tree.leaves(state)) < sum(
+        leaf.size for leaf in jax.tree.leaves(PARAMS)
+    )
+
+
+def test_schedule_free_is_evaluated_where_optax_says():
+    tx = optim.schedule_free(0.1, weight_decay=0.0)
+    params, state = after(tx, 10)
+    free = next(
+        n for n in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "z")) if hasattr(n, "z")
+    )
+    expected = optax.contrib.schedule_free_eval_params(free, params)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6),
+        optim.evaluation_params(state, params),
+        expected,
+    )
+    theirs, _ = after(optax.contrib.schedule_free_adamw(0.1), 10)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), params, theirs)
+
+
+def test_master_copies_lose_no_update():
+    """1000 steps of 1e-5 on weights of 1, where bfloat16 has steps of 0.004: without copies nothing moves at all."""
+    half = {"kernel": jnp.ones((4, 4), jnp.bfloat16)}
+    grads = {"kernel": jnp.ones((4, 4), jnp.bfloat16)}
+    for master, expected in ((True, 0.99), (False, 1.0)):
+        tx = optim.adam(1e-5, master=master)
+        update = jax.jit(tx.update)
+        params, state = half, tx.init(half)
+        for _ in range(1000):
+            updates, state = update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        assert params["kernel"].dtype == jnp.bfloat16
+        np.testing.assert_allclose(params["kernel"].astype("f4"), expected, atol=2e-3)
+
+
+@pytest.mark.parametrize("bad", [100.0, jnp.inf, jnp.nan])
+def test_a_spike_changes_nothing_but_is_told(bad):
+    tx = optim.skip_spikes(optim.adam(optim.linear(1e-2, 100)), factor=5.0, window=3)
+    params, state = after(tx, 5)
+    updates, after_spike = tx.update(jax.tree.map(lambda g: bad * g, GRADS), state, params)
+    assert all(not leaf.any() for leaf in jax.tree.leaves(updates))
+    jax.tree.map(np.testing.assert_array_equal, after_spike.inner, state.inner)
+    assert (float(optim.live_values(after_spike)["skipped"]), int(after_spike.count)) == (1.0, 5)
+    _, ordinary = tx.update(GRADS, after_spike, params)
+    assert (float(optim.live_values(ordinary)["skipped"]), int(ordinary.count)) == (0.0, 6)
+
+
+@given(st.lists(st.integers(1, 64), min_size=2, max_size=4))
+def test_a_matrix_is_the_split_nearest_to_a_square(shape):
+    inputs, outputs = matrix_shape(tuple(shape))
+    assert inputs * outputs == np.prod(shape)
+    ratios = [
+        max(a, b) / min(a, b)
+        for i in range(1, len(shape))
+        for a, b in [(np.prod(shape[:i]), np.prod(shape[i:]))]
+    ]
+    assert max(inputs, outputs) / min(inputs, outputs) == pytest.approx(min(ratios))
+
+
+def test_shapes_that_models_have():
+    assert matrix_shape((768, 3, 12, 64)) == (768, 2304)  # q, k, v in one kernel
+    assert matrix_shape((12, 64, 768)) == (768, 768)  # the output of attention
+    assert matrix_shape((3, 3, 64, 128)) == (576, 128)  # a convolution
+
+
+def test_orthogonalized_matrices_are_nearly_so_and_layers_are_apart():
+    x = jax.random.normal(jax.random.key(0), (3, 32, 16))
+    stacked = optim.orthogonalize(stacked=("*",))
+    together, _ = stacked.update({"x": x}, stacked.init({"x": x}))
+    single = optim.orthogonalize()
+    for i in range(3):
+        alone, _ = single.update({"x": x[i]}, single.init({"x": x[i]}))
+        np.testing.assert_allclose(together["x"][i], alone["x"], atol=2e-6)
+        values = np.linalg.svd(alone["x"], compute_uv=False)
+        assert values.min() > 0.6
+        assert values.max() < 1.3
+
+
+@pytest.mark.parametrize("moment_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lion", "muon", "schedule_free"])
+def test_moments_in_the_dtype_that_is_asked(name, moment_dtype):
+    state = optim.RECIPES[name](1e-3, moment_dtype=moment_dtype).init(PARAMS)
+    kept = {str(leaf.dtype) for leaf in jax.tree.leaves(state) if leaf.shape == (4, 3)}
+    assert moment_dtype in kept
+
+
+def test_the_norm_is_that_of_optax_however_layers_are_named():
+    rng = np.random.default_rng(0)
+    shapes = {
+        "blocks": {str(i): {"kernel": (3, 4 + i % 2), "bias": (4,)} for i in range(5)},
+        "0": (3, 4),
+        "1": (3, 4),
+        "head": (2,),
+    }
+    tree = jax.tree.map(
+        lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    assert float(norm(tree)) == pytest.approx(float(optax.tree.norm(tree)), rel=1e-6)
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
+    assert norm(half).dtype == jnp.float32
+    assert float(norm(half)) == pytest.approx(
+        float(optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), half))), rel=1e-6
+    )
+    assert float(norm({})) == 0.0

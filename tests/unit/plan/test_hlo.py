@@ -1,0 +1,199 @@
+"""Compiled programs, read: what is counted equals what the trace says, loops and exchanges included."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardwise import make_mesh
+from shardwise.flops import count_flops
+from shardwise.plan.hlo import _groups, parse
+from shardwise.plan.plan import NO_CHIP
+from shardwise.plan.roofline import estimate
+
+
+def compiled(function, *args, **options):
+    return parse(jax.jit(function, **options).lower(*args).compile().as_text())
+
+
+def counted(program, mesh="data=8"):
+    return estimate(program, NO_CHIP, make_mesh(mesh))
+
+
+sizes = st.integers(8, 24)  # of smaller ones XLA makes sums of products, not matrix products
+
+
+@settings(max_examples=15)
+@given(sizes, sizes, sizes, st.integers(1, 5))
+def test_products_in_loops_are_counted_as_often_as_they_run(rows, inner, columns, trips):
+    def function(x, w):
+        def body(x, _):
+            return jnp.tanh(x @ w @ w.T), None
+
+        return jax.lax.scan(body, x, None, length=trips)[0]
+
+    x, w = np.ones((rows, inner), "f4"), np.ones((inner, columns), "f4")
+    program = compiled(function, x, w)
+    assert (
+        counted(program).flops == count_flops(function, x, w) == trips * 4 * rows * inner * columns
+    )
+
+
+@pytest.mark.parametrize(
+    ("stride", "padding", "dilation"), [(1, "SAME", 1), (2, "VALID", 1), (1, "SAME", 2)]
+)
+def test_a_convolution_counts_what_is_not_padding(stride, padding, dilation):
+    """Against the sum over all outputs of a convolution of ones: each product adds one."""
+
+    def convolve(x, k):
+        return jax.lax.conv_general_dilated(
+            x,
+            k,
+            (stride, stride),
+            padding,
+            rhs_dilation=(dilation, dilation),
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )
+
+    x, k = np.ones((2, 7, 6, 3), "f4"), np.ones((3, 3, 3, 4), "f4")
+    assert counted(compiled(convolve, x, k)).flops == 2 * float(convolve(x, k).sum())
+
+
+EXCHANGES = [
+    (P("data"), P(), "all-gather", "data", 64 * 16 * 4),
+    (P("model"), P(), "all-gather", "model", 64 * 16 * 4),
+    (P(("data", "model")), P(), "all-gather", "data*model", 64 * 16 * 4),
+    (P("data", None), P(None, "data"), "all-to-all", "data", None),
+]
+
+
+@pytest.mark.parametrize(("before", "after", "kind", "axes", "size"), EXCHANGES)
+def test_an_exchange_is_told_by_kind_axes_and_bytes(before, after, kind, axes, size):
+    mesh = make_mesh("data=4,model=2")
+    x = jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=NamedSharding(mesh, before))
+    program = compiled(lambda x: x * 2, x, out_shardings=NamedSharding(mesh, after))
+    (traffic,) = estimate(program, NO_CHIP, mesh).traffic.values()
+    assert (traffic.kind, traffic.axes, traffic.count) == (kind, axes, 1)
+    assert size is None or traffic.bytes == size
+
+
+def test_a_reduction_within_a_loop_counts_each_time():
+    mesh = make_mesh("data=4,model=2")
+    x = jax.ShapeDtypeStruct(
+        (6, 8, 32), jnp.float32, sharding=NamedSharding(mesh, P(None, None, "model"))
+    )
+    w = jax.ShapeDtypeStruct((32, 32), jnp.float32, sharding=NamedSharding(mesh, P("model", None)))
+
+    def function(x, w):
+        def one(total, row):
+            out = jax.lax.with_sharding_constraint(row @ w, NamedSharding(mesh, P()))
+            return total + jnp.tanh(out), None
+
+        return jax.lax.scan(one, jnp.zeros((8, 32)), x)[0]
+
+    traffic = estimate(compiled(function, x, w), NO_CHIP, mesh).traffic
+    ((key, reduced),) = traffic.items()
+    assert key[:2] == ("all-reduce", "model")
+    assert (reduced.count, reduced.bytes) == (6, 6 * 8 * 32 * 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("replica_groups={{0,2},{1,3}}, x", ((0, 2), (1, 3))),
+        ("replica_groups=[2,2]<=[4], x", ((0, 1), (2, 3))),
+        ("replica_groups=[2,2]<=[2,2]T(1,0), x", ((0, 2), (1, 3))),
+        ("replica_groups=mesh['axis_0'=2,'axis_1'=2] {'axis_0'}, x", ((0, 2), (1, 3))),
+        ("replica_groups=mesh['a'=2,'b'=2] {'a','b'}, x", ((0, 1, 2, 3),)),
+        ("replica_groups=mesh['a'=8] {'a':(2)2}, x", ((0, 2), (1, 3), (4, 6), (5, 7))),
+        (
+            "replica_groups=mesh['a'=2,'b'=1,'c'=4], device_ids=([4,2]T(1,0)) {'a'}, x",
+            ((0, 1), (2, 3), (4, 5), (6, 7)),
+        ),
+        ("replica_groups=mesh['a'=2,'b'=2], device_ids=(3,2,1,0) {'b'}, x", ((3, 2), (1, 0))),
+        ("source_target_pairs={{0,1},{1,0}}", ((0, 1), (1, 0))),
+        ("channel_id=1", ()),
+    ],
+)
+def test_groups_of_devices_in_every_notation(text, groups):
+    assert _groups(text) == groups
+
+
+def test_the_attributes_of_an_instruction_may_go_on_over_several_lines():
+    text = """HloModule m, is_scheduled=true
+
+ENTRY %main (p: f32[4,4]) -> f32[4,4] {
+  %p = f32[4,4]{1,0:T(8,128)S(1)} parameter(0), metadata={op_name="state.params[\\'w\\']"}
+  %k = f32[4,4]{1,0} custom-call(%p), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"block":"{}"
+}}, metadata={op_name="jit(step)/causal/kernel/pallas_call"}
+  ROOT %d = f32[4,4]{1,0} dot(%k, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+    program = parse(text, {"kernel": 1000.0})
+    assert [op.opcode for op in program.entry.ops] == ["parameter", "custom-call", "dot"]
+    assert program.entry.ops[0].op_name == "state.params['w']"
+    assert program.entry.ops[0].arrays[0].on_chip
+    assert (
+        counted(program).flops == 2 * 64 + 500
+    )  # a causal kernel does half of what its trace says
+
+
+def test_a_slice_of_a_large_array_counts_as_the_slice():
+    """Scanned layers: each pass reads its own layer's weights, not the stack."""
+    layers, width = 16, 64
+
+    def function(stack, x):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x * w), None), x, stack)[0]
+
+    program = compiled(
+        function, np.ones((layers, width, width), "f4"), np.ones((width, width), "f4")
+    )
+    one = width * width * 4
+    assert (
+        layers * 2 * one <= counted(program).bytes <= layers * 6 * one
+    )  # far from layers x layers
+
+
+def test_a_fusion_that_runs_beside_others_counts_what_it_moves():
+    """GPUs put a layer's activations into the stack of all layers so."""
+    text = """HloModule m, is_scheduled=true
+
+%put (p: f32[12,64,8], i: s32[], x: f32[64,8]) -> f32[12,64,8] {
+  %p = f32[12,64,8]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %x = f32[64,8]{1,0} parameter(2)
+  %b = f32[1,64,8]{2,1,0} bitcast(%x)
+  %zero = s32[] constant(0)
+  ROOT %u = f32[12,64,8]{2,1,0} dynamic-update-slice(%p, %b, %i, %zero, %zero)
+}
+
+ENTRY %main (stack: f32[12,64,8], at: s32[], x: f32[64,8]) -> f32[12,64,8] {
+  %stack = f32[12,64,8]{2,1,0} parameter(0)
+  %at = s32[] parameter(1)
+  %x = f32[64,8]{1,0} parameter(2)
+  %s = ((f32[12,64,8]{2,1,0}, s32[], f32[64,8]{1,0}), f32[12,64,8]{2,1,0}, u32[]) fusion-start(%stack, %at, %x), kind=kLoop, calls=%put
+  ROOT %d = f32[12,64,8]{2,1,0} fusion-done(%s)
+}
+"""
+    found = counted(parse(text))
+    assert (
+        found.bytes == 2 * 64 * 8 * 4 + 4
+    )  # one layer read, one written, and the number of the layer
+
+
+def test_a_convolution_in_groups_of_rows_counts_every_product():
+    """The gradient of a depthwise convolution, as TPUs write it: the rows of the result are those of one group."""
+    text = """HloModule m
+
+ENTRY %main (x: f32[8,5,5,4], g: f32[3,3,4,8]) -> f32[1,3,3,8] {
+  %x = f32[8,5,5,4]{3,2,1,0} parameter(0)
+  %g = f32[3,3,4,8]{3,2,1,0} parameter(1)
+  ROOT %c = f32[1,3,3,8]{3,2,1,0} convolution(%x, %g), window={size=3x3}, dim_labels=b01f_01io->b01f, batch_group_count=8
+}
+"""
+    assert counted(parse(text)).flops == 2 * 8 * 4 * (3 * 3) * (3 * 3)

@@ -1,0 +1,134 @@
+"""Times by what bounds them, on chips with round numbers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardwise import make_mesh
+from shardwise.hardware import CHIPS, Chip
+from shardwise.plan.hlo import parse
+from shardwise.plan.roofline import HOP, axis_rate, estimate
+from shardwise.plan.target import find_target
+
+CHIP = Chip("round", 1e12, 1e9, 1e9, link=1e9, network=1e8, group=4, products=0.5, copies=0.5)
+
+
+def program(function, *args, **options):
+    return parse(jax.jit(function, **options).lower(*args).compile().as_text())
+
+
+def test_a_product_is_bound_by_arithmetic_and_a_sum_by_memory():
+    mesh = make_mesh("data=8")
+    x = np.ones((512, 512), "f4")
+    product = estimate(
+        program(lambda x: x @ x, x), Chip("c", 1e9, 1e9, 1e12, products=0.5, copies=0.5), mesh
+    )
+    assert product.bound == "arithmetic"
+    assert product.seconds == pytest.approx(2 * 512**3 / 0.5e9, rel=1e-3)
+    added = estimate(program(lambda x, y: x + y, x, x), CHIP, mesh)
+    assert added.bound == "memory"
+    assert added.seconds == pytest.approx(3 * x.nbytes / 0.5e9, rel=1e-3)
+
+
+def gathered(mesh, axes):
+    x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=NamedSharding(mesh, P(axes)))
+    return program(lambda x: x * 2, x, out_shardings=NamedSharding(mesh, P()))
+
+
+def test_an_exchange_within_a_machine_and_between_machines():
+    """Four devices make a machine here: along `model` (4) all stay in theirs, along `data` (2) all leave it."""
+    mesh = make_mesh("data=2,model=4")
+    (within,) = estimate(gathered(mesh, "model"), CHIP, mesh).traffic.values()
+    (between,) = estimate(gathered(mesh, "data"), CHIP, mesh).traffic.values()
+    assert (within.link, between.link) == ("switch", "network")
+    assert within.seconds == pytest.approx(3 / 4 * 2**22 / (1e9 * 0.8) + 2 * HOP)
+    assert between.seconds == pytest.approx(1 / 2 * 2**22 / 1e8 + HOP)
+
+
+@pytest.mark.parametrize(
+    ("target", "mesh", "axis", "ways"),
+    [
+        ("v5e:4x4", "data=4,model=4", "model", 1),  # a line of four: no way around
+        ("v5e:4x4", "data=16", "data", 2),  # two lines
+        ("v5e:16x16", "data=16,model=16", "model", 2),  # a ring
+        ("v5p:4x4x4", "data=64", "data", 6),  # three rings
+        ("v5p:2x2x2", "data=8", "data", 3),  # three lines
+    ],
+)
+def test_links_of_a_torus(target, mesh, axis, ways):
+    found = find_target(target)
+    assert axis_rate(make_mesh(mesh, found.devices), found.chip, axis) == ways * found.chip.link
+
+
+def test_between_slices_goes_the_network_and_data_crosses_it():
+    found = find_target("2*v5e:2x2")
+    mesh = make_mesh("model=4,data=2", found.devices)
+    assert axis_rate(mesh, found.chip, "data") == found.chip.network
+    assert axis_rate(mesh, found.chip, "model") == 2 * found.chip.link
+
+
+def test_an_exchange_begun_early_is_waited_for_only_as_far_as_nothing_covers_it():
+    text = """HloModule m, is_scheduled=true
+
+ENTRY %main (p: f32[1000,1000], q: f32[1000,1000]) -> (f32[8000,1000], f32[1000,1000]) {{
+  %p = f32[1000,1000]{{1,0}} parameter(0)
+  %q = f32[1000,1000]{{1,0}} parameter(1)
+  %s = (f32[1000,1000]{{1,0}}, f32[8000,1000]{{1,0}}) all-gather-start(%p), channel_id=1, replica_groups=[1,8]<=[8], dimensions={{0}}
+{work}
+  %d = f32[8000,1000]{{1,0}} all-gather-done(%s)
+  ROOT %t = (f32[8000,1000]{{1,0}}, f32[1000,1000]{{1,0}}) tuple(%d, %q)
+}}
+"""
+    multiply = "  %w{n} = f32[1000,1000]{{1,0}} dot(%q, %q), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"
+    chip = Chip("c", 1e12, 1e9, 1e15, link=1e9, group=8, products=1.0)
+    mesh = make_mesh("data=8")
+    alone = 7 / 8 * 32e6 / 0.8e9 + 3 * HOP
+    for products in (0, 5, 100):
+        work = "\n".join(multiply.format(n=n) for n in range(products))
+        found = estimate(parse(text.format(work=work)), chip, mesh)
+        covered = min(alone, products * 2e9 / 1e12)
+        assert found.seconds == pytest.approx(products * 2e-3 + alone - covered, rel=1e-6)
+        assert found.network.get("data", 0.0) == pytest.approx(alone - covered, abs=1e-9)
+
+
+def test_what_goes_between_slices_by_way_of_their_hosts_counts_along_the_axis_that_crosses_them():
+    """TPU programs for several slices send and receive instead of an exchange between all; four products lie in between."""
+    transfer = (
+        '_xla_host_transfer_rendezvous="all-reduce.1",_xla_megascale_transfer_type="ALL_REDUCE"'
+    )
+    text = f"""HloModule m, is_scheduled=true
+
+ENTRY %main (p: f32[1000,1000]) -> f32[1000,1000] {{
+  %p = f32[1000,1000]{{1,0}} parameter(0)
+  %a = token[] after-all()
+  %s = (f32[1000,1000]{{1,0}}, u32[], token[]) send(%p, %a), channel_id=1, is_host_transfer=true, frontend_attributes={{{transfer}}}
+  %r = (f32[1000,1000]{{1,0}}, u32[], token[]) recv(%a), channel_id=2, is_host_transfer=true, frontend_attributes={{{transfer}}}
+  %d = token[] send-done(%s), channel_id=1
+  %w = f32[1000,1000]{{1,0}} dot(%p, %p), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+  %e = (f32[1000,1000]{{1,0}}, token[]) recv-done(%r), channel_id=2
+  ROOT %o = f32[1000,1000]{{1,0}} get-tuple-element(%e), index=0
+}}
+"""
+    target = find_target("2*v5e:2x2")
+    mesh = make_mesh("model=2,data=4", target.devices)
+    found = estimate(parse(text), target.chip, mesh)
+    (traffic,) = found.traffic.values()
+    assert (traffic.kind, traffic.axes, traffic.link, traffic.count, traffic.bytes) == (
+        "all-reduce",
+        "data",
+        "network",
+        1,
+        4e6,
+    )
+    assert traffic.seconds == pytest.approx(4e6 / target.chip.network + HOP)
+    assert 0 < found.network["data"] < traffic.seconds  # the product covers some of it
+
+
+def test_every_chip_of_the_table_has_what_a_plan_needs():
+    for chip in CHIPS.values():
+        assert min(chip.flops, chip.memory, chip.bandwidth, chip.link, chip.network) > 0
+        assert (chip.group > 0) != (chip.wrap > 0)
+        assert (chip.clock > 0) == (chip.wrap > 0)

@@ -1,0 +1,221 @@
+"""The search: every mesh is considered, few are compiled, the best is found, memory decides what else is tried."""
+
+import math
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+import optax
+import pytest
+
+from shardwise import Run
+from shardwise.cli.plan import Recipe
+from shardwise.errors import ConfigError
+from shardwise.hardware import Chip
+from shardwise.plan.plan import Memory, Times, plan_run
+from shardwise.plan.search import Candidate, Search, find_meshes, search
+from shardwise.plan.target import find_target
+from tests.helpers.runs import make_run
+
+CHIP = Chip("round", 2e10, 1e9, 1e10, link=1e9, network=1e8, group=8, products=1.0, copies=1.0)
+
+
+def test_all_meshes_of_a_number_of_devices():
+    assert find_meshes(4) == [
+        "model=4",
+        "fsdp=2,model=2",
+        "fsdp=4",
+        "data=2,model=2",
+        "data=2,fsdp=2",
+        "data=4",
+    ]
+    assert find_meshes(1) == ["data=1"]
+    assert len(find_meshes(16)) == 15
+    for mesh in find_meshes(24):
+        assert math.prod(int(part.split("=")[1]) for part in mesh.split(",")) == 24
+
+
+@pytest.fixture(scope="module")
+def everything():
+    """Real compilations for eight virtual devices, on a chip of round numbers."""
+    target = replace(find_target("cpu:8"), chip=CHIP, limit=1e9)
+    return target, {mesh: plan_run(make(Candidate(mesh)), target) for mesh in find_meshes(8)}
+
+
+@pytest.fixture(scope="module")
+def one():
+    target = replace(find_target("cpu:8"), chip=CHIP, limit=1e9)
+    return target, plan_run(make(Candidate("data=8")), target)
+
+
+def make(candidate):
+    run = make_run(candidate.mesh, width=128, vocab_size=512, num_layers=1, num_heads=8)
+    return replace(run, accumulate=candidate["accumulate"] or 1)
+
+
+@pytest.mark.slow
+def test_the_best_of_all_meshes_is_found_with_few_compilations(everything):
+    target, plans = everything
+    compiled = []
+
+    def compile_one(candidate, run):
+        compiled.append(candidate.mesh)
+        return plans[candidate.mesh]
+
+    found = search(make, compile_one, target, find_meshes(8), {})
+    times = {mesh: plan.times.total for mesh, plan in plans.items()}
+    assert len(compiled) == len(set(compiled)) == found.num_compiled <= math.ceil(len(plans) / 3)
+    assert times[found.best.candidate.mesh] <= 1.03 * min(times.values())
+    assert {entry.candidate.mesh for entry in found.entries.values()} == set(plans)
+    assert [e.status for e in found.ranking].count("compiled") == found.num_compiled
+
+
+def test_what_does_not_fit_brings_on_what_saves_memory(one):
+    target, plan = one
+
+    def compile_one(candidate, run):
+        parts = candidate["accumulate"]
+        return replace(
+            plan,
+            memory=Memory(temporaries=8e6 / parts),
+            limit=3e6,
+            fits=8e6 / parts <= 3e6,
+            times=Times(parts, 1, 0, {}, "memory"),
+        )
+
+    found = search(make, compile_one, target, ["data=8"], {"accumulate": [1, 2]}, budget=9)
+    assert [e.status for e in found.ranking] == ["too large", "too large"]
+    assert found.best is None
+    found = search(
+        lambda c: replace(make(c), data=make_run(rows=64).data),
+        compile_one,
+        target,
+        ["data=8"],
+        {"accumulate": [1, 2, 4, 8]},
+        budget=9,
+    )
+    assert found.best.candidate["accumulate"] == 4
+    assert {e.candidate["accumulate"]: e.status for e in found.entries.values()} == {
+        1: "too large",
+        2: "too large",
+        4: "compiled",
+    }
+
+
+def test_what_cannot_work_is_not_compiled_and_says_why(one):
+    target, _ = one
+
+    def compile_one(candidate, run):
+        raise AssertionError(f"{candidate} must not be compiled")
+
+    found = search(make, compile_one, replace(target, limit=1e5), [*find_meshes(8), "expert=8"], {})
+    whys = {e.candidate.mesh: (e.status, e.why) for e in found.entries.values()}
+    assert whys["data=8"][0] == "pruned"
+    assert "parameters and optimizer alone take" in whys["data=8"][1]
+    assert whys["expert=8"][0] == "refused"
+    assert found.best is None
+    few = search(
+        lambda c: replace(make(c), data=make_run(rows=4).data), compile_one, target, ["data=8"], {}
+    )
+    assert (
+        "a batch of 4 rows cannot be split over 8 devices" in next(iter(few.entries.values())).why
+    )
+
+
+def test_an_interruption_keeps_what_is_known(one):
+    target, plan = one
+    known = Search()
+
+    def compile_one(candidate, run):
+        if known.num_compiled == 2:
+            raise KeyboardInterrupt
+        return plan
+
+    with pytest.raises(KeyboardInterrupt):
+        search(make, compile_one, target, find_meshes(8), {}, budget=9, found=known)
+    assert known.num_compiled == 2
+    assert known.best is not None
+    assert np.isfinite(known.best.plan.times.total)
+
+
+def test_a_candidate_is_known_by_its_options():
+    one = Candidate("data=8").but("remat", "block").but("accumulate", 2)
+    assert one == Candidate("data=8", (("accumulate", 2), ("remat", "block")))
+    assert one["remat"] == "block"
+    assert one["nothing"] is None
+
+
+def test_options_that_cannot_be_are_left_out_and_the_others_are_tried(one):
+    target, plan = one
+
+    def picky(candidate):
+        if candidate["remat"] == "dots":
+            raise ConfigError("this recipe has no dots")
+        return make(candidate)
+
+    found = search(
+        picky,
+        lambda candidate, run: plan,
+        target,
+        ["data=8"],
+        {"remat": ["none", "dots", "block"]},
+        budget=9,
+    )
+    assert {e.candidate["remat"]: e.status for e in found.entries.values()} == {
+        "none": "compiled",
+        "dots": "refused",
+        "block": "compiled",
+    }
+
+
+def test_the_search_goes_on_over_its_third_until_something_fits(one):
+    target, plan = one
+
+    def compile_one(candidate, run):
+        fits = candidate["accumulate"] == 8
+        return replace(plan, fits=fits, memory=Memory(temporaries=2e9 if not fits else 1e6))
+
+    parts = {"accumulate": [1, 2, 4, 8]}
+    many = lambda c: replace(make(c), data=make_run(rows=64).data)  # noqa: E731
+    found = search(many, compile_one, replace(target, limit=4e9), ["data=8"], parts)
+    assert found.best.candidate["accumulate"] == 8
+    assert (
+        search(many, compile_one, replace(target, limit=4e9), ["data=8"], parts, budget=1).best
+        is None
+    )
+
+
+def test_rows_that_the_devices_do_not_divide_are_padded_as_in_a_run(one):
+    target, plan = one
+    odd = lambda c: replace(make(c), data=make_run(rows=12).data)  # noqa: E731
+    found = search(odd, lambda candidate, run: plan, target, ["data=8"], {})
+    assert found.best.candidate.mesh == "data=8"
+
+
+def test_an_optimizer_that_does_not_match_the_model_is_refused_in_words(one):
+    target, _ = one
+    wrong = optax.masked(optax.adam(1e-3), {"nothing": True})
+    found = search(
+        lambda c: replace(make(c), optimizer=wrong), lambda *_: None, target, ["data=8"], {}
+    )
+    assert "the optimizer cannot be applied" in next(iter(found.entries.values())).why
+
+
+def recipe(mesh: str = "data=-1", remat: Literal["none", "block"] = "none", width: int = 64) -> Run:
+    return make_run(mesh)
+
+
+def test_the_command_to_paste_is_the_one_that_was_chosen():
+    cpu, chosen = (
+        find_target("cpu:8"),
+        Candidate("data=4,model=2", (("accumulate", 2), ("remat", "block"))),
+    )
+    words = ["--mesh=data=8", "--remat", "none", "--width", "5"]
+    given = Recipe("r.py", recipe, {"mesh": "data=8", "remat": "none", "width": 5}, words)
+    expected = "shardwise train r.py --width 5 --mesh data=4,model=2 --remat block --cpu-devices 8   # with Run(accumulate=2) in the recipe"
+    assert given.command("train", chosen, cpu) == expected
+    assert given.command("train", Candidate("data=8", (("remat", "none"),)), cpu).startswith(
+        "shardwise train r.py --mesh=data=8 --remat none"
+    )
+    assert given.choices("remat") == ["none", "block"]
+    assert given.run(chosen).accumulate == 2

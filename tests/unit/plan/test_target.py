@@ -1,0 +1,88 @@
+"""Targets by name: found, or refused with what to write instead."""
+
+import jax
+import pytest
+
+from shardwise import make_mesh
+from shardwise.errors import ConfigError
+from shardwise.hardware import TPU_NAMES, find_chip
+from shardwise.plan.target import cpu_devices_of, find_target, local_target
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "kind"),
+    [
+        ("cpu:8", 8, "cpu"),
+        ("cpu:3", 3, "cpu"),
+        ("cpu", 8, "cpu"),
+        ("v5e:4x4", 16, "TPU v5 lite"),
+        ("v5p:2x2x2", 8, "TPU v5"),
+        ("v6e:2x4", 8, "TPU v6 lite"),
+        ("v4:2x2x1", 4, "TPU v4"),
+        ("tpu7x:2x2x1", 8, "TPU7x"),
+        ("2*v5e:2x2", 8, "TPU v5 lite"),
+    ],
+)
+def test_a_target_is_its_devices(text, count, kind):
+    target = find_target(text)
+    assert len(target.devices) == count
+    assert target.kind == kind
+    assert target.chip is find_chip(kind)
+    assert target.limit > 0
+
+
+def test_every_tpu_in_the_table_of_names_is_in_that_of_chips():
+    assert all(find_chip(kind) is not None for kind in TPU_NAMES.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("v5e", "how many chips"),
+        ("v5e:3x3", "no such arrangement"),
+        ("v9:2x2", "there is no chip 'v9'"),
+        ("v5litepod:2x2", "there is no chip"),
+        ("gpu:2x2", "write gpu:8"),
+        ("2*cpu:4", "write cpu:8"),
+        ("16 chips", "write it like"),
+        ("gpu", "no GPU here"),
+        ("cpu:64", "--cpu-devices 64"),
+    ],
+)
+def test_what_is_no_target_is_refused_with_the_way_to_write_it(text, said):
+    with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
+        find_target(text)
+
+
+def test_here_is_the_default():
+    target = local_target()
+    assert target.devices == tuple(jax.devices())
+    assert target.chip is None  # nothing is known of CPUs
+    assert 2**28 < target.limit < 2**44
+
+
+def test_virtual_devices_are_asked_for_before_jax_starts():
+    assert cpu_devices_of("cpu:8") == 8
+    assert cpu_devices_of("v5e:2x2") is None
+
+
+def test_slices_are_crossed_by_the_axis_that_splits_the_batch():
+    target = find_target("2*v5e:2x2")
+    for text, crossing in (
+        ("data=2,model=4", "data"),
+        ("model=4,data=2", "data"),
+        ("fsdp=8", "fsdp"),
+        ("data=4,model=2", "data"),
+    ):
+        mesh = make_mesh(text, target.devices)
+        for index, axis in enumerate(mesh.axis_names):
+            slices = (
+                {d.slice_index for d in mesh.devices.take(0, axis=1 - index).flat}
+                if mesh.devices.ndim > 1
+                else {0, 1}
+            )
+            assert (len(slices) == 2) == (axis == crossing), (text, axis)
+    mesh = make_mesh("data=2,fsdp=2,model=4", find_target("4*v5e:2x2").devices)
+    assert [len({d.slice_index for d in row}) for row in mesh.devices.reshape(4, 4)] == [
+        1
+    ] * 4  # `model` stays within a slice

@@ -1,0 +1,69 @@
+"""How C++ code takes memory."""
+
+import os
+import subprocess
+import sys
+from textwrap import dedent
+
+import pytest
+
+KEPT = """
+    import resource
+    from shardwise.runtime import keep_freed_memory
+    keep_freed_memory()
+    import jax, jax.numpy as jnp
+
+    @jax.jit
+    def step(x):  # takes 32 MiB
+        parts = jax.lax.optimization_barrier([x * (i + 1) for i in range(2)])
+        return x + 1e-9 * (parts[0] @ parts[1])
+
+    x = jnp.ones((2048, 2048))
+    faults = [resource.getrusage(resource.RUSAGE_SELF).ru_minflt]
+    for _ in range(40):  # the heap grows until all fits in it
+        x = step(x).block_until_ready()
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+    print(faults[-1] - faults[-11])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
+def test_a_step_takes_no_fresh_memory():
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    found = subprocess.run(
+        [sys.executable, "-c", dedent(KEPT)], capture_output=True, text=True, check=True, env=env
+    )
+    assert (
+        int(found.stdout) < 20_000
+    )  # pages in 10 steps: some 40,000 else, and now and then a piece of 4,096
+
+
+FILLED = """
+    import ctypes, random
+    from shardwise.runtime import PIECE, Gaps
+    libc = ctypes.CDLL(None)
+    libc.mallopt(-4, 0)
+    gaps = Gaps(libc)
+    pieces = [gaps.malloc(random.randint(PIECE, 4 * PIECE)) for _ in range(2000)]
+    for at in pieces[::2]:
+        gaps.free(at)
+    for _ in range(2):
+        gaps.fill()
+        held = len(gaps.held)
+        inside = sum(pieces[0] <= at <= pieces[-1] for at in gaps.held)
+        fresh = [gaps.malloc(PIECE) for _ in range(10)]
+        assert all(not pieces[0] < at < pieces[-1] for at in fresh)
+        for at in fresh:
+            gaps.free(at)
+        print(held, inside)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
+def test_gaps_are_filled_and_filled_again():
+    found = subprocess.run(
+        [sys.executable, "-c", dedent(FILLED)], capture_output=True, text=True, check=True
+    )
+    first, again = (list(map(int, line.split())) for line in found.stdout.splitlines())
+    assert first[1] >= 1000
+    assert abs(again[0] - first[0]) < 100

@@ -1,0 +1,20 @@
+"""What a run says of itself before its first step."""
+
+import pytest
+from rich.console import Console
+
+from shardwise.run import prepare
+from shardwise.training.progress import headline
+from tests.helpers.runs import make_run
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [(16, ""), (15, "each batch of 15 rows is padded to 16, which the mesh divides")],
+)
+def test_rows_that_only_fill_the_mesh_are_told(rows, said):
+    console = Console(record=True, width=200)
+    headline(console, prepare(make_run(rows=rows)))
+    first, *others = console.export_text().strip().split("\n")
+    assert "parameters on mesh" in first
+    assert others == ([said] if said else [])

@@ -1,0 +1,306 @@
+"""Directories as published on the Hub: weights in one file or several, tokenizers, and what is refused."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from shardwise import Checkpoints, InitFrom, TrainState, abstract_state, load_initial, make_mesh
+from shardwise.checkpoint.reader import SavedStep, open_step
+from shardwise.data.tokenizers import Bytes, FromFile
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.tree import named_leaves
+from shardwise.weights.export import export_hf
+from shardwise.weights.hf import params_from_hf
+from shardwise.weights.hf_config import config_from_hf, model_of
+from shardwise.weights.hub import INDEX, locate, tokenizer_files, tokenizer_of, weights_in
+from tests.helpers.hub import serve
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+
+
+def fixture(name):
+    with np.load(FIXTURES / f"{name}.npz", allow_pickle=False) as file:
+        weights = {
+            part.removeprefix("weights/"): file[part]
+            for part in file.files
+            if part.startswith("weights/")
+        }
+        return json.loads(file["config"].tobytes()), weights
+
+
+def publish(folder, name="llama_tiny", files=2):
+    """As `save_pretrained` leaves a model, in one file or in several with an index."""
+    config, weights = fixture(name)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    if files == 1:
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        return folder
+    names = [f"model-{n + 1:05}-of-{files:05}.safetensors" for n in range(files)]
+    where = {part: names[number % files] for number, part in enumerate(weights)}
+    for name in names:
+        save_file(
+            {part: value for part, value in weights.items() if where[part] == name},
+            folder / name,
+            {"format": "pt"},
+        )
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": where}))
+    return folder
+
+
+def spec_of(name="llama_tiny", **changes):
+    config = config_from_hf({**fixture(name)[0], **changes})
+    return abstract_state(
+        lambda rngs: model_of(config, rngs), optax.identity(), make_mesh("data=8")
+    )
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_a_run_begins_with_a_published_llama(tmp_path, files):
+    spec = spec_of()
+    state, loaded = load_initial(InitFrom(publish(tmp_path / "llama", files=files)), spec, seed=0)
+    expected = named_leaves(
+        params_from_hf(fixture("llama_tiny")[1], config_from_hf(fixture("llama_tiny")[0]))
+    )
+    assert loaded.fresh == loaded.left_out == ()
+    for path, leaf in named_leaves(state.params).items():
+        np.testing.assert_array_equal(leaf, expected[path], err_msg=path)
+
+
+def test_what_would_be_computed_otherwise_is_refused_though_all_shapes_fit(tmp_path):
+    folder = publish(tmp_path / "llama", files=1)
+    with pytest.raises(
+        CheckpointError, match="it has norm_epsilon=1e-05, this model norm_epsilon=1e-06"
+    ):
+        load_initial(InitFrom(folder), spec_of(rms_norm_eps=1e-6), seed=0)
+    with pytest.raises(
+        CheckpointError,
+        match=r"holds a Llama, and this model has 0 kinds of shardwise\.models\.llama\.Llama",
+    ):
+        load_initial(InitFrom(folder), spec_of("gpt2_tiny"), seed=0)
+    with pytest.raises(ConfigError, match="neither steps nor averages"):
+        load_initial(InitFrom(folder, step=3), spec_of(), seed=0)
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "model.bin", 3])
+def test_an_index_names_only_safetensors_beside_it(tmp_path, name):
+    folder = publish(tmp_path / "llama")
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(CheckpointError, match="does not name the safetensors files beside it"):
+        weights_in(folder)
+
+
+def test_a_missing_part_is_named(tmp_path):
+    folder = publish(tmp_path / "llama")
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"lacks model-00002-of-00002\.safetensors"):
+        weights_in(folder)
+
+
+def test_the_hub_without_a_network_or_the_package_is_one_line_with_a_remedy(monkeypatch):
+    import huggingface_hub.constants
+
+    assert locate("some/path") == Path("some/path")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        CheckpointError,
+        match=r"'hf:owner/name' cannot be had from the Hub: .*`hf download owner/name --local-dir DIR`",
+    ) as caught:
+        locate("hf:owner/name")
+    assert "\n" not in str(caught.value)
+    with pytest.raises(CheckpointError, match=r"'a/b/c' is no name there\. A name is owner/name\."):
+        locate("hf:a/b/c")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ConfigError, match=r"pip install 'shardwise\[hf\]'"):
+        locate(Path("hf:owner/name"))
+
+
+LOCATE = """
+import sys
+from shardwise.errors import ShardwiseError
+from shardwise.weights.hub import locate
+
+for name in sys.argv[1:]:
+    try:
+        print(sorted(path.name for path in locate(name).iterdir()))
+    except ShardwiseError as error:
+        print(error)
+"""
+
+
+def test_a_model_comes_from_the_hub_by_name_and_stays_when_the_hub_is_gone(tmp_path):
+    """The real client against a server on loopback. It reads the address when it is imported, so it has processes of its own."""
+    (tmp_path / "models" / "owner").mkdir(parents=True)
+    folder = publish(tmp_path / "models" / "owner" / "tiny", files=2)
+    word_tokenizer(folder / "tokenizer.json")
+    wanted = sorted(path.name for path in folder.iterdir())
+    for name in ("pytorch_model.bin", "modeling_evil.py", "README.md"):
+        (folder / name).write_text("raise SystemExit(9)")
+    pickled = tmp_path / "models" / "owner" / "pickled"
+    pickled.mkdir()
+    for name in ("config.json", "pytorch_model.bin"):
+        (pickled / name).write_text("{}")
+
+    def run(*command):
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        environment = {
+            **kept,
+            "HF_ENDPOINT": hub.url,
+            "HF_HOME": str(tmp_path / "home"),
+            "JAX_PLATFORMS": "cpu",
+        }
+        done = subprocess.run(
+            [sys.executable, *command],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout.splitlines()
+
+    with serve(tmp_path / "models") as hub:
+        text = run(
+            "-m",
+            "shardwise.cli",
+            "sample",
+            "hf:owner/tiny",
+            "--prompt",
+            "a b",
+            "--tokens",
+            "5",
+            "--temperature",
+            "0",
+        )
+        here = run(
+            "-m",
+            "shardwise.cli",
+            "sample",
+            str(folder),
+            "--prompt",
+            "a b",
+            "--tokens",
+            "5",
+            "--temperature",
+            "0",
+        )
+        assert text == here
+        assert text[0].startswith("a b")
+        fetched = sorted(
+            path.rpartition("/")[2]
+            for method, path in hub.asked
+            if method == "GET" and "/resolve/" in path
+        )
+        assert fetched == wanted  # weights, JSON, and nothing that could be run
+        none, pickles = run("-c", LOCATE, "hf:owner/none", "hf:owner/pickled")
+    assert (
+        "'hf:owner/none' cannot be had from the Hub: there is no such model, or not for you. Look at the name;"
+        in none
+    )
+    assert (
+        "'hf:owner/pickled' has no model.safetensors at the Hub; weights in other formats, such as pickles, are not read."
+        in pickles
+    )
+    names, unknown = run("-c", LOCATE, "hf:owner/tiny", "hf:owner/other")
+    assert names == str(wanted)
+    assert "it cannot be reached, and there is no whole copy of it here (ConnectError: " in unknown
+    assert "`hf download owner/other --local-dir DIR`; then give DIR." in unknown
+
+
+# Tokenizers
+
+
+def word_tokenizer(path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(
+        models.WordLevel({"<unk>": 0, "a": 1, "b": 2, "</s>": 3}, unk_token="<unk>")
+    )  # noqa: S106
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(path))
+    return FromFile(path)
+
+
+def saved_with(folder, metadata, name="llama31_tiny"):
+    spec = spec_of(name)
+    params = params_from_hf(fixture(name)[1], config_from_hf(fixture(name)[0]))
+    state = jax.device_put(
+        TrainState(np.int32(0), params, {}, spec.optimizer.init(params)), spec.shardings
+    )
+    (folder / "checkpoints").mkdir(parents=True)
+    with Checkpoints(folder / "checkpoints") as checkpoints:
+        checkpoints.save(state, metadata)
+    return open_step(folder / "checkpoints" / "0")
+
+
+def test_the_tokenizer_of_a_run_is_found_by_its_digest_and_exported(tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    tokenizer = word_tokenizer(data / "tokenizer.json")
+    source = {
+        "tokens": 10,
+        "dtype": "uint16",
+        "files": [],
+        "tokenizer": {"name": "tokenizer.json", "sha256": tokenizer.sha256},
+    }
+    metadata = {
+        "data": {"batch_size": 2, "source": {"split": {"source": source}}},
+        "arguments": {"steps": "3", "data": str(data)},
+    }
+    saved = saved_with(tmp_path / "run", metadata)
+    assert tokenizer_of(saved).sha256 == tokenizer.sha256
+    export_hf(saved, tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (
+        data / "tokenizer.json"
+    ).read_bytes()
+    assert (
+        json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["eos_token"] == "</s>"
+    )  # noqa: S105
+    assert config_from_hf(json.loads((tmp_path / "out" / "config.json").read_text())).tied
+    assert (
+        load_file(tmp_path / "out" / "model.safetensors").keys()
+        == fixture("llama31_tiny")[1].keys()
+    )
+    (data / "tokenizer.json").write_text(
+        (data / "tokenizer.json").read_text() + " "
+    )  # another one, under the same name
+    assert tokenizer_of(saved) is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"source": {"length": 4, "tokens": {"shape": [9], "dtype": "uint8"}}},
+        {"source": {"files": [], "dtype": "uint8"}},
+    ],
+)
+def test_bytes_are_known_by_their_dtype(tmp_path, data):
+    for described, kind in (
+        (data, Bytes),
+        ("a function", type(None)),
+        ({"source": {"files": [], "dtype": "uint16"}}, type(None)),
+    ):
+        (tmp_path / "meta.json").write_text(json.dumps({"data": described}))
+        assert isinstance(tokenizer_of(SavedStep(tmp_path, {}, {})), kind)
+
+
+def test_bytes_as_a_tokenizer_json_are_the_bytes(tmp_path):
+    for name, content in tokenizer_files(Bytes(), 128).items():
+        (tmp_path / name).write_bytes(content)
+    tokenizer, text = (
+        FromFile(tmp_path / "tokenizer.json"),
+        "def f(x):\n\treturn 'é\u4e2d😀'  # \x00\x7f",
+    )
+    (tokens,) = tokenizer.encode([text.encode()])
+    assert tokens.tolist() == list(text.encode())
+    assert tokenizer.decode(tokens) == text
+    assert tokenizer.vocab_size == 256
