@@ -4,6 +4,10 @@ import datetime
 import difflib
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+# A JSON object as `json.loads` returns it.
+Json: TypeAlias = dict[str, Any]
 
 NONE = "\N{EN DASH}"
 TIMES = "\N{MULTIPLICATION SIGN}"

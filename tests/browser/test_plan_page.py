@@ -433,7 +433,7 @@ def test_a_plan_that_was_compiled(browser, show):
 
 
 def test_colours_can_be_told_from_their_ground():
-    style = Path(shardwise.page.__file__).with_suffix(".css").read_text()
+    style = (Path(shardwise.report.html.__file__).parent / "static" / "page.css").read_text()
     for scheme in re.findall(r":root \{(.*?)\}", style, re.DOTALL)[:2]:
         colours = dict(re.findall(r"--([\w-]+): (#\w{6})", scheme))
         for ink in ("ink", "soft", "link", "good", "bad", "limit"):

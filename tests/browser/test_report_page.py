@@ -421,7 +421,7 @@ def test_colours_can_be_told_from_their_ground():
 
     import shardwise.report.html
 
-    folder = Path(shardwise.page.__file__).parent
+    folder = Path(shardwise.report.html.__file__).parent / "static"
     grounds = [
         dict(re.findall(r"--([\w-]+): (#\w{6})", found))
         for found in re.findall(r":root \{(.*?)\}", (folder / "page.css").read_text(), re.DOTALL)

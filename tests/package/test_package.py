@@ -68,7 +68,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     files = {
         str(path.relative_to(source))
         for path in (source / "shardwise").rglob("*")
-        if path.suffix in (".py", ".css", ".js")
+        if path.suffix in (".py", ".pyi", ".css", ".js")
     }
     info = f"shardwise-{PROJECT['version']}.dist-info"
     meta = {

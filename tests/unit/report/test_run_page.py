@@ -572,7 +572,7 @@ def test_the_parts_of_the_page_are_packed():
         "report_page.css",
         "report_page.js",
     ):
-        assert Path(shardwise.page.__file__).with_name(name).exists()
+        assert (Path(shardwise.report.html.__file__).parent / "static" / name).exists()
 
 
 def test_lines_that_are_alike_are_read_at_once_and_exactly(tmp_path):
