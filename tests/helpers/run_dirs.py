@@ -131,3 +131,29 @@ def make_run(path, steps=40, again=True):
     (path / "checkpoints" / "40").mkdir(parents=True)
     (path / "checkpoints" / "40" / "meta.json").write_text(json.dumps({"metrics": {"loss": 0.125}}))
     return path
+
+
+def damage_run(path):
+    """Damage every file of a run directory: seven bad lines and a partial one in its metrics."""
+    good = (path / "metrics.jsonl").read_text()
+    deep = '{"step": 1, "x": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    odd = [
+        '{"step": "1"}',
+        '{"step": -1}',
+        '{"step": true, "loss": 1}',
+        "[]",
+        "\x00\xff",
+        deep,
+        '{"step": 1' + "0" * 5000 + "}",
+        '{"step": 99, "loss',
+    ]
+    (path / "metrics.jsonl").write_bytes(good.encode() + "\n".join(odd).encode("latin1"))
+    for name in (
+        "run.json",
+        "plan.json",
+        "starts.jsonl",
+        "starting.jsonl",
+        "phases.jsonl",
+        "samples.jsonl",
+    ):
+        (path / name).write_bytes(b'\xff{"step": [')

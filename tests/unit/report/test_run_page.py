@@ -24,12 +24,11 @@ from shardwise.report.html import escape
 from shardwise.report.run_page import report_page
 from shardwise.report.sections.curves import charts_of
 from shardwise.report.server import PageServer
-from shardwise.rundir.columns import Column, _same_fields, as_number
-from shardwise.rundir.files import RunFiles, checked_plan
+from shardwise.rundir.columns import Column
+from shardwise.rundir.files import RunFiles
 from shardwise.rundir.summary import summarize
-from shardwise.rundir.time_accounting import account
 from shardwise.text import TIMES, show_number, smoothed
-from tests.helpers.run_dirs import LEAF, T0, lines, make_run, plan, step
+from tests.helpers.run_dirs import LEAF, T0, damage_run, lines, make_run, plan, step
 
 HOSTILE = (
     "</script><script>window.hacked=1</script>\"'><img src=x onerror=window.hacked=1>&amp;<!--"
@@ -78,49 +77,20 @@ def check(page):
     return found
 
 
-def test_the_time_of_two_starts(tmp_path):
-    found = account(RunFiles(make_run(tmp_path / "a")).read())
-    first, second = found.starts
-    assert (first.first, first.last, first.again, second.first, second.last) == (0, 25, 5, 20, 40)
-    assert (first.begun, first.end, second.begun) == (T0, T0 + 30, T0 + 100)
-    assert second.down == 70
-    assert found.wall == 130  # the last record is of T0 + 130
-    # 40 steps of 0.5 s, each with 0.1 s waiting for data
-    assert found.useful == pytest.approx(40 * 0.4)
-    assert found.goodput == pytest.approx(16 / 130)
-    assert found.again == 5
-    kinds = first.seconds
-    assert kinds["compiling"] == 4
-    assert (kinds["evaluation"], kinds["saving"]) == (3, 1)
-    assert kinds["steps that count"] == pytest.approx(19 * 0.5 - 20 * 0.1)
-    assert kinds["steps done again"] == pytest.approx(13 - 0.5 - kinds["steps that count"] - 2.5)
-    assert first.total == pytest.approx(30)
-    assert sum(found.seconds.values()) == pytest.approx(130)
-
-
-def test_time_without_phases_is_said_to_be_estimated(tmp_path):
+def test_downtime_of_a_run_without_phases_is_shown_as_unknown(tmp_path):
     path = make_run(tmp_path / "a", again=False)
     records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    lines(
-        path / "metrics.jsonl",
-        [{k: v for k, v in record.items() if k != "time"} for record in records],
-    )
-    os.utime(path / "metrics.jsonl", (T0 + 130, T0 + 130))
-    found = account(RunFiles(path).read())
-    assert found.is_estimated
-    assert found.again is None
-    assert found.wall == pytest.approx(130)
+    for record in records:
+        record.pop("time", None)
+    lines(path / "metrics.jsonl", records)
     assert "not known" in report_page([RunFiles(path).read()])
 
 
-def test_skipped_updates_do_not_count(tmp_path):
+def test_values_that_cannot_be_drawn_are_counted(tmp_path):
     path = make_run(tmp_path / "a")
     with (path / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(step(41, T0 + 100, skipped=True, loss="nan")) + "\n")
-    run = RunFiles(path).read()
-    assert account(run).useful == pytest.approx(40 * 0.4)
-    assert summarize(run).skipped == 1
-    assert "1 values cannot be drawn" in report_page([run])
+    assert "1 values cannot be drawn" in report_page([RunFiles(path).read()])
 
 
 def test_a_whole_run(tmp_path):
@@ -229,48 +199,15 @@ def test_numbers_as_people_read_them():
         "1234",
     ]
     assert smoothed([1.0, 3.0], 0.0) == [1, 3]
-    assert [as_number(v) for v in ("nan", "-inf", True, None, "1", [], 10**400)][1:] == [
-        -math.inf,
-        1,
-        None,
-        None,
-        None,
-        math.inf,
-    ]
 
 
-def test_damaged_files_are_read_as_far_as_they_go(tmp_path):
+def test_damaged_files_give_a_valid_page(tmp_path):
     path = make_run(tmp_path / "a")
-    good = (path / "metrics.jsonl").read_text()
-    deep = '{"step": 1, "x": ' + "[" * 100_000 + "]" * 100_000 + "}"
-    odd = [
-        '{"step": "1"}',
-        '{"step": -1}',
-        '{"step": true, "loss": 1}',
-        "[]",
-        "\x00\xff",
-        deep,
-        '{"step": 1' + "0" * 5000 + "}",
-        '{"step": 99, "loss',
-    ]
-    (path / "metrics.jsonl").write_bytes(good.encode() + "\n".join(odd).encode("latin1"))
-    for name in (
-        "run.json",
-        "plan.json",
-        "starts.jsonl",
-        "starting.jsonl",
-        "phases.jsonl",
-        "samples.jsonl",
-    ):
-        (path / name).write_bytes(b'\xff{"step": [')
-    run = RunFiles(path).read()
-    assert run.last_step == 40
-    assert any("7 lines are no records" in note for note in run.notes), run.notes
-    assert len(run.notes) == 7
-    check(report_page([run]))
+    damage_run(path)
+    check(report_page([RunFiles(path).read()]))
 
 
-def test_links_pipes_and_directories_are_not_followed(tmp_path):
+def test_the_report_replaces_a_link_and_does_not_write_through_it(tmp_path):
     outside = make_run(tmp_path / "outside")
     path = tmp_path / "a"
     path.mkdir()
@@ -278,68 +215,9 @@ def test_links_pipes_and_directories_are_not_followed(tmp_path):
         (path / name).symlink_to(outside / name)
     os.mkfifo(path / "samples.jsonl")
     (path / "phases.jsonl").mkdir()
-    run = RunFiles(path).read()
-    assert (run.columns, run.about, run.checkpoints, run.plan, run.samples) == (
-        {},
-        {},
-        [],
-        None,
-        [],
-    )
-    assert sum("links are not followed" in note for note in run.notes) == 3, run.notes
-    assert "checkpoints cannot be read: Not a directory." in run.notes
     assert main(["report", str(path)]) == 0
     assert not (path / "report.html").is_symlink()
     assert not (outside / "report.html").exists()
-
-
-def test_what_is_added_is_read_and_what_is_cut_is_forgotten(tmp_path):
-    path = make_run(tmp_path / "a")
-    files = RunFiles(path)
-    before = files.stamp()
-    assert files.read().last_step == 40
-    with (path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 41, "loss": 3.0}\n{"step": 42, "lo')
-    assert files.stamp() != before
-    assert files.read().last_step == 41
-    with (path / "metrics.jsonl").open("a") as file:
-        file.write('ss": 2.0}')
-    assert files.read().column("loss").values[-1] == 2.0
-    lines(path / "other", [step(n) for n in range(1, 6)])
-    (path / "other").replace(path / "metrics.jsonl")
-    run = files.read()
-    assert (run.last_step, len(run.column("loss"))) == (5, 5)
-
-
-def test_of_a_step_written_twice_the_last_counts(tmp_path):
-    (tmp_path / "a").mkdir()
-    lines(
-        tmp_path / "a" / "metrics.jsonl",
-        [
-            {"step": 1, "loss": 1.0},
-            {"step": 3, "loss": 3.0},
-            {"step": 1, "loss": 7.0, "lr": {"muon": 0.5}},
-        ],
-    )
-    run = RunFiles(tmp_path / "a").read()
-    assert run.column("loss").values.tolist() == [7.0, 3.0]
-    assert run.column("lr/muon").values.tolist() == [0.5]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"num_devices": HOSTILE},
-        {"peak": "1"},
-        {"mesh": {"a": 10**9}},
-        {"leaves": [{**LEAF, "bytes": HOSTILE}]},
-        {"items": 1.5},
-    ],
-)
-def test_a_plan_with_a_field_of_another_kind_is_left_out(change):
-    good = plan({"fsdp": 2}, [LEAF])
-    assert checked_plan(good) is not None
-    assert checked_plan(good | change) is None
 
 
 texts = st.one_of(st.just(HOSTILE), st.text(max_size=30))
@@ -573,45 +451,3 @@ def test_the_parts_of_the_page_are_packed():
         "report_page.js",
     ):
         assert (Path(shardwise.report.html.__file__).parent / "static" / name).exists()
-
-
-def test_lines_that_are_alike_are_read_at_once_and_exactly(tmp_path):
-    (tmp_path / "a").mkdir()
-    rng = np.random.default_rng(0)
-    alike = [
-        {"step": n, "loss": float(rng.normal() * 10.0 ** rng.integers(-300, 300)), "lr": n}
-        for n in range(1, 500)
-    ]
-    lines(tmp_path / "a" / "metrics.jsonl", alike)
-    assert _same_fields("\n".join(map(json.dumps, alike)).encode()) is not None
-    assert RunFiles(tmp_path / "a").read().column("loss").values.tolist() == [
-        record["loss"] for record in alike
-    ]
-    usual = [f'{{"step": {n}, "loss": 1.5}}'.encode() for n in range(20)]
-    odd = [
-        b'{"step": 20, "lost": 1.5}',
-        b'{"loss": 20, "step": 1.5}',
-        b'{"step": 20, "loss": 1,5}',
-        b'{"step": 20, "loss": true}',
-        b'{"step": 20.5, "loss": 1.5}',
-    ]
-    odd += [
-        b'{"step": 20, "loss": [1.5}',
-        b'{"step": 20, "loss": }',
-        b'["step": 20, "loss": 1.5]',
-        b'{"step": 20  "loss": 1.5}',
-        b'{"step": -20, "loss": 1.5}',
-        b'{"step": 20, "loss": 1 5}\n{"step": 20, "loss": }',
-        b'{"step": 20, "loss": 1\t5}\n{"step": 20, "loss": \t}',
-        b'{"step": 20, "loss":1.5}',
-        b'{"step": 20, "loss": 1.5} ',
-        b"",
-    ]
-    for line in odd:
-        assert _same_fields(b"\n".join([*usual, line])) is None, line
-    (tmp_path / "a" / "metrics.jsonl").write_bytes(
-        b"\n".join([*usual, *odd, b'{"step": 21, "loss": "inf"}\n'])
-    )
-    run = RunFiles(tmp_path / "a").read()
-    assert run.column("loss").steps.tolist() == [*range(21), 21]
-    assert run.column("loss").values[-1] == math.inf

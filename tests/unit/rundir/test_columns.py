@@ -1,5 +1,6 @@
 """Numbers that are read many at once are the floats that Python reads, to the last bit."""
 
+import json
 import math
 import struct
 
@@ -8,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.rundir.columns import WIDEST, _numbers_at
+from shardwise.rundir.columns import WIDEST, _numbers_at, _same_fields
+from shardwise.rundir.files import RunFiles
+from tests.helpers.run_dirs import lines
 
 
 def read(texts):
@@ -74,3 +77,45 @@ def test_words_for_numbers_that_json_has_not():
     found = read(["NaN", "Infinity", "-Infinity", "1.5", "7", "-0.0"])
     assert math.isnan(found[0])
     assert bits(found[1:]) == bits([math.inf, -math.inf, 1.5, 7.0, -0.0])
+
+
+def test_lines_that_are_alike_are_read_at_once_and_exactly(tmp_path):
+    (tmp_path / "a").mkdir()
+    rng = np.random.default_rng(0)
+    alike = [
+        {"step": n, "loss": float(rng.normal() * 10.0 ** rng.integers(-300, 300)), "lr": n}
+        for n in range(1, 500)
+    ]
+    lines(tmp_path / "a" / "metrics.jsonl", alike)
+    assert _same_fields("\n".join(map(json.dumps, alike)).encode()) is not None
+    assert RunFiles(tmp_path / "a").read().column("loss").values.tolist() == [
+        record["loss"] for record in alike
+    ]
+    usual = [f'{{"step": {n}, "loss": 1.5}}'.encode() for n in range(20)]
+    odd = [
+        b'{"step": 20, "lost": 1.5}',
+        b'{"loss": 20, "step": 1.5}',
+        b'{"step": 20, "loss": 1,5}',
+        b'{"step": 20, "loss": true}',
+        b'{"step": 20.5, "loss": 1.5}',
+    ]
+    odd += [
+        b'{"step": 20, "loss": [1.5}',
+        b'{"step": 20, "loss": }',
+        b'["step": 20, "loss": 1.5]',
+        b'{"step": 20  "loss": 1.5}',
+        b'{"step": -20, "loss": 1.5}',
+        b'{"step": 20, "loss": 1 5}\n{"step": 20, "loss": }',
+        b'{"step": 20, "loss": 1\t5}\n{"step": 20, "loss": \t}',
+        b'{"step": 20, "loss":1.5}',
+        b'{"step": 20, "loss": 1.5} ',
+        b"",
+    ]
+    for line in odd:
+        assert _same_fields(b"\n".join([*usual, line])) is None, line
+    (tmp_path / "a" / "metrics.jsonl").write_bytes(
+        b"\n".join([*usual, *odd, b'{"step": 21, "loss": "inf"}\n'])
+    )
+    run = RunFiles(tmp_path / "a").read()
+    assert run.column("loss").steps.tolist() == [*range(21), 21]
+    assert run.column("loss").values[-1] == math.inf
