@@ -33,7 +33,7 @@ from .mesh import mesh_text as mesh_text
 from .mesh import use_cpu_devices as use_cpu_devices
 from .metrics import Mean as Mean
 from .plan.plan import Plan as Plan
-from .plan.plan import plan_run as plan_run
+from .plan.compile import plan_run as plan_run
 from .plan.target import find_target as find_target
 from .run import Run as Run
 from .sharding import Rules as Rules
@@ -44,10 +44,10 @@ from .state import abstract_state as abstract_state
 from .state import init_state as init_state
 from .step import make_eval_step as make_eval_step
 from .step import make_train_step as make_train_step
-from .trackers.base import MLflow as MLflow
-from .trackers.base import TensorBoard as TensorBoard
-from .trackers.base import Trackio as Trackio
-from .trackers.base import WandB as WandB
+from .trackers.mlflow import MLflow as MLflow
+from .trackers.tensorboard import TensorBoard as TensorBoard
+from .trackers.trackio import Trackio as Trackio
+from .trackers.wandb import WandB as WandB
 from .training.fit import Result as Result
 from .training.fit import fit as fit
 from .verification.verify import Verification as Verification

@@ -1,6 +1,7 @@
-"""Weights & Biases, MLflow and Trackio read back what a run wrote, stopped and resumed: `make test-trackers` installs them.
+"""Weights & Biases, MLflow and Trackio read back what a run wrote before and after a resume.
 
-Everything stays on this machine: W&B is offline, MLflow and Trackio keep databases in a temporary folder.
+`make test-trackers` installs the libraries. All data stays on this machine: W&B is offline, MLflow
+and Trackio keep databases in a temporary directory.
 """
 
 import io
@@ -14,13 +15,10 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
-from shardwise import Batches, Mean, Run, fit
-from shardwise.trackers.base import MLflow, Trackio, WandB
+from shardwise import Batches, Mean, MLflow, Run, Trackio, WandB, fit
 
-pytestmark = [
-    pytest.mark.trackers,
-    pytest.mark.filterwarnings("default"),
-]  # their warnings are not ours
+# Warnings of the libraries are not errors here.
+pytestmark = [pytest.mark.trackers, pytest.mark.filterwarnings("default")]
 
 X = np.random.default_rng(0).normal(size=(64, 4)).astype("f4")
 DATA = {"x": X, "y": X.sum(1)}
@@ -31,60 +29,79 @@ def loss(model, batch):
 
 
 def train(out, tracker, steps):
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
-    run = Run(model=lambda rngs: nnx.Linear(4, 1, rngs=rngs), loss=loss, optimizer=optax.sgd(0.05), data=Batches(DATA, 16), steps=steps,
-              eval_data=Batches(DATA, 16), eval_every=2, save_every=4, sample=lambda model: "<a> sample", mesh=mesh, out=out,
-              trackers=(tracker,))  # fmt: skip
-    said = io.StringIO()
-    fit(run, console=Console(file=said, width=400), plan=False)
-    assert "warning" not in said.getvalue(), said.getvalue()
+    run = Run(
+        model=lambda rngs: nnx.Linear(4, 1, rngs=rngs),
+        loss=loss,
+        optimizer=optax.sgd(0.05),
+        data=Batches(DATA, 16),
+        steps=steps,
+        eval_data=Batches(DATA, 16),
+        eval_every=2,
+        save_every=4,
+        sample=lambda model: "<a> sample",
+        mesh=jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",)),
+        out=out,
+        trackers=(tracker,),
+    )
+    output = io.StringIO()
+    fit(run, console=Console(file=output, width=400), plan=False)
+    assert "warning" not in output.getvalue(), output.getvalue()
 
 
-def twice(out, make):
-    """Six steps, of which the last two are lost; then on to the eighth. What metrics.jsonl has of them: {name: {step: value}}."""
-    train(out, make(), 6)
+def train_twice(out, make_tracker):
+    """Train 6 steps, lose the last two, and resume up to step 8.
+
+    Returns `{metric: {step: value}}` as metrics.jsonl has it.
+    """
+    train(out, make_tracker(), 6)
     (out / "checkpoints" / "6").rename(out.parent / "lost")
-    train(out, make(), 8)
-    found = {}
+    train(out, make_tracker(), 8)
+    metrics = {}
     for record in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()):
         for name in ("loss", "grad_norm", "eval_loss"):
             if name in record:
-                found.setdefault(name, {})[record["step"]] = record[name]
-    assert list(found["loss"]) == list(range(1, 9))
-    return found
+                metrics.setdefault(name, {})[record["step"]] = record[name]
+    assert list(metrics["loss"]) == list(range(1, 9))
+    return metrics
 
 
 @pytest.fixture(autouse=True)
-def alone(tmp_path, monkeypatch):
-    """No settings of this user, and a folder of its own."""
-    for name in [name for name in os.environ if name.startswith(("WANDB_", "MLFLOW_", "TRACKIO_"))]:
-        monkeypatch.delenv(name)
+def isolated(tmp_path, monkeypatch):
+    """Remove the user's settings, and work in an empty directory."""
+    for name in list(os.environ):
+        if name.startswith(("WANDB_", "MLFLOW_", "TRACKIO_")):
+            monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.chdir(tmp_path)
 
 
 def wandb_records(path):
-    """The messages in a .wandb file: a log as LevelDB has it, of blocks of 32 KiB, after seven bytes of its own."""
+    """Yield the messages in a .wandb file.
+
+    The file is a LevelDB log in blocks of 32 KiB, after a header of 7 bytes.
+    """
     content, at, parts = path.read_bytes(), 7, []
     assert content.startswith(b":W&B")
     while at + 7 <= len(content):
         length, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
-        if kind:  # 1: whole, 2: the first part of a message, 3: a middle one, 4: the last
+        # 1 is a complete message; 2, 3 and 4 are the first, a middle and the last part of one.
+        if kind:
             parts.append(content[at + 7 : at + 7 + length])
             if kind in (1, 4):
                 yield b"".join(parts)
                 parts = []
         at += 7 + length
-        if 32768 - at % 32768 < 7:  # no header fits into the rest of the block
+        # No header fits into the rest of the block.
+        if 32768 - at % 32768 < 7:
             at += 32768 - at % 32768
 
 
-def test_wandb_without_a_login_stays_offline_and_reads_its_files(tmp_path):
+def test_wandb_stays_offline_without_a_login(tmp_path):
     from wandb.proto.wandb_internal_pb2 import Record
 
     out = tmp_path / "a"
-    written = twice(out, WandB)
+    written = train_twice(out, WandB)
     found, ids, html = {}, set(), 0
     for path in sorted(out.glob("wandb/offline-run-*/*.wandb")):
         for data in wandb_records(path):
@@ -98,7 +115,9 @@ def test_wandb_without_a_login_stays_offline_and_reads_its_files(tmp_path):
                 }
                 html += any(name.startswith("sample") for name in values)
                 for name in set(values) & set(written):
-                    assert values["_step"] not in found.setdefault(name, {}), "a step came twice"
+                    assert values["_step"] not in found.setdefault(name, {}), (
+                        "a step was logged twice"
+                    )
                     found[name][values["_step"]] = values[name]
     assert found == written
     assert ids == {json.loads((out / "trackers.json").read_text())["wandb"]}
@@ -107,11 +126,11 @@ def test_wandb_without_a_login_stays_offline_and_reads_its_files(tmp_path):
     assert page.read_text() == "<pre>&lt;a&gt; sample</pre>"
 
 
-def test_mlflow_reads_its_database(tmp_path):
+def test_mlflow_database_matches_the_log(tmp_path):
     from mlflow import MlflowClient
 
     uri = f"sqlite:///{tmp_path}/store.db"
-    written = twice(tmp_path / "a", lambda: MLflow(uri, "tests"))
+    written = train_twice(tmp_path / "a", lambda: MLflow(uri, "tests"))
     client = MlflowClient(uri)
     (run,) = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
     assert run.info.status == "FINISHED"
@@ -128,10 +147,10 @@ def test_mlflow_reads_its_database(tmp_path):
     ]
 
 
-def test_trackio_reads_its_database(tmp_path):
+def test_trackio_database_matches_the_log(tmp_path):
     from trackio.sqlite_storage import SQLiteStorage
 
-    written = twice(tmp_path / "a", Trackio)
+    written = train_twice(tmp_path / "a", Trackio)
     name = json.loads((tmp_path / "a" / "trackers.json").read_text())["trackio"]
     logs = SQLiteStorage.get_logs("shardwise", name)
     for metric, values in written.items():

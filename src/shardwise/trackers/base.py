@@ -1,402 +1,271 @@
-"""Other programs' records of a run: TensorBoard, Weights & Biases, MLflow, Trackio.
+"""The interface of experiment trackers, and the threads that feed them during a run.
 
-A tracker is an object with four methods; each has a thread of its own, so a slow or broken one costs a run nothing. Their libraries
-are imported there, when a run begins. None of them sends anything elsewhere unless the user's own settings of that library say so.
+A tracker can never slow down or stop a run. Records go into a bounded queue, and one thread per
+tracker empties that queue about once per second. If the tracker's library raises, the tracker is
+disabled with one warning and training continues. Libraries are imported in those threads, when a
+run starts. None of the built-in trackers sends data to another machine unless the user's own
+settings of that library ask for it.
 """
 
-import html
+import importlib
 import importlib.util
 import json
-import os
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol, TypeAlias, cast
 
 from shardwise.errors import ConfigError
 from shardwise.files.durable import write_atomically
 
+# The project or experiment name where the user sets none.
 PROJECT = "shardwise"
-MOST = 10_000  # records that wait for a tracker; later ones are left out
-PAUSE = (
-    1.0  # seconds between two looks of a tracker's thread: it gets what has come since in one call
-)
-Record = tuple[int, dict[str, float]]  # a step, and its values by name
+# The class of each tracker, in the module of this package that is named after its library. To add
+# a tracker, add that module and a line here.
+TRACKERS = {
+    "tensorboard": "TensorBoard",
+    "wandb": "WandB",
+    "mlflow": "MLflow",
+    "trackio": "Trackio",
+}
+# Records that may wait for one tracker. Further records are dropped.
+MAX_QUEUED = 10_000
+# Seconds between two deliveries to a tracker. Records that arrive in between share one call.
+INTERVAL = 1.0
+
+Values: TypeAlias = Mapping[str, float]
+Record: TypeAlias = tuple[int, Values]
+Warn: TypeAlias = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told of the run."""
+    """The description of a run that a tracker receives when the run starts.
+
+    Attributes:
+      name: the name of the run directory.
+      directory: the run directory, as an absolute path.
+      config: arguments, mesh, versions and so on; every value can be written as JSON.
+      step: training continues after this step; 0 for a new run.
+      id: the value that `Tracker.start` returned for the first start of this run, or None if the
+        tracker has not seen the run yet.
+    """
 
     name: str
     directory: Path
-    config: Mapping[str, Any]  # arguments, mesh, versions ... as JSON
-    step: int  # it begins, or goes on, after this one
-    id: str | None = None  # what `start` returned when the run was begun, if it resumes
+    config: Mapping[str, object]
+    step: int
+    id: str | None = None
 
 
 class Tracker(Protocol):
-    """All methods are called by one thread, in order. What one of them raises switches the tracker off."""
+    """The interface of a tracker.
+
+    One thread calls all methods, in order. If a method raises, the tracker is disabled for the rest
+    of the run.
+
+    Attributes:
+      name: identifies the tracker in `trackers.json` and in warnings.
+      rewinds: whether the tracker replaces records of steps after `TrackedRun.step` when a resumed
+        run logs these steps again. If False, a step that was logged once is not sent again.
+    """
 
     name: str
-    rewinds: bool  # whether records after `TrackedRun.step` that it has seen before may come again, in place of those
+    rewinds: bool
 
     def start(self, run: TrackedRun) -> str:
-        """Opens a new run, or the one with `run.id` if that is known; its id."""
-
-    def log(self, records: Sequence[Record]) -> None: ...
-
-    def text(self, step: int, name: str, text: str) -> None: ...
-
-    def finish(self, exit_code: int) -> None: ...
-
-
-class TensorBoard:
-    """Event files, by default in `RUN/tensorboard`."""
-
-    name, rewinds = "tensorboard", True
-
-    def __init__(self, directory: Path | None = None):
-        self.directory = directory
-
-    def start(self, run: TrackedRun) -> str:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        self._writer = EventFileWriter(str(self.directory or run.directory / "tensorboard"))
-        if run.id is not None:  # readers then drop what an earlier start wrote of later steps
-            self._writer.add_event(
-                Event(
-                    wall_time=time.time(),
-                    step=run.step + 1,
-                    session_log=SessionLog(status=SessionLog.START),
-                )
-            )
-        else:
-            self.text(run.step, "config", json.dumps(run.config, indent=2, default=str))
-        return "tensorboard"
+        """Open a new run, or the run `run.id` if it is set, and return the run's id."""
 
     def log(self, records: Sequence[Record]) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        for step, values in records:
-            self._add(
-                step,
-                Summary(
-                    value=[
-                        Summary.Value(tag=name, simple_value=value)
-                        for name, value in values.items()
-                    ]
-                ),
-            )
-        self._writer.flush()
+        """Record `(step, {metric: value})` pairs, in order of arrival."""
 
     def text(self, step: int, name: str, text: str) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-        from tensorboard.compat.proto.tensor_pb2 import TensorProto
-        from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
-        from tensorboard.compat.proto.types_pb2 import DT_STRING
-
-        shown = "\n".join(
-            "    " + line for line in text.splitlines()
-        )  # Markdown would take it apart
-        shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
-        tensor = TensorProto(
-            dtype=DT_STRING, string_val=[shown.encode(errors="replace")], tensor_shape=shape
-        )
-        kind = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-        self._add(step, Summary(value=[Summary.Value(tag=name, metadata=kind, tensor=tensor)]))
+        """Record a text, such as a sample from the model."""
 
     def finish(self, exit_code: int) -> None:
-        self._writer.close()
-
-    def _add(self, step: int, summary: Any) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
-
-
-class WandB:
-    """Weights & Biases; its files are in `RUN/wandb`. Without a login, and unless WANDB_MODE says otherwise, it stays offline."""
-
-    name, rewinds = "wandb", False
-
-    def __init__(self, project: str | None = None, **options: Any):
-        self.project, self.options = (
-            project,
-            options,
-        )  # options: of `wandb.init`, such as entity or mode
-
-    def start(self, run: TrackedRun) -> str:
-        os.environ.setdefault(
-            "WANDB_ERROR_REPORTING", "false"
-        )  # its reports of its own errors would leave the machine
-        import wandb
-
-        is_told = bool(os.environ.get("WANDB_MODE")) or "mode" in self.options
-        mode = {} if is_told or wandb.login(prompt=False, verify=False) else {"mode": "offline"}
-        self._html = wandb.Html
-        self._run = wandb.init(
-            project=self.project or os.environ.get("WANDB_PROJECT", PROJECT),
-            name=run.name,
-            id=run.id or uuid.uuid4().hex[:12],
-            resume="allow",
-            dir=run.directory,
-            config=dict(run.config),
-            settings=wandb.Settings(console="off", silent=True),
-            **mode,
-            **self.options,
-        )
-        return str(self._run.id)
-
-    def log(self, records: Sequence[Record]) -> None:
-        for step, values in records:
-            self._run.log(values, step=step)
-
-    def text(self, step: int, name: str, text: str) -> None:
-        self._run.log(
-            {name: self._html(f"<pre>{html.escape(text)}</pre>", inject=False)}, step=step
-        )
-
-    def finish(self, exit_code: int) -> None:
-        self._run.finish(exit_code=exit_code)
-
-
-class MLflow:
-    """A run of MLflow, where its own settings say (MLFLOW_TRACKING_URI); without any, that is a database in the working directory."""
-
-    name, rewinds = "mlflow", False
-
-    def __init__(self, tracking_uri: str | None = None, experiment: str | None = None):
-        self.tracking_uri, self.experiment = tracking_uri, experiment
-
-    def start(self, run: TrackedRun) -> str:
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
-        from mlflow import MlflowClient
-        from mlflow.entities import Param
-        from mlflow.exceptions import MlflowException
-
-        self._client = client = MlflowClient(self.tracking_uri)
-        if run.id is not None:
-            with suppress(MlflowException):  # it was in another store, or has been deleted
-                client.update_run(run.id, status="RUNNING")
-                self._id = run.id
-                return run.id
-        name = self.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        found = client.get_experiment_by_name(name)
-        experiment = found.experiment_id if found is not None else client.create_experiment(name)
-        self._id = client.create_run(experiment, run_name=run.name).info.run_id
-        client.log_batch(
-            self._id,
-            params=[Param(key, str(value)[:500]) for key, value in _flat(run.config).items()][:100],
-        )
-        return str(self._id)
-
-    def log(self, records: Sequence[Record]) -> None:
-        from mlflow.entities import Metric
-
-        now = int(time.time() * 1000)
-        metrics = [
-            Metric(name, value, now, step)
-            for step, values in records
-            for name, value in values.items()
-        ]
-        for i in range(0, len(metrics), 1000):  # its limit
-            self._client.log_batch(self._id, metrics=metrics[i : i + 1000])
-
-    def text(self, step: int, name: str, text: str) -> None:
-        self._client.log_text(self._id, text, f"{name}/{step}.txt")
-
-    def finish(self, exit_code: int) -> None:
-        self._client.set_terminated(
-            self._id, {0: "FINISHED", 75: "KILLED"}.get(exit_code, "FAILED")
-        )
-
-
-class Trackio:
-    """A run of Trackio: on this machine, unless its own settings name a Space or a server."""
-
-    name, rewinds = "trackio", False
-
-    def __init__(self, project: str | None = None, **options: Any):
-        self.project, self.options = project, options  # options: of `trackio.init`
-
-    def start(self, run: TrackedRun) -> str:
-        import trackio
-
-        name = run.id or f"{run.name}-{uuid.uuid4().hex[:6]}"  # it knows its runs by name
-        options = {"embed": False, "resume": "allow", "config": dict(run.config), **self.options}
-        self._markdown = trackio.Markdown
-        self._run = trackio.init(project=self.project or PROJECT, name=name, **options)
-        return name
-
-    def log(self, records: Sequence[Record]) -> None:
-        for step, values in records:
-            self._run.log(dict(values), step=step)
-
-    def text(self, step: int, name: str, text: str) -> None:
-        self._run.log(
-            {name: self._markdown("\n".join("    " + line for line in text.splitlines()))},
-            step=step,
-        )
-
-    def finish(self, exit_code: int) -> None:
-        self._run.finish()
-
-
-TRACKERS: dict[str, Callable[[], Tracker]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WandB,
-    "mlflow": MLflow,
-    "trackio": Trackio,
-}
+        """Close the run. `exit_code` is 0 if it finished and 75 if a signal stopped it."""
 
 
 def make_trackers(names: Sequence[str]) -> tuple[Tracker, ...]:
-    """By name, each once. A library that is not there is told now; it is imported when the run begins."""
-    names = list(dict.fromkeys(names))
-    if missing := [name for name in names if importlib.util.find_spec(name) is None]:
+    """Return a tracker with default settings for each distinct name.
+
+    The libraries are only looked up here; each is imported when the run starts.
+
+    Args:
+      names: keys of `TRACKERS`.
+
+    Raises:
+      ConfigError: if the library of a tracker is not installed.
+    """
+    unique = list(dict.fromkeys(names))
+    missing = [name for name in unique if importlib.util.find_spec(name) is None]
+    if missing:
+        options = " ".join(f"--track {name}" for name in missing)
         extras = ",".join(missing)
-        raise ConfigError(
-            f"--track {' --track '.join(missing)}: not installed. Install it with: pip install 'shardwise[{extras}]'"
-        )
-    return tuple(TRACKERS[name]() for name in names)
+        raise ConfigError(f"{options}: not installed. Run: pip install 'shardwise[{extras}]'")
+    return tuple(_make_tracker(name) for name in unique)
+
+
+def _make_tracker(name: str) -> Tracker:
+    module = importlib.import_module(f"shardwise.trackers.{name}")
+    return cast(Tracker, getattr(module, TRACKERS[name])())
 
 
 class Tracking:
-    """Hands what a run says to its trackers. Never waits for them, but for `close`, and there not long."""
+    """Passes the records of a run on to its trackers.
 
-    def __init__(
-        self, trackers: Sequence[Tracker], run: TrackedRun, seen: int, warn: Callable[[str], None]
-    ):
-        """seen: the last step that an earlier start of the run has told trackers of."""
-        ids = _Ids(run.directory / "trackers.json")
+    Only `close` waits for the trackers, and only for a limited time.
+
+    Args:
+      trackers: the trackers of the run.
+      run: the description of the run.
+      seen: the last step that an earlier start of the run has sent to trackers.
+      warn: prints a warning; also called from the threads of the trackers.
+    """
+
+    def __init__(self, trackers: Sequence[Tracker], run: TrackedRun, seen: int, warn: Warn):
+        ids = _RunIds(run.directory / "trackers.json")
         self._channels = [_Channel(tracker, run, seen, ids, warn) for tracker in trackers]
 
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
-        if self._channels:
-            numbers = {
-                name: float(value)
-                for name, value in values.items()
-                if isinstance(value, int | float) and name != "step"
-            }
-            for channel in self._channels:
-                channel.put(step, numbers)
+    def log(self, step: int, values: Mapping[str, object]) -> None:
+        """Queue the numbers among `values`; other types and the key "step" are skipped."""
+        if not self._channels:
+            return
+        numbers = {
+            name: float(value)
+            for name, value in values.items()
+            if isinstance(value, int | float) and name != "step"
+        }
+        for channel in self._channels:
+            channel.put(step, numbers)
 
     def text(self, step: int, name: str, text: str) -> None:
+        """Queue a text."""
         for channel in self._channels:
-            channel.put(step, (name, text))
+            channel.put(step, _Text(name, text))
 
     def close(self, exit_code: int, seconds: float = 20.0) -> None:
-        """Waits until everything is told, `seconds` at most for all of them together."""
-        end = time.monotonic() + seconds
+        """Close all trackers. Waits at most `seconds` in total for queued records."""
+        deadline = time.monotonic() + seconds
         for channel in self._channels:
-            channel.end(exit_code)
+            channel.close(exit_code)
         for channel in self._channels:
-            channel.join(max(0.0, end - time.monotonic()))
+            channel.join(max(0.0, deadline - time.monotonic()))
 
 
-class _Ids:
-    """`trackers.json`: the id of the run in each tracker."""
+class _RunIds:
+    """The file `trackers.json`: the id of the run in each tracker."""
 
     def __init__(self, path: Path):
-        self.path, self.lock = path, threading.Lock()
+        self._path = path
+        self._lock = threading.Lock()
+        self._ids: dict[str, str] = {}
         try:
-            found = json.loads(path.read_text())
-            self.known = {str(name): str(id) for name, id in found.items()}
+            content = json.loads(path.read_text())
+            self._ids = {str(name): str(run_id) for name, run_id in content.items()}
         except (OSError, ValueError, AttributeError, RecursionError):
-            self.known = {}
+            # Without the ids every tracker opens a new run.
+            pass
 
-    def keep(self, name: str, id: str) -> None:
-        with self.lock:
-            if self.known.get(name) != id:
-                self.known[name] = id
-                write_atomically(self.path, json.dumps(self.known, indent=2) + "\n")
+    def get(self, name: str) -> str | None:
+        return self._ids.get(name)
+
+    def set(self, name: str, run_id: str) -> None:
+        with self._lock:
+            if self._ids.get(name) != run_id:
+                self._ids[name] = run_id
+                write_atomically(self._path, json.dumps(self._ids, indent=2) + "\n")
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A queued text."""
+
+    name: str
+    text: str
 
 
 class _Channel:
-    """One tracker, its thread, and what waits for it."""
+    """One tracker, its thread and its queue."""
 
-    def __init__(
-        self, tracker: Tracker, run: TrackedRun, seen: int, ids: _Ids, warn: Callable[[str], None]
-    ):
-        self.tracker, self.ids, self.warn = tracker, ids, warn
-        self.run = replace(run, id=ids.known.get(tracker.name))
-        self.seen = 0 if self.run.id is None else seen  # what came up to there is not told twice
-        self.waiting: deque[tuple[int, dict[str, float] | tuple[str, str]]] = deque()
-        self.is_off = self.is_late = False
-        self.exit_code = 0
-        self.ending = threading.Event()
-        self.thread = threading.Thread(
+    def __init__(self, tracker: Tracker, run: TrackedRun, seen: int, ids: _RunIds, warn: Warn):
+        self._tracker = tracker
+        self._ids = ids
+        self._warn = warn
+        self._run = replace(run, id=ids.get(tracker.name))
+        # A tracker that joins a run late has seen none of its steps.
+        self._seen = 0 if self._run.id is None else seen
+        self._queue: deque[tuple[int, Values | _Text]] = deque()
+        self._is_disabled = False
+        self._has_dropped = False
+        self._exit_code = 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(
             target=self._work, daemon=True, name=f"shardwise-{tracker.name}"
         )
-        self.thread.start()
+        self._thread.start()
 
-    def put(self, step: int, what: dict[str, float] | tuple[str, str]) -> None:
-        if self.is_off or (
-            step <= self.seen and not (self.tracker.rewinds and isinstance(what, dict))
-        ):
+    def put(self, step: int, item: Values | _Text) -> None:
+        if self._is_disabled or self._was_sent(step, item):
             return
-        if len(self.waiting) < MOST:
-            self.waiting.append((step, what))
-        elif not self.is_late:
-            self.is_late = True
-            self.warn(
-                f"{self.tracker.name} cannot keep up with the run: steps are left out there; metrics.jsonl has all of them."
+        if len(self._queue) < MAX_QUEUED:
+            self._queue.append((step, item))
+        elif not self._has_dropped:
+            self._has_dropped = True
+            self._warn(
+                f"{self._tracker.name} cannot keep up with the run: it misses some steps. "
+                "metrics.jsonl has all of them."
             )
 
-    def end(self, exit_code: int) -> None:
-        self.exit_code = exit_code
-        self.ending.set()
+    def _was_sent(self, step: int, item: Values | _Text) -> bool:
+        """Whether an earlier start sent this item, and the tracker cannot replace it."""
+        can_replace = self._tracker.rewinds and not isinstance(item, _Text)
+        return step <= self._seen and not can_replace
+
+    def close(self, exit_code: int) -> None:
+        self._exit_code = exit_code
+        self._closing.set()
 
     def join(self, seconds: float) -> None:
-        self.thread.join(seconds)
-        if self.thread.is_alive() and not self.is_off:
-            self.warn(
-                f"{self.tracker.name} has not finished in time; what it has not taken is in metrics.jsonl."
+        self._thread.join(seconds)
+        if self._thread.is_alive() and not self._is_disabled:
+            self._warn(
+                f"{self._tracker.name} did not finish in time and misses some records. "
+                "metrics.jsonl has all of them."
             )
 
     def _work(self) -> None:
+        """Run in the tracker's thread, from the start of the run to its end."""
         try:
-            self.ids.keep(self.tracker.name, self.tracker.start(self.run))
-            while not self.ending.wait(PAUSE):
-                self._tell()
-            self._tell()
-            self.tracker.finish(self.exit_code)
-        except BaseException as error:  # whatever a library does, the run goes on
-            self.is_off = True
-            self.waiting.clear()
+            self._ids.set(self._tracker.name, self._tracker.start(self._run))
+            while not self._closing.wait(INTERVAL):
+                self._deliver()
+            self._deliver()
+            self._tracker.finish(self._exit_code)
+        except BaseException as error:
+            # Some libraries raise SystemExit. Whatever happens, the run must continue.
+            self._is_disabled = True
+            self._queue.clear()
             fact = f"{type(error).__name__}: {error}".strip().split("\n")[0]
-            self.warn(
-                f"{self.tracker.name} is switched off: {fact}. Training goes on; metrics.jsonl has every step."
+            self._warn(
+                f"{self._tracker.name} is disabled: {fact}. "
+                "Training continues; metrics.jsonl has every step."
             )
 
-    def _tell(self) -> None:
+    def _deliver(self) -> None:
+        """Send everything in the queue; consecutive records share one call."""
         records: list[Record] = []
-        while self.waiting:
-            step, what = self.waiting.popleft()
-            if isinstance(what, dict):
-                records.append((step, what))
+        while self._queue:
+            step, item = self._queue.popleft()
+            if not isinstance(item, _Text):
+                records.append((step, item))
                 continue
-            self.tracker.log(records)
-            records = []
-            self.tracker.text(step, *what)
+            if records:
+                self._tracker.log(records)
+                records = []
+            self._tracker.text(step, item.name, item.text)
         if records:
-            self.tracker.log(records)
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        flat |= (
-            _flat(value, f"{prefix}{key}/")
-            if isinstance(value, Mapping)
-            else {f"{prefix}{key}": value}
-        )
-    return flat
+            self._tracker.log(records)
