@@ -13,6 +13,7 @@ a silent replication.
 """
 
 import difflib
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.table import Table
 
@@ -28,7 +30,7 @@ from shardwise.axes import BATCH, FSDP, TENSOR
 from shardwise.errors import ConfigError
 from shardwise.text import did_you_mean
 from shardwise.text import show_bytes as show_bytes
-from shardwise.tree import leaf_name, matches, num_bytes, owner_of
+from shardwise.tree import PyTree, leaf_name, matches, num_bytes, owner_of
 
 Axes = str | tuple[str, ...] | None
 
@@ -208,36 +210,91 @@ def _add_fsdp(
 
 
 def place_optimizer(
-    opt_state: Any, params: Mapping[str, Placement], mesh: Mesh, rules: Rules
+    opt_state: PyTree, params: Mapping[str, Placement], mesh: Mesh, rules: Rules
 ) -> dict[str, Placement]:
-    """Placements for an (abstract) optimizer state: each leaf follows the parameter whose path ends its own.
+    """Return a placement for each leaf of an optimizer state.
 
-    A leaf of the parameter's shape is cut like it. Of another shape (Adafactor's rows and columns, a history of
-    gradients), each dim that the parameter has too, in order, is cut like that one. Counts and the like stay whole.
+    A leaf follows the parameter whose path is the end of its own path. If both have the same
+    shape, both have the same sharding. Otherwise each dim of the leaf is sharded like the dim of
+    the parameter that it keeps, see `_followed_dims`. Leaves that belong to no parameter, such as
+    step counts, are sharded by automatic FSDP if they are large.
+
+    Args:
+        opt_state: the optimizer state; may be abstract.
+        params: the placements of the parameters, by path.
+        mesh: the device mesh.
+        rules: the sharding rules.
+
+    Returns:
+        A placement for each leaf of `opt_state`, by path.
     """
     placements = {}
     for key_path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
         path = leaf_name(key_path)
-        if (owner := owner_of(path, params)) is not None:
-            param = params[owner]
-            matcher = difflib.SequenceMatcher(None, leaf.shape, param.shape, autojunk=False)
-            specs: dict[int, tuple[str, ...]] = {}
-            for block in matcher.get_matching_blocks():
-                specs |= {
-                    block.a + i: _as_tuple(_entry(param.spec, block.b + i))
-                    for i in range(block.size)
-                }
-            dims = [specs.get(dim, ()) for dim in range(len(leaf.shape))]
-            reason = (
-                "as its parameter"
-                if leaf.shape == param.shape
-                else f"dims shared with its parameter {param.shape}"
-            )
-        else:
+        owner = owner_of(path, params)
+        if owner is None:
             dims, reason = _add_fsdp(path, leaf.shape, [()] * len(leaf.shape), mesh, rules)
             reason = reason or "belongs to no parameter"
+        else:
+            param = params[owner]
+            field_name = path.removesuffix(owner).rstrip("/").rpartition("/")[2]
+            followed = _followed_dims(field_name, leaf.shape, param.shape)
+            dims = [() if dim is None else _as_tuple(_entry(param.spec, dim)) for dim in followed]
+            reason = f"dims shared with its parameter {param.shape}"
+            if leaf.shape == param.shape:
+                reason = "as its parameter"
         placements[path] = _placement(path, leaf.shape, leaf.dtype, dims, reason, mesh)
     return placements
+
+
+# Fields of `optax.FactoredState` (Adafactor), and the position of the dim that each of them
+# averages over in the order of `np.argsort(param.shape)`.
+_FACTORED_DIM = {"v_row": -1, "v_col": -2}
+
+
+def _followed_dims(
+    field_name: str, leaf_shape: tuple[int, ...], param_shape: tuple[int, ...]
+) -> list[int | None]:
+    """Return, for each dim of an optimizer leaf, the dim of its parameter that it follows.
+
+    None stands for a dim that is replicated, because it follows no dim of the parameter or because
+    sizes alone do not tell which one: a leaf of shape (256,) may hold the rows or the columns
+    of a parameter of shape (256, 256). `field_name` decides that for Adafactor.
+    """
+    rank = len(param_shape)
+    if len(leaf_shape) == rank:
+        sizes = enumerate(zip(leaf_shape, param_shape, strict=True))
+        same = [dim if size == param_size else None for dim, (size, param_size) in sizes]
+        if leaf_shape == param_shape or same != [None] * rank:
+            return same
+
+    if len(leaf_shape) < rank:
+        kept_dims = [
+            dims
+            for dims in itertools.combinations(range(rank), len(leaf_shape))
+            if tuple(param_shape[dim] for dim in dims) == leaf_shape
+        ]
+        if field_name in _FACTORED_DIM:
+            # The same call as in Optax, so that ties between dims of one size break the same way.
+            averaged = int(np.argsort(param_shape)[_FACTORED_DIM[field_name]])
+            by_name = tuple(dim for dim in range(rank) if dim != averaged)
+            kept_dims = [by_name] if by_name in kept_dims else kept_dims
+        if kept_dims:
+            choices = [set(dims) for dims in zip(*kept_dims, strict=True)]
+            return [dims.pop() if len(dims) == 1 else None for dims in choices]
+
+    # A history of gradients has leading dims in addition to those of the parameter.
+    extra = len(leaf_shape) - rank
+    if extra > 0 and leaf_shape[extra:] == param_shape:
+        return [*[None] * extra, *range(rank)]
+
+    # Otherwise, follow the dims that both shapes have, in order.
+    followed: list[int | None] = [None] * len(leaf_shape)
+    matcher = difflib.SequenceMatcher(None, leaf_shape, param_shape, autojunk=False)
+    for block in matcher.get_matching_blocks():
+        for i in range(block.size):
+            followed[block.a + i] = block.b + i
+    return followed
 
 
 def at_use(spec: PartitionSpec, rules: Rules) -> PartitionSpec:

@@ -6,8 +6,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from shardwise import Mean, Rules, abstract_state, init_state, make_mesh, make_train_step
+from shardwise.sharding import ModelLeaf, place_model, place_optimizer
 from shardwise.tree import named_leaves
 
 contrib = optax.contrib
@@ -111,8 +113,8 @@ RNG = np.random.default_rng(0)
 BATCH = {"x": RNG.normal(size=(16, 128)).astype("f4"), "y": RNG.normal(size=(16, 8)).astype("f4")}
 
 
-def three_steps(optimizer, mesh):
-    spec = abstract_state(Net, optimizer, mesh, Rules(fsdp_min_size=1024))
+def three_steps(optimizer, mesh, model=Net):
+    spec = abstract_state(model, optimizer, mesh, Rules(fsdp_min_size=1024))
     step = make_train_step(spec, loss, BATCH)
     state = init_state(spec, 0)
     first = {path: np.asarray(leaf) for path, leaf in named_leaves(state.params).items()}
@@ -167,3 +169,71 @@ def test_contract(name):
         assert moved == {
             path for path in before if not (name == "partition" and path == "hidden/bias")
         }
+
+
+class Factored(nnx.Module):
+    """A square and two rectangular kernels, each large enough for Adafactor to factor it."""
+
+    def __init__(self, rngs):
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("fsdp", "model"))
+        self.wide = nnx.Linear(128, 256, kernel_init=init, rngs=rngs)
+        self.square = nnx.Linear(256, 256, kernel_init=init, rngs=rngs)
+        self.narrow = nnx.Linear(256, 128, kernel_init=init, rngs=rngs)
+        self.out = nnx.Linear(128, 8, rngs=rngs)
+
+    def __call__(self, x):
+        hidden = nnx.tanh(self.square(nnx.tanh(self.wide(x))))
+        return self.out(nnx.tanh(self.narrow(hidden)))
+
+
+def test_each_adafactor_factor_follows_the_dim_that_it_keeps():
+    """Both factors of a square kernel have the same shape, so only their names tell them apart."""
+    optimizer = OPTIMIZERS["adafactor"]
+    mesh = make_mesh("fsdp=4,model=2")
+    spec, _, _, state, losses = three_steps(optimizer, mesh, Factored)
+    expected = {
+        "wide": {"v_row": P("fsdp"), "v_col": P("model")},
+        "square": {"v_row": P("fsdp"), "v_col": P("model")},
+        # Optax calls the largest dim the columns: here the first one.
+        "narrow": {"v_row": P("model"), "v_col": P("fsdp")},
+    }
+    leaves = named_leaves(state.opt_state)
+    for layer, factors in expected.items():
+        for factor, layout in factors.items():
+            path = f"0/{factor}/{layer}/kernel"
+            assert spec.opt_state[path].spec == layout, path
+            assert leaves[path].sharding.spec == layout, path
+
+    one_device = make_mesh("data=1", jax.devices()[:1])
+    *_, on_one_device, losses_on_one_device = three_steps(optimizer, one_device, Factored)
+    np.testing.assert_allclose(losses, losses_on_one_device, rtol=2e-5)
+    for path, leaf in named_leaves(on_one_device.opt_state).items():
+        np.testing.assert_allclose(leaves[path], leaf, rtol=1e-3, atol=1e-9, err_msg=path)
+
+
+@pytest.mark.parametrize(
+    ("path", "leaf", "param", "expected"),
+    [
+        ("v_row/w", (256,), (256, 256), P("fsdp")),
+        ("v_col/w", (256,), (256, 256), P("model")),
+        ("v_row/w", (4, 256), (4, 256, 256), P(None, "fsdp")),
+        ("v_col/w", (4, 256), (4, 256, 256), P(None, "model")),
+        # Neither the sizes nor the name tell which dim was kept.
+        ("mean/w", (256,), (256, 256), P()),
+        ("mean/w", (4, 256), (4, 256, 256), P()),
+        ("mean/w", (512,), (256, 512), P("model")),
+        # Kept dims, and a history of gradients.
+        ("mean/w", (1, 256), (256, 256), P(None, "model")),
+        ("history/w", (256, 256, 256), (256, 256), P(None, "fsdp", "model")),
+        ("history/w", (512, 10), (256, 512), P("model", None)),
+    ],
+)
+def test_an_optimizer_leaf_of_another_shape_follows_the_dims_that_it_keeps(
+    path, leaf, param, expected
+):
+    mesh = make_mesh("fsdp=4,model=2")
+    field, _, name = path.partition("/")
+    axes = (None,) * (len(param) - 2) + ("fsdp", "model")
+    params = place_model({name: ModelLeaf(param, jnp.dtype("f4"), axes)}, mesh, Rules())
+    state = {field: {name: jax.ShapeDtypeStruct(leaf, "f4")}}
+    assert place_optimizer(state, params, mesh, Rules())[path].spec == expected
