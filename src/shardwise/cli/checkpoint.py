@@ -30,7 +30,7 @@ from shardwise.checkpoint.reader import (
     what_is_best,
 )
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.files.durable import verify_manifest
+from shardwise.files.manifest import verify_manifest
 
 Answer = dict[str, Any]
 

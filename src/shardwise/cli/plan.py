@@ -14,10 +14,12 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwise.axes import SEARCHED
+from shardwise.cli.recipes import split_recipe
 from shardwise.cluster.signals import Stop, stop_on_signals
 from shardwise.errors import ConfigError
 from shardwise.mesh import make_mesh, mesh_text, parse_mesh, show_sizes, use_cpu_devices
-from shardwise.plan.plan import Plan, plan_cache, plan_run
+from shardwise.plan.compile import plan_cache, plan_run
+from shardwise.plan.plan import Plan
 from shardwise.plan.search import Candidate, Search, find_meshes, search
 from shardwise.plan.target import Target, cpu_devices_of, find_target, local_target
 from shardwise.recipe import bind_recipe, find_recipe, load_recipe, make_run
@@ -557,3 +559,9 @@ def _remedies(recipe: Recipe, candidate: Candidate) -> list[tuple[str, Candidate
             both = f"{label('mesh', mesh)} {label('remat', remats[-1])}"
             found.append((both, replace(candidate.but("remat", remats[-1]), mesh=mesh)))
     return found
+
+
+def main(args: list[str], shared: argparse.Namespace) -> tuple[dict[str, Any], int]:
+    """Run `shardwise plan`; return what `--json` writes, and the exit code."""
+    target, _, _ = split_recipe("plan", args)
+    return plan_recipe(target, args[1:], shared)

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from shardwise.cli.recipes import split_recipe
 from shardwise.cluster.signals import stop_on_signals
 from shardwise.errors import ConfigError, NumericsError, Parser
 from shardwise.mesh import use_cpu_devices
@@ -75,3 +76,9 @@ def _verify(
         "recipe": f"{path}:{function}",
         **found.as_json(),
     }, 0 if found.ok else NumericsError.exit_code
+
+
+def main(args: list[str], shared: argparse.Namespace) -> tuple[dict[str, Any], int]:
+    """Run `shardwise verify`; return what `--json` writes, and the exit code."""
+    target, _, _ = split_recipe("verify", args)
+    return verify_recipe(target, args[1:], shared)
