@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -19,6 +20,27 @@ from shardwise.metrics import read_metrics
 from shardwise.text import show_count as show_count
 from shardwise.text import show_seconds as show_seconds
 from shardwise.text import smoothed
+
+
+def warn(console: Console, text: str) -> None:
+    """Print a warning, on one line and without markup."""
+    console.print(f"[bold yellow]warning:[/] {escape(text)}", highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def working(console: Console, text: str) -> Iterator[None]:
+    """Show a spinner on a terminal, or print one line elsewhere, while something takes long.
+
+    Args:
+        console: where to show it.
+        text: the operation, for example "compiling the step".
+    """
+    if console.is_terminal:
+        with console.status(text):
+            yield
+        return
+    console.print(text, highlight=False)
+    yield
 
 
 def progress_bar(console: Console) -> Progress:
