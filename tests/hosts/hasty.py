@@ -9,5 +9,5 @@ from shardwise import cli
 from shardwise.cluster import group
 
 if __name__ == "__main__":
-    group.JOINING = int(sys.argv.pop(1))
+    group.JOIN_TIMEOUT = int(sys.argv.pop(1))
     cli.entry()

@@ -1,6 +1,7 @@
-"""The processes of one run: a program in each, started by a scheduler or by `shardwise launch`, joined by JAX's coordinator.
+"""The processes of one run, which find each other through JAX's coordinator.
 
-What they tell each other goes through the coordinator's key-value store: a few short texts, no arrays.
+Each process runs the same program, started by a scheduler or by `shardwise launch`. Processes
+exchange short JSON values through the key-value store of the coordinator; arrays never go there.
 """
 
 import atexit
@@ -9,81 +10,154 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import jax
-from jax._src import distributed  # the coordinator's client; JAX has no public name for it
+
+# JAX has no public names for the coordinator's client, for cluster detection and for Gloo.
+from jax._src import distributed
 from jax._src.clusters import ClusterEnv
 from jax._src.lib import _jax  # type: ignore[attr-defined]
 
-from shardwise.cluster.signals import last_words, on_abort
+from shardwise.cluster.signals import on_abort, print_last_words
 from shardwise.errors import ConfigError, LostError
 from shardwise.files.lock import boot_id
 from shardwise.runtime import filter_native_output
+from shardwise.text import Json
 
-HEARTBEAT = 8  # seconds; a process that is silent for so long is lost
-JOINING = 300  # seconds that the processes have to find each other
+# Seconds of silence after which the coordinator declares a process lost.
+HEARTBEAT_TIMEOUT = 8
+# Seconds that the processes have to find each other.
+JOIN_TIMEOUT = 300
+
+
+class CoordinatorClient(Protocol):
+    """The part of JAX's coordinator client that shardwise uses."""
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        """Store a text under a key."""
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        """Return all keys below `key` with their values."""
+
+    def key_value_delete(self, key: str) -> None:
+        """Delete a key and all keys below it."""
+
+    def get_live_nodes(self, process_ids: list[int]) -> dict[int, int]:
+        """Return the processes that send heartbeats. Blocks until all of them have asked."""
+
+    def shutdown(self) -> None:
+        """Disconnect from the coordinator."""
 
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """This process among all of a run. Alone it is the first of one, and everything below returns at once."""
+    """This process among all processes of a run.
+
+    A process that runs alone is the first of one; then every method returns at once and contacts
+    nobody. With several processes every method except `within`, `name` and `is_first` talks to the
+    coordinator. `union` and `share` are collective: all processes must call them, with the same
+    names. `put`, `read` and `drop` are not, and any thread may call them.
+
+    A call to a coordinator that no longer exists raises an exception of JAX.
+
+    Attributes:
+        index: the index of this process, from 0.
+        count: the number of processes.
+        client: the client of JAX's coordinator; None if the process is alone.
+        coordinator: the address of the coordinator, as "host:port".
+        hosts: the host name of each process.
+        machines: the index of the machine of each process. Processes with the same index share
+            a machine, even if its host name is not unique.
+        prefix: the beginning of all keys.
+    """
 
     index: int = 0
     count: int = 1
-    client: Any = None  # of JAX's coordinator; None: alone
-    coordinator: str = ""  # host:port
-    hosts: tuple[str, ...] = ("",)  # the name of the machine of each process
-    machines: tuple[int, ...] = (0,)  # and its number
-    prefix: str = "shardwise/"  # of its keys
+    client: CoordinatorClient | None = None
+    coordinator: str = ""
+    hosts: tuple[str, ...] = ("",)
+    machines: tuple[int, ...] = (0,)
+    prefix: str = "shardwise/"
 
     def within(self, name: str) -> "ProcessGroup":
-        """The same processes, with keys of their own."""
+        """Return the same processes with keys of a separate namespace.
+
+        Purely local. All processes must derive their namespaces in the same way.
+        """
         return replace(self, prefix=f"{self.prefix}{name}/")
 
     @property
     def is_first(self) -> bool:
-        """The one that prints, writes and decides."""
+        """Whether this is the process that prints, writes files and makes decisions."""
         return self.index == 0
 
     def name(self, index: int) -> str:
-        host = f" on {self.hosts[index]}" if len(set(self.machines)) > 1 else ""
-        return f"process {index}{host}"
+        """Return the name of a process for messages: "process 1", or "process 1 on host2"."""
+        if len(set(self.machines)) > 1:
+            return f"process {index} on {self.hosts[index]}"
+        return f"process {index}"
 
-    def put(self, key: str, value: Any) -> None:
-        """Under this key from now on, in place of what was there."""
+    def put(self, key: str, value: object) -> None:
+        """Store a JSON value under a key, replacing the previous one.
+
+        Any process may call this alone. Waits for one reply of the coordinator, never for another
+        process.
+        """
         if self.client is not None:
             self.client.key_value_set(self.prefix + key, json.dumps(value), allow_overwrite=True)
 
-    def read(self, folder: str) -> dict[str, Any]:
-        """What has been put so far under keys that begin with `folder/`, by the rest of the key."""
+    def read(self, folder: str) -> Json:
+        """Return the values under all keys that begin with `folder/`, by the rest of the key.
+
+        Any process may call this alone. It returns what exists now, possibly nothing; it waits for
+        one reply of the coordinator, never for another process.
+        """
         if self.client is None:
             return {}
-        start = self.prefix + folder + "/"
-        return {
-            key.removeprefix(start): json.loads(value)
-            for key, value in self.client.key_value_dir_get(start)
-        }
+        start = f"{self.prefix}{folder}/"
+        entries = self.client.key_value_dir_get(start)
+        return {key.removeprefix(start): json.loads(value) for key, value in entries}
 
     def drop(self, folder: str) -> None:
-        """Forgets what was put there; for what all have read."""
+        """Delete all keys below `folder`, once every process has read them.
+
+        All processes may call this; only the first one deletes. Does not wait for other processes,
+        so the caller must know that none of them still needs the values.
+        """
         if self.client is not None and self.is_first:
             self.client.key_value_delete(self.prefix + folder)
 
-    def union(self, name: str, value: Any) -> list[Any]:
-        """What each process gives, in their order. All must call it with the same name, and a name is used once."""
+    def union(self, name: str, value: object) -> list[Any]:
+        """Return the JSON values of all processes, in order of their index.
+
+        Collective: all processes must call it with the same name, and each name only once. Blocks
+        until all of them have. If one is lost, it blocks until `Watch` ends this process.
+
+        Args:
+            name: identifies this call.
+            value: the value of this process.
+        """
         if self.client is None:
             return [value]
         self.put(f"{name}/{self.index}", value)
         wait_for(lambda: len(self.read(name)) == self.count)
-        found = self.read(name)
-        return [found[str(index)] for index in range(self.count)]
+        values = self.read(name)
+        return [values[str(index)] for index in range(self.count)]
 
-    def share(self, name: str, value: Any) -> Any:
-        """What the first process gives. All must call it with the same name, and a name is used once."""
+    def share(self, name: str, value: object) -> Any:
+        """Return the JSON value of the first process.
+
+        Collective: all processes must call it with the same name, and each name only once. The
+        first process does not block; the others block until it has called.
+
+        Args:
+            name: identifies this call.
+            value: the value to send; ignored except in the first process.
+        """
         if self.client is None:
             return value
         if self.is_first:
@@ -94,14 +168,34 @@ class ProcessGroup:
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = float("inf")) -> bool:
-    """Looks again and again, less often with time; whether it came true."""
-    pause, end = 0.001, time.monotonic() + seconds
+    """Poll until a condition is true.
+
+    The interval grows from 1 ms to 0.1 s.
+
+    Args:
+        condition: evaluated at least once.
+        seconds: how long to wait at most.
+
+    Returns:
+        Whether the condition became true in time.
+    """
+    pause = 0.001
+    deadline = time.monotonic() + seconds
     while not condition():
-        if time.monotonic() > end:
+        if time.monotonic() > deadline:
             return False
         time.sleep(pause)
         pause = min(pause * 1.5, 0.1)
     return True
+
+
+class _Membership(NamedTuple):
+    """Which process of which group this is; the first three are None for a process alone."""
+
+    coordinator: str | None
+    num_processes: int | None
+    process_id: int | None
+    device_ids: Sequence[int] | None
 
 
 def start_group(
@@ -111,155 +205,220 @@ def start_group(
     *,
     bind: str | None = None,
 ) -> ProcessGroup:
-    """Joins the processes of this run, as told or as JAX recognizes the cluster; alone if there is neither. Before JAX looks for devices.
+    """Join the processes of this run, before JAX looks for devices.
 
-    The coordinator, which asks nobody who they are, listens on the address it is reached by and on no other, unless `bind` says where.
+    Without arguments JAX detects the cluster (Slurm, Open MPI, Kubernetes, Cloud TPU). If there is
+    none, the process runs alone. With several processes this blocks until all of them have joined.
+
+    Args:
+        coordinator: the address of process 0, as "host:port".
+        num_processes: the number of processes.
+        process_id: the index of this process, from 0.
+        bind: the address on which process 0 listens. By default the one under which the others
+            reach it and no other, because the coordinator does not authenticate anybody.
+
+    Returns:
+        The group of this process.
+
+    Raises:
+        ConfigError: if the arguments are incomplete or inconsistent.
+        LostError: if the processes do not find each other within `JOIN_TIMEOUT` seconds.
     """
-    given = {
+    member = _find_membership(coordinator, num_processes, process_id)
+    if member.coordinator is None or member.num_processes is None or member.process_id is None:
+        return ProcessGroup()
+    if member.num_processes == 1:
+        return ProcessGroup()
+    _join(member.coordinator, member.num_processes, member.process_id, member.device_ids, bind)
+    return current_group()
+
+
+def _find_membership(
+    coordinator: str | None, num_processes: int | None, process_id: int | None
+) -> _Membership:
+    """Return the arguments, or what JAX detects if there are none."""
+    options = {
         "--coordinator": coordinator,
         "--num-processes": num_processes,
         "--process-id": process_id,
     }
-    missing = [name for name, value in given.items() if value is None]
-    devices: Any = None
-    if len(missing) == 3:
-        coordinator, num_processes, process_id, devices = _recognize()
-        if os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").partition("(")[0] == "1":
-            devices = None  # one task has all devices of its machine; JAX would give it the first
-    elif missing:
-        raise ConfigError(
-            f"{', '.join(missing)} must be given, too: each process of a run is told all three."
+    missing = [name for name, value in options.items() if value is None]
+    if not missing:
+        return _Membership(coordinator, num_processes, process_id, None)
+    if len(missing) < len(options):
+        raise ConfigError(f"{', '.join(missing)} must be set too: each process needs all three.")
+    detected = _detect_cluster()
+    # With one task per node, that task has all devices of its node. JAX would use only the first.
+    if os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").partition("(")[0] == "1":
+        return detected._replace(device_ids=None)
+    return detected
+
+
+def _detect_cluster() -> _Membership:
+    """Return what JAX finds in the environment; all fields are None without a cluster."""
+    is_pod = "KUBERNETES_SERVICE_HOST" in os.environ
+    known_variables = {"JOB_COMPLETION_INDEX", "TPU_WORKER_HOSTNAMES", "SLURM_PROCID"}
+    if is_pod and not known_variables & os.environ.keys():
+        # A single pod. JAX would query the Kubernetes API, and fail without permission.
+        return _Membership(None, None, None, None)
+    try:
+        detected = ClusterEnv.auto_detect_unset_distributed_params(
+            None, None, None, None, None, JOIN_TIMEOUT
         )
-    if coordinator is None or num_processes is None or process_id is None or num_processes == 1:
-        return ProcessGroup()
+    except Exception as error:
+        raise ConfigError(
+            f"JAX cannot detect the cluster: {_first_line(error)}. "
+            "Set --coordinator, --num-processes and --process-id."
+        ) from error
+    return _Membership(*detected)
+
+
+def _join(
+    coordinator: str,
+    num_processes: int,
+    process_id: int,
+    device_ids: Sequence[int] | None,
+    bind: str | None,
+) -> None:
+    """Start JAX's distributed runtime in this process."""
     host, port = split_address(coordinator)
     if not 0 <= process_id < num_processes:
         raise ConfigError(
-            f"--process-id {process_id} of {num_processes} processes; they count from 0 to {num_processes - 1}."
+            f"--process-id {process_id} is invalid with --num-processes {num_processes}: "
+            f"indices run from 0 to {num_processes - 1}."
         )
     filter_native_output()
-    jax.config.update(
-        "jax_enable_recoverability", True
-    )  # a lost process is ours to tell; JAX would abort all others
-    jax.config.update("jax_enable_preemption_service", False)  # signals are ours, too
+    # `Watch` reports a lost process. Without this option JAX would abort all others.
+    jax.config.update("jax_enable_recoverability", True)
+    # `stop_on_signals` handles signals.
+    jax.config.update("jax_enable_preemption_service", False)
     address = _own_address(host, port)
     _use_gloo_on(address)
-    failed = f"process {process_id} of {num_processes} cannot join the others at {coordinator}"
-    advice = "Is process 0 started there, on a port that is free, and does --num-processes agree?"
 
-    def never_met() -> None:
-        """JAX aborts a process that the others do not join in time, from C++."""
-        last_words(f"{failed}: they have not met in {JOINING} s. {advice}")
-        os._exit(LostError.exit_code)
+    def failure(fact: str) -> str:
+        return (
+            f"process {process_id} of {num_processes} cannot join the others at {coordinator}: "
+            f"{fact}. Check that process 0 runs there, that its port is free, and that "
+            "--num-processes is the same everywhere."
+        )
 
-    on_abort(never_met)
+    def exit_unjoined() -> NoReturn:
+        print_last_words(failure(f"not all of them arrived within {JOIN_TIMEOUT} s"))
+        os._exit(int(LostError.exit_code))
+
+    # If the others do not join in time, JAX aborts this process from C++.
+    on_abort(exit_unjoined)
     try:
         jax.distributed.initialize(
             coordinator,
             num_processes,
             process_id,
-            local_device_ids=devices,
-            coordinator_bind_address=bind
-            or f"{_show(address)}:{port}",  # of process 0; the others do not listen
-            initialization_timeout=JOINING,
-            heartbeat_timeout_seconds=HEARTBEAT,
+            local_device_ids=device_ids,
+            # Only process 0 listens.
+            coordinator_bind_address=bind or f"{_bracketed(address)}:{port}",
+            initialization_timeout=JOIN_TIMEOUT,
+            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
             cluster_detection_method="deactivate",
         )
     except Exception as error:
-        fact = str(error).strip().split("\n")[0]
-        raise LostError(f"{failed}: {fact}. {advice}") from error
+        raise LostError(failure(_first_line(error))) from error
     signal.signal(signal.SIGABRT, signal.SIG_DFL)
-    atexit.register(_part)
-    return current_group()
+    atexit.register(_disconnect)
 
 
-def _part() -> None:
-    """At the end of Python: the first process, which coordinates, goes last, or JAX would abort the others."""
+def _disconnect() -> None:
+    """Leave the group when Python exits.
+
+    The first process hosts the coordinator and leaves last; otherwise JAX would abort the others.
+    """
     group = current_group()
     try:
         group.put(f"parted/{group.index}", None)
         if group.is_first:
-            wait_for(lambda: len(group.read("parted")) == group.count, HEARTBEAT)
-        else:
+            wait_for(lambda: len(group.read("parted")) == group.count, HEARTBEAT_TIMEOUT)
+        elif group.client is not None:
             group.client.shutdown()
     except Exception:
-        return  # there is nobody to tell
-
-
-def _recognize() -> tuple[Any, Any, Any, Any]:
-    """(coordinator, number of processes, this one, its devices) as JAX finds them in the environment; all None if there is no cluster."""
-    is_pod = "KUBERNETES_SERVICE_HOST" in os.environ
-    if (
-        is_pod
-        and not {"JOB_COMPLETION_INDEX", "TPU_WORKER_HOSTNAMES", "SLURM_PROCID"} & os.environ.keys()
-    ):
-        return (
-            None,
-            None,
-            None,
-            None,
-        )  # a pod of its own; JAX would ask Kubernetes, and fail without the right to
-    try:
-        return ClusterEnv.auto_detect_unset_distributed_params(
-            None, None, None, None, None, JOINING
-        )
-    except Exception as error:
-        fact = str(error).strip().split("\n")[0]
-        raise ConfigError(
-            f"the cluster is not understood: {fact}. Say it by --coordinator, --num-processes and --process-id."
-        ) from error
+        # The coordinator is gone, so there is nobody to wait for.
+        return
 
 
 def current_group() -> ProcessGroup:
-    """The group that JAX's distributed runtime has been started for, by `start_group` or by the user."""
+    """Return the group that JAX's distributed runtime was started for.
+
+    Works for groups that `start_group` or the user started. Collective: with several processes it
+    blocks until all of them have called it once. Later calls return at once.
+    """
     state = distributed.global_state
     if state.client is None or state.num_processes == 1:
         return ProcessGroup()
     group = ProcessGroup(
         state.process_id, state.num_processes, state.client, state.coordinator_address or ""
     )
-    found = [tuple(one) for one in group.union("machines", [socket.gethostname(), boot_id()])]
-    machines = list(dict.fromkeys(found))
-    return replace(
-        group,
-        hosts=tuple(name for name, _ in found),
-        machines=tuple(machines.index(one) for one in found),
-    )
+    # A host name alone does not identify a machine.
+    identities = group.union("machines", [socket.gethostname(), boot_id()])
+    hosts = [host for host, _ in identities]
+    distinct: list[list[str]] = []
+    for identity in identities:
+        if identity not in distinct:
+            distinct.append(identity)
+    machines = [distinct.index(identity) for identity in identities]
+    return replace(group, hosts=tuple(hosts), machines=tuple(machines))
 
 
 def split_address(address: str) -> tuple[str, int]:
+    """Return the host and the port of "host:port".
+
+    Raises:
+        ConfigError: if the address has another form.
+
+    Example:
+        >>> split_address("[::1]:6789")
+        ('::1', 6789)
+    """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ConfigError(
-            f"--coordinator '{address}': write it as host:port, such as 10.0.0.1:6789."
+            f"--coordinator '{address}' is invalid: use host:port, for example 10.0.0.1:6789."
         )
     return host.strip("[]"), int(port)
 
 
 def _own_address(host: str, port: int) -> str:
-    """The address of this machine on the way to the coordinator. Nothing is sent for it; the name may come up while others still start."""
-    end = time.monotonic() + JOINING
+    """Return the address of this machine on the route to the coordinator.
+
+    Connecting a datagram socket sends nothing. The host name may become known only after some
+    time, while other machines are still starting.
+    """
+    deadline = time.monotonic() + JOIN_TIMEOUT
     while True:
         try:
-            family, kind, protocol, _, address = socket.getaddrinfo(
-                host, port, type=socket.SOCK_DGRAM
-            )[0]
+            candidates = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+            family, kind, protocol, _, address = candidates[0]
             with socket.socket(family, kind, protocol) as probe:
                 probe.connect(address)
                 return str(probe.getsockname()[0])
         except OSError as error:
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 raise LostError(
-                    f"the coordinator {host}:{port} cannot be found from here: {error}."
+                    f"the coordinator {host}:{port} cannot be reached from this machine: {error}."
                 ) from error
             time.sleep(1.0)
 
 
-def _show(address: str) -> str:
+def _bracketed(address: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 
 def _use_gloo_on(address: str) -> None:
-    """XLA's exchange between CPUs listens where the name of this machine leads, which is often elsewhere; JAX has no option for it."""
+    """Make XLA's collectives between CPUs listen on this address.
+
+    By default they listen where the host name of this machine resolves to, which is often another
+    interface. JAX has no option for it.
+    """
     make = _jax.make_gloo_tcp_collectives
     _jax.make_gloo_tcp_collectives = partial(getattr(make, "func", make), hostname=address)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

@@ -1,4 +1,9 @@
-"""SIGINT and SIGTERM ask a run to stop; they never break into it."""
+"""SIGINT and SIGTERM ask a run to stop; they never interrupt it in the middle of something.
+
+Python runs signal handlers between bytecodes, and a compilation can take minutes without one. A
+wake-up descriptor and a thread therefore receive signals at once. Before the first step there is
+nothing to lose, and the process ends. Later the training loop is asked to save and stop.
+"""
 
 import ctypes
 import os
@@ -8,90 +13,107 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from types import FrameType
+from typing import TypeAlias
 
-EXIT_STOPPED = 75  # EX_TEMPFAIL: a scheduler must not take an unfinished run for a finished one
+from shardwise.errors import Stopped
+
+# EX_TEMPFAIL: a scheduler must not mistake an unfinished run for a finished one.
+EXIT_STOPPED = Stopped.exit_code
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 
 
 @dataclass
 class Stop:
-    """Whether a signal came. The first one asks; the second ends, the process if it is ours (`may_exit`), else by the usual handler."""
+    """Whether a signal has asked this run to stop.
+
+    The first signal is a request. The second ends the process if `may_exit` is set; otherwise it
+    goes to the handler that was installed before.
+
+    Attributes:
+        may_exit: the process exists for this run alone, so a signal may end it.
+        requested: a signal has arrived.
+        at_once: there is nothing to lose, so the first signal may end the process.
+        before_exit: called, in order, before a signal ends the process.
+        last_words: printed when a signal ends the process while `at_once` is set.
+    """
 
     may_exit: bool = False
     requested: bool = False
-    at_once: bool = (
-        False  # there is nothing to lose yet, or no more: the first signal may end the process
-    )
-    before_exit: list[Callable[[], None]] = field(
-        default_factory=list
-    )  # done before ending at once
+    at_once: bool = False
+    before_exit: list[Callable[[], None]] = field(default_factory=list)
     last_words: str = "stopped by a signal before the first step; the same command starts it again."
 
     def take(self, number: int) -> None:
+        """Handle a signal. Any thread may call this; it may not return."""
         if self.may_exit and (self.at_once or self.requested):
-            text = (
-                self.last_words
-                if self.at_once
-                else "stopped at once by a second signal; what was saved before is unharmed."
-            )
+            if self.at_once:
+                text = self.last_words
+                code = int(EXIT_STOPPED)
+            else:
+                text = "stopped at once by a second signal; earlier checkpoints are intact."
+                code = 128 + number
             for action in self.before_exit:
                 action()
-            last_words(text)
-            os._exit(EXIT_STOPPED if self.at_once else 128 + number)
+            print_last_words(text)
+            os._exit(code)
         self.requested = True
 
 
-def last_words(text: str) -> None:
-    """Before the process ends at once, from whatever thread."""
+def print_last_words(text: str) -> None:
+    """Print a final line to stderr, from any thread, right before the process exits."""
     if not text:
         return
+    # A progress bar may have hidden the cursor of the terminal.
     show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""
     os.write(sys.stderr.fileno(), f"{show_cursor}\nshardwise: {text}\n".encode())
 
 
-_KEPT: list[Any] = []  # C holds a pointer to it
+# C holds pointers to these callbacks, so they must not be garbage-collected. The previous one is
+# kept too, because another thread may be running it.
+_ABORT_CALLBACKS: list[object] = []
 
 
 def on_abort(answer: Callable[[], None]) -> None:
-    """From now on calls `answer` when C++ code aborts this process, from whatever thread; if that returns, the process dies as it would."""
-    _KEPT[:] = [*_KEPT[-1:], ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: answer())]
-    ctypes.CDLL(None).signal(signal.SIGABRT, _KEPT[-1])
+    """Call `answer` when C++ code aborts this process.
+
+    Args:
+        answer: called on the thread that aborts. If it returns, the process dies from SIGABRT.
+    """
+    callback = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: answer())
+    _ABORT_CALLBACKS[:] = [*_ABORT_CALLBACKS[-1:], callback]
+    ctypes.CDLL(None).signal(signal.SIGABRT, callback)
 
 
 @contextmanager
 def stop_on_signals(*, may_exit: bool = False) -> Iterator[Stop]:
-    """Within it signals are noted in the `Stop`. A thread of its own listens, so that a long compilation delays nothing.
+    """Record SIGINT and SIGTERM in a `Stop` for the duration of a `with` block.
 
-    may_exit: the process is there for this run alone, and may end at once as long as there is nothing to lose.
+    A separate thread listens, so that a long call into C delays nothing. Outside the main thread
+    the block changes nothing, because signals belong to whoever runs the main thread.
+
+    Args:
+        may_exit: the process exists for this run alone. It may end at once as long as there is
+            nothing to lose, and on a second signal.
+
+    Yields:
+        The `Stop` that the signals set.
     """
     stop = Stop(may_exit=may_exit, at_once=may_exit)
-    if threading.current_thread() is not threading.main_thread():  # signals are somebody else's
+    if threading.current_thread() is not threading.main_thread():
         yield stop
         return
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-    seen: list[int] = []
 
     def listen() -> None:
-        while numbers := os.read(reading, 1):
-            if numbers[0] in SIGNALS:
-                stop.take(numbers[0])
+        while data := os.read(reading, 1):
+            if data[0] in SIGNALS:
+                stop.take(data[0])
 
-    def handle(number: int, frame: Any) -> None:
-        """Runs when Python gets to it; the first time there is nothing left to do."""
-        seen.append(number)
-        usual = previous[number]
-        if len(seen) > 1 and not may_exit:
-            signal.signal(number, usual)
-            if callable(usual):
-                usual(number, frame)
-            else:
-                os.kill(os.getpid(), number)
-
-    previous: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
-    for number in SIGNALS:
-        signal.signal(number, handle)
+    previous = _install_handlers(may_exit)
     previous_fd = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     thread = threading.Thread(target=listen, name="shardwise-signals", daemon=True)
     thread.start()
@@ -99,22 +121,52 @@ def stop_on_signals(*, may_exit: bool = False) -> Iterator[Stop]:
         yield stop
     finally:
         signal.set_wakeup_fd(previous_fd)
-        for number in SIGNALS:
-            signal.signal(number, previous[number])
+        for number, handler in previous.items():
+            signal.signal(number, handler)
         os.close(writing)
         thread.join()
         os.close(reading)
 
 
+def _install_handlers(may_exit: bool) -> dict[int, Handler]:
+    """Install Python's side of the handlers, and return the previous ones.
+
+    The thread of `stop_on_signals` does the work. If the process is not ours, a second signal goes
+    to the previous handler, which is then active again.
+    """
+    previous: dict[int, Handler] = {number: signal.getsignal(number) for number in SIGNALS}
+    received: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if may_exit or len(received) == 1:
+            return
+        handler = previous[number]
+        signal.signal(number, handler)
+        if callable(handler):
+            handler(number, frame)
+        else:
+            os.kill(os.getpid(), number)
+
+    for number in SIGNALS:
+        signal.signal(number, handle)
+    return previous
+
+
 @contextmanager
 def noted_signals() -> Iterator[list[int]]:
-    """Within it signals do nothing but to be added to the list: for who looks after processes, and passes them on."""
-    heard: list[int] = []
-    usual = {
-        number: signal.signal(number, lambda number, _: heard.append(number)) for number in SIGNALS
+    """Collect SIGINT and SIGTERM in a list, for a parent that passes them on to its children.
+
+    Yields:
+        The list of signal numbers, which grows with every signal.
+    """
+    received: list[int] = []
+    previous = {
+        number: signal.signal(number, lambda number, _: received.append(number))
+        for number in SIGNALS
     }
     try:
-        yield heard
+        yield received
     finally:
-        for number, handler in usual.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)

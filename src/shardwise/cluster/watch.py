@@ -18,8 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from shardwise.cluster.group import HEARTBEAT, ProcessGroup, split_address, wait_for
-from shardwise.cluster.signals import Stop, last_words, on_abort
+from shardwise.cluster.group import HEARTBEAT_TIMEOUT as HEARTBEAT
+from shardwise.cluster.group import ProcessGroup, split_address, wait_for
+from shardwise.cluster.signals import Stop, on_abort, print_last_words
 from shardwise.errors import LostError, ShardwiseError, Stopped
 from shardwise.files.failpoints import fail_point
 
@@ -393,7 +394,7 @@ class Watch:
         """Ends this process now, whatever its other threads are at."""
         with self._lock:
             self.code = code
-            last_words(text)
+            print_last_words(text)
             if tell:
                 self.leave(code, lost=lost)
             os._exit(code)

@@ -46,12 +46,12 @@ class TrackedRun:
     """The description of a run that a tracker receives when the run starts.
 
     Attributes:
-      name: the name of the run directory.
-      directory: the run directory, as an absolute path.
-      config: arguments, mesh, versions and so on; every value can be written as JSON.
-      step: training continues after this step; 0 for a new run.
-      id: the value that `Tracker.start` returned for the first start of this run, or None if the
-        tracker has not seen the run yet.
+        name: the name of the run directory.
+        directory: the run directory, as an absolute path.
+        config: arguments, mesh, versions and so on; every value can be written as JSON.
+        step: training continues after this step; 0 for a new run.
+        id: the value that `Tracker.start` returned for the first start of this run, or None if the
+            tracker has not seen the run yet.
     """
 
     name: str
@@ -68,9 +68,9 @@ class Tracker(Protocol):
     of the run.
 
     Attributes:
-      name: identifies the tracker in `trackers.json` and in warnings.
-      rewinds: whether the tracker replaces records of steps after `TrackedRun.step` when a resumed
-        run logs these steps again. If False, a step that was logged once is not sent again.
+        name: identifies the tracker in `trackers.json` and in warnings.
+        rewinds: whether the tracker replaces records of steps after `TrackedRun.step` when a resumed
+            run logs these steps again. If False, a step that was logged once is not sent again.
     """
 
     name: str
@@ -95,10 +95,10 @@ def make_trackers(names: Sequence[str]) -> tuple[Tracker, ...]:
     The libraries are only looked up here; each is imported when the run starts.
 
     Args:
-      names: keys of `TRACKERS`.
+        names: keys of `TRACKERS`.
 
     Raises:
-      ConfigError: if the library of a tracker is not installed.
+        ConfigError: if the library of a tracker is not installed.
     """
     unique = list(dict.fromkeys(names))
     missing = [name for name in unique if importlib.util.find_spec(name) is None]
@@ -120,10 +120,10 @@ class Tracking:
     Only `close` waits for the trackers, and only for a limited time.
 
     Args:
-      trackers: the trackers of the run.
-      run: the description of the run.
-      seen: the last step that an earlier start of the run has sent to trackers.
-      warn: prints a warning; also called from the threads of the trackers.
+        trackers: the trackers of the run.
+        run: the description of the run.
+        seen: the last step that an earlier start of the run has sent to trackers.
+        warn: prints a warning; also called from the threads of the trackers.
     """
 
     def __init__(self, trackers: Sequence[Tracker], run: TrackedRun, seen: int, warn: Warn):

@@ -18,12 +18,12 @@ class MLflow:
     """Logs to MLflow, in the store that its own settings name.
 
     Args:
-      tracking_uri: the store; `MLFLOW_TRACKING_URI` if None, and without that a database in the
-        working directory.
-      experiment: the experiment; `MLFLOW_EXPERIMENT_NAME` or "shardwise" if None.
+        tracking_uri: the store; `MLFLOW_TRACKING_URI` if None, and without that a database in the
+            working directory.
+        experiment: the experiment; `MLFLOW_EXPERIMENT_NAME` or "shardwise" if None.
 
     Example:
-      run = Run(..., trackers=(MLflow("sqlite:///mlflow.db"),))
+        run = Run(..., trackers=(MLflow("sqlite:///mlflow.db"),))
     """
 
     name = "mlflow"

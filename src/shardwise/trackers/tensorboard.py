@@ -12,10 +12,10 @@ class TensorBoard:
     """Writes event files for TensorBoard.
 
     Args:
-      directory: where to write; `RUN/tensorboard` if None.
+        directory: where to write; `RUN/tensorboard` if None.
 
     Example:
-      run = Run(..., trackers=(TensorBoard(),))
+        run = Run(..., trackers=(TensorBoard(),))
     """
 
     name = "tensorboard"

@@ -10,11 +10,11 @@ class Trackio:
     """Logs to Trackio, on this machine unless its own settings name a Space or a server.
 
     Args:
-      project: the project; "shardwise" if None.
-      **options: passed to `trackio.init`.
+        project: the project; "shardwise" if None.
+        **options: passed to `trackio.init`.
 
     Example:
-      run = Run(..., trackers=(Trackio(project="gpt"),))
+        run = Run(..., trackers=(Trackio(project="gpt"),))
     """
 
     name = "trackio"

@@ -14,11 +14,11 @@ class WandB:
     Without a login the run stays offline, unless `WANDB_MODE` or `mode` says otherwise.
 
     Args:
-      project: the project; `WANDB_PROJECT` or "shardwise" if None.
-      **options: passed to `wandb.init`, such as `entity` or `mode`.
+        project: the project; `WANDB_PROJECT` or "shardwise" if None.
+        **options: passed to `wandb.init`, such as `entity` or `mode`.
 
     Example:
-      run = Run(..., trackers=(WandB(project="gpt", entity="my-team"),))
+        run = Run(..., trackers=(WandB(project="gpt", entity="my-team"),))
     """
 
     name = "wandb"
