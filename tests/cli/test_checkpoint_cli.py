@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from shardwise import Checkpoints, Rules, TrainState, abstract_state, init_state, make_mesh, optim
 from shardwise.cli import main
-from shardwise.files.durable import write_manifest
+from shardwise.files.manifest import write_manifest
 
 
 class Net(nnx.Module):
@@ -157,8 +157,8 @@ def test_ls_lists_what_there_is_without_jax(run, tmp_path, shardwise):
     assert code == 0
     assert [(row["step"], row["state"]) for row in answer["steps"]] == [
         ("200", ""),
-        ("100.bad", "damaged, kept aside"),
-        ("300.tmp", "left over, not finished"),
+        ("100.bad", "damaged, set aside"),
+        ("300.tmp", "unfinished save"),
     ]
     assert answer["steps"][0]["metrics"] == {"step": 200, "loss": 1.5}
     assert answer["steps"][0]["bytes"] > 1000
@@ -179,7 +179,7 @@ def test_verify_names_the_damaged_files_and_exits_with_4(run, shardwise):
     code, answer, text = shardwise("verify", "a")
     assert code == 4
     assert [len(problems) for problems in answer["steps"].values()] == [2, 0]
-    assert f"{file.name} is not what was written" in text
+    assert f"{file.name} is damaged: its digest" in text
     assert "meta.json is missing" in text
     assert shardwise("verify", "a", "--step", 200)[0] == 0
     assert shardwise("verify", "a/checkpoints/100")[0] == 4
@@ -192,7 +192,7 @@ def test_verify_names_the_damaged_files_and_exits_with_4(run, shardwise):
         code, _, text = shardwise(*args)
         assert code == 4
         assert "is damaged" in text
-        assert f"{file.name} is not what was written" in text
+        assert f"{file.name} is damaged: its digest" in text
     assert not Path("x").exists()
 
 
@@ -201,7 +201,7 @@ def test_diff_of_equals_and_of_other_trees(run, state, tmp_path, shardwise):
     assert shardwise("diff", "a", "b")[0] == 0
     code, answer, text = shardwise("diff", "a", "b", "--step", 100)
     assert (code, answer["different"], answer["metadata"]) == (0, [], [])
-    assert "arrays are equal to the bit, 0 differ" in text
+    assert "arrays are bit-identical, 0 differ" in text
     other = {
         **state.params,
         "half": state.params["half"].astype(jnp.float32),
@@ -251,7 +251,7 @@ def test_a_shape_that_nothing_can_hold_is_refused_before_it_is_read(run, shardwi
     for args in (["show", "a", "--values"], ["diff", "a", "a"], ["export", "a", "--out", "x"]):
         code, _, text = shardwise(*args)
         assert code == 4
-        assert "'params/hidden/bias' is said to be float32[1000000000000000], 4.0 PB" in text
+        assert "'params/hidden/bias' claims to be float32[1000000000000000], 4.0 PB" in text
     assert not Path("x").exists()
 
 
@@ -294,12 +294,12 @@ def test_what_a_checkpoint_says_cannot_command_the_terminal(state, tmp_path, sha
             4,
             "cannot be written for transformers",
         ),
-        (["show", "nowhere"], 4, "nowhere is not there; give a run directory"),
-        (["show", "a", "--step", "3"], 4, "has no step 3; there are 100, 200"),
+        (["show", "nowhere"], 4, "nowhere does not exist. Pass a run directory"),
+        (["show", "a", "--step", "3"], 4, "has no step 3. Saved steps: 100, 200"),
         (
             ["show", "a/checkpoints/100", "--step", "200"],
             4,
-            "is one step already, and not step 200",
+            "is a single step, and not step 200",
         ),
         (["verify", "tests"], 4, "tests has no checkpoints"),
     ],

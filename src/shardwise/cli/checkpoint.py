@@ -1,12 +1,15 @@
-"""`shardwise checkpoint`: what there is, what is in it, whether it is whole, and its weights for other programs."""
+"""`shardwise checkpoint`: list, describe, compare, check and export saved steps.
+
+Everything runs on the CPU, whatever hardware wrote the checkpoint. Text that comes from a
+checkpoint is printed without control characters, because a checkpoint may be a stranger's.
+"""
 
 import argparse
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -26,189 +29,86 @@ from shardwise.checkpoint.reader import (
     read_json,
     saved_steps,
     show_leaf,
-    step_name,
     what_is_best,
 )
+from shardwise.cli.options import command_parser
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.files.manifest import verify_manifest
+from shardwise.text import Json
 
-Answer = dict[str, Any]
-
-HELP = """\
-TARGET is a run directory, its 'checkpoints', or one step in it: runs/a, runs/a --step 200, runs/a/checkpoints/200.
-Without a step, the newest is meant. All of it works on one CPU, whatever wrote the checkpoint.
-"""
-
-
-def main(args: list[str], options: argparse.Namespace) -> tuple[Answer, int]:
-    """Runs one command; returns what it found and the exit code."""
-    parser = _Parser(
-        prog="shardwise checkpoint",
-        description=HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    verbs = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-
-    def command(
-        call: Callable[..., tuple[Answer, int]], name: str, targets: int | None, text: str
-    ) -> argparse.ArgumentParser:
-        verb = verbs.add_parser(
-            name,
-            help=text,
-            description=f"{text}\n\n{HELP}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        verb.add_argument("target", type=Path, nargs=targets, metavar="TARGET")
-        verb.set_defaults(call=call)
-        return verb
-
-    ls = command(list_steps, "ls", None, "the steps of a run, with sizes and metrics")
-    ls.add_argument(
-        "--verify", action="store_true", help="also check every file against its digest"
-    )
-    show = command(show_step, "show", None, "what the run was, and every array of a step")
-    show.add_argument(
-        "--values",
-        action="store_true",
-        help="also the least, greatest and mean value of every array",
-    )
-    diff = command(
-        diff_steps,
-        "diff",
-        2,
-        "what differs between two steps, to the bit; exit code 1 if any array does",
-    )
-    verify = command(
-        verify_steps,
-        "verify",
-        None,
-        "every file of all steps, or of one, against its digest; exit code 4 if any is damaged",
-    )
-    export = command(
-        export_step,
-        "export",
-        None,
-        "the weights as safetensors, or as a GPT-2 or Llama for transformers",
-    )
-    export.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        help="the file, or with --format hf the directory, to write",
-    )
-    export.add_argument(
-        "--format",
-        choices=["safetensors", "hf", "gpt2"],
-        default="safetensors",
-        help="hf (gpt2 is the same): for transformers",
-    )
-    export.add_argument(
-        "--average", action="store_true", help="the averaged weights that the optimizer keeps"
-    )
-    export.add_argument(
-        "--base",
-        help="where the frozen weights are that a fine-tuned run was trained beside, if they were moved",
-    )
-    export.add_argument(
-        "--trained-only",
-        action="store_true",
-        help="without those, and without merging adapters into them",
-    )
-    export.add_argument(
-        "--vocab-size", type=int, help="hf: leave out the rows of the embedding from here on"
-    )
-    for verb in (show, diff, verify, export):
-        verb.add_argument(
-            "--step", type=step_name, help="this step of the run, or 'best', rather than the newest"
-        )
-    chosen = parser.parse_args(args)
-    return chosen.call(
-        chosen, Console(width=None if sys.stdout.isatty() else 160, markup=False, highlight=False)
-    )
+# Elements that are converted to float64 at a time, so that memory stays small.
+BLOCK = 2**20
+# Metrics that `ls` has columns for, at most.
+MAX_METRICS = 5
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise ConfigError(f"{self.prog}: {message}")
+def main(args: list[str], shared: argparse.Namespace) -> tuple[Json, int]:
+    """Run `shardwise checkpoint`; return what `--json` writes, and the exit code."""
+    options = command_parser("checkpoint").parse_args(args)
+    width = None if sys.stdout.isatty() else 160
+    console = Console(width=width, markup=False, highlight=False)
+    commands = {
+        "ls": list_steps,
+        "show": show_step,
+        "diff": diff_steps,
+        "verify": verify_steps,
+        "export": export_step,
+    }
+    return commands[options.command](options, console)
 
 
 # ls
 
 
-def list_steps(chosen: argparse.Namespace, console: Console) -> tuple[Answer, int]:
-    directory = find_checkpoints(chosen.target)
-    rows = [_row(directory / str(step), chosen.verify) for step in saved_steps(directory)]
-    if (best := best_step(directory)) is not None and len(rows) > 1:
-        row = next(row for row in rows if row["step"] == str(best))
-        row["best"] = what_is_best(directory)[0]
-        row["state"] = ", ".join(filter(None, [row["state"], f"best {row['best']}"]))
-    aside = [path for path in directory.iterdir() if path.is_dir() and not path.name.isdecimal()]
-    for path in sorted(aside):
-        state = (
-            "damaged, kept aside"
-            if ".bad" in path.name
-            else "left over, not finished"
-            if path.suffix == ".tmp"
-            else "no checkpoint"
-        )
-        rows.append(
-            {
-                "step": path.name,
-                "state": state,
-                "bytes": directory_bytes(path),
-                "time": path.stat().st_mtime,
-                "metrics": {},
-            }
-        )
-    names = list(
-        dict.fromkeys(
-            name
-            for row in rows
-            for name in row["metrics"]
-            if name == "loss" or name.startswith("eval_")
-        )
-    )[:5]
-    table = Table(
-        "step",
-        "size",
-        "saved",
-        "age",
-        *map(_plain, names),
-        "",
-        title=str(directory),
-        title_justify="left",
-    )
-    for row in rows:
-        metrics = [_show_number(row["metrics"].get(name)) for name in names]
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["time"]))
-        table.add_row(
-            _plain(row["step"]),
-            decimal(row["bytes"]),
-            when,
-            _age(time.time() - row["time"]),
-            *metrics,
-            _plain(row["state"]),
-        )
-    console.print(table)
-    return {"directory": str(directory), "steps": rows}, 0 if all(
-        "damaged:" not in row["state"] for row in rows
-    ) else 4
+def list_steps(options: argparse.Namespace, console: Console) -> tuple[Json, int]:
+    """Print a table of all saved steps of a run; exit code 4 if one is damaged."""
+    directory = find_checkpoints(options.target)
+    steps = [
+        _describe_step(directory / str(step), options.verify) for step in saved_steps(directory)
+    ]
+    best = best_step(directory)
+    if best is not None and len(steps) > 1:
+        entry = next(entry for entry in steps if entry["step"] == str(best))
+        entry["best"] = what_is_best(directory)[0]
+        entry["state"] = ", ".join(filter(None, [entry["state"], f"best {entry['best']}"]))
+    steps += [_describe_leftover(path) for path in sorted(directory.iterdir()) if _is_other(path)]
+    console.print(_steps_table(steps, str(directory)))
+    is_damaged = any("damaged:" in entry["state"] for entry in steps)
+    return {"directory": str(directory), "steps": steps}, 4 if is_damaged else 0
 
 
-def _row(path: Path, verify: bool) -> Answer:
+def _describe_step(path: Path, verify: bool) -> Json:
+    state = ""
+    metrics: object = {}
     try:
         metrics = read_json(path / "meta.json").get("metrics", {})
-        state = ""
     except CheckpointError as error:
-        metrics, state = {}, f"damaged: {error}"
+        state = f"damaged: {error}"
     if verify:
         problems = verify_manifest(path)
         state = f"damaged: {problems[0]}" if problems else "verified"
-    metrics = (
-        {name: value for name, value in metrics.items() if isinstance(value, int | float)}
-        if isinstance(metrics, dict)
-        else {}
-    )
+    numbers = {}
+    if isinstance(metrics, dict):
+        numbers = {name: value for name, value in metrics.items() if _is_number(value)}
+    return _entry(path, state, numbers)
+
+
+def _is_other(path: Path) -> bool:
+    return path.is_dir() and not path.name.isdecimal()
+
+
+def _describe_leftover(path: Path) -> Json:
+    """Describe a directory among the checkpoints that is not a saved step."""
+    if ".bad" in path.name:
+        state = "damaged, set aside"
+    elif path.suffix == ".tmp":
+        state = "unfinished save"
+    else:
+        state = "not a checkpoint"
+    return _entry(path, state, {})
+
+
+def _entry(path: Path, state: str, metrics: dict[str, float]) -> Json:
     return {
         "step": path.name,
         "state": state,
@@ -216,6 +116,31 @@ def _row(path: Path, verify: bool) -> Answer:
         "time": path.stat().st_mtime,
         "metrics": metrics,
     }
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
+
+
+def _steps_table(steps: Sequence[Json], title: str) -> Table:
+    names: list[str] = []
+    for entry in steps:
+        for name in entry["metrics"]:
+            is_shown = name == "loss" or name.startswith("eval_")
+            if is_shown and name not in names and len(names) < MAX_METRICS:
+                names.append(name)
+    columns = ["step", "size", "saved", "age", *map(_printable, names), ""]
+    table = Table(*columns, title=title, title_justify="left")
+    for entry in steps:
+        table.add_row(
+            _printable(entry["step"]),
+            decimal(entry["bytes"]),
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry["time"])),
+            _age(time.time() - entry["time"]),
+            *(_show_value(entry["metrics"].get(name)) for name in names),
+            _printable(entry["state"]),
+        )
+    return table
 
 
 def _age(seconds: float) -> str:
@@ -228,210 +153,244 @@ def _age(seconds: float) -> str:
 # verify
 
 
-def verify_steps(chosen: argparse.Namespace, console: Console) -> tuple[Answer, int]:
-    if chosen.step is not None or is_step(chosen.target):
-        steps = [find_step(chosen.target, chosen.step)]
+def verify_steps(options: argparse.Namespace, console: Console) -> tuple[Json, int]:
+    """Check the files of one step or of all steps; exit code 4 if any is damaged."""
+    if options.step is not None or is_step(options.target):
+        paths = [find_step(options.target, options.step)]
     else:
-        directory = find_checkpoints(chosen.target)
-        steps = [directory / str(step) for step in saved_steps(directory)]
-    found: dict[str, list[str]] = {}
-    for path in steps:
+        directory = find_checkpoints(options.target)
+        paths = [directory / str(step) for step in saved_steps(directory)]
+    problems: dict[str, list[str]] = {}
+    for path in paths:
         size = decimal(directory_bytes(path))
         with console.status(f"reading {size} of {path}"):
-            problems = found[str(path)] = verify_manifest(path)
-        _say(
-            console,
-            f"{path}: damaged" if problems else f"{path}: whole, {size}",
-            *(f"  {problem}" for problem in problems),
-        )
-    if not steps:
-        _say(console, f"{chosen.target} has no checkpoints yet")
-    return {"steps": found}, 4 if any(found.values()) else 0
+            damage = problems[str(path)] = verify_manifest(path)
+        verdict = "damaged" if damage else f"complete, {size}"
+        _print(console, f"{path}: {verdict}", *(f"  {problem}" for problem in damage))
+    if not paths:
+        _print(console, f"{options.target} has no checkpoints yet")
+    return {"steps": problems}, 4 if any(problems.values()) else 0
 
 
 # show
 
 
-def show_step(chosen: argparse.Namespace, console: Console) -> tuple[Answer, int]:
-    saved = _open(find_step(chosen.target, chosen.step), console)
-    _say(
-        console,
-        f"{saved.directory}: {decimal(directory_bytes(saved.directory))}, every file as it was written",
-    )
-    console.print(_description(saved.metadata))
-    values = _statistics(saved) if chosen.values else {}
-    numbers = ("min", "max", "mean", "std", "not_finite") if values else ()
-    table = Table("path", "array", "bytes", *numbers, title="arrays", title_justify="left")
-    rows: list[Answer] = [
+def show_step(options: argparse.Namespace, console: Console) -> tuple[Json, int]:
+    """Print what the run was, and every array of a step."""
+    saved = _open(find_step(options.target, options.step), console)
+    size = decimal(directory_bytes(saved.directory))
+    _print(console, f"{saved.directory}: {size}, all files verified")
+    console.print(_description_table(saved.metadata))
+    statistics = _statistics(saved) if options.values else {}
+    leaves: list[Json] = [
         {
             "path": name,
-            "shape": list(leaf.shape),
-            "dtype": str(leaf.dtype),
-            "bytes": leaf_bytes(leaf),
-            **values.get(name, {}),
+            "shape": list(saved.leaves[name].shape),
+            "dtype": str(saved.leaves[name].dtype),
+            "bytes": leaf_bytes(saved.leaves[name]),
+            **statistics.get(name, {}),
         }
-        for name, leaf in sorted(saved.leaves.items(), key=lambda item: _parameters_first(item[0]))
+        for name in sorted(saved.leaves, key=_parameters_first)
     ]
-    totals: dict[str, dict[str, int]] = {}
-    for row in rows:
-        cells = (_show_number(row[number]) for number in numbers)
+    columns = ("min", "max", "mean", "std", "not_finite") if statistics else ()
+    table = Table("path", "array", "bytes", *columns, title="arrays", title_justify="left")
+    for leaf in leaves:
         table.add_row(
-            _plain(row["path"]), show_leaf(saved.leaves[row["path"]]), decimal(row["bytes"]), *cells
+            _printable(leaf["path"]),
+            show_leaf(saved.leaves[leaf["path"]]),
+            decimal(leaf["bytes"]),
+            *(_show_value(leaf[column]) for column in columns),
         )
-        total = totals.setdefault(
-            row["path"].partition("/")[0], {"arrays": 0, "elements": 0, "bytes": 0}
-        )
-        total["arrays"] += 1
-        total["elements"] += math.prod(row["shape"])
-        total["bytes"] += row["bytes"]
     console.print(table)
+    totals = _totals(leaves)
     for part, total in totals.items():
-        _say(
-            console,
-            f"{part}: {total['arrays']} arrays, {total['elements']:,} elements, {decimal(total['bytes'])}",
-        )
-    return {
+        elements = f"{total['elements']:,} elements"
+        _print(console, f"{part}: {total['arrays']} arrays, {elements}, {decimal(total['bytes'])}")
+    answer = {
         "directory": str(saved.directory),
         "metadata": saved.metadata,
         "totals": totals,
-        "leaves": rows,
-    }, 0
+        "leaves": leaves,
+    }
+    return answer, 0
 
 
-def _description(metadata: dict[str, Any]) -> Table:
+def _totals(leaves: Sequence[Json]) -> dict[str, dict[str, int]]:
+    """Sum up arrays, elements and bytes of the parameters, the optimizer state, and so on."""
+    totals: dict[str, dict[str, int]] = {}
+    for leaf in leaves:
+        part = leaf["path"].partition("/")[0]
+        total = totals.setdefault(part, {"arrays": 0, "elements": 0, "bytes": 0})
+        total["arrays"] += 1
+        total["elements"] += math.prod(leaf["shape"])
+        total["bytes"] += leaf["bytes"]
+    return totals
+
+
+def _description_table(metadata: Json) -> Table:
     table = Table("", "", show_header=False, title="the run", title_justify="left")
     for key, value in metadata.items():
-        pairs = value.items() if isinstance(value, dict) else [("", value)]
-        if key == "lr" and isinstance(value, dict):
-            pairs = [(group, _range(rates)) for group, rates in value.items()]
-        if key == "optimizer" and isinstance(value, dict):
-            texts = [str(text) for text in value.values()]
-            pairs = [
-                (f"{texts.count(text)} kinds of parameters:", text) for text in dict.fromkeys(texts)
-            ]
-        table.add_row(
-            _plain(key),
-            "\n".join(f"{_plain(name)} {_show_number(content)}".strip() for name, content in pairs),
-        )
+        lines = [
+            f"{_printable(name)} {_show_value(content)}".strip()
+            for name, content in _described_pairs(key, value)
+        ]
+        table.add_row(_printable(key), "\n".join(lines))
     return table
 
 
-def _range(rates: Any) -> str:
-    """A schedule, of which a checkpoint keeps samples, in a few words."""
+def _described_pairs(key: str, value: object) -> list[tuple[str, object]]:
+    """Return one entry of the metadata as lines of a name and a value."""
+    if not isinstance(value, dict):
+        return [("", value)]
+    if key == "lr":
+        return [(group, _schedule_range(rates)) for group, rates in value.items()]
+    if key == "optimizer":
+        # Many parameters have the same optimizer chain: show each chain once.
+        chains = [str(chain) for chain in value.values()]
+        unique = dict.fromkeys(chains)
+        return [(f"{chains.count(chain)} kinds of parameters:", chain) for chain in unique]
+    return list(value.items())
+
+
+def _schedule_range(rates: object) -> str:
+    """Summarize a schedule, of which a checkpoint keeps samples."""
     if not isinstance(rates, dict) or not rates:
         return str(rates)
-    numbers = [value for value in rates.values() if isinstance(value, int | float)]
-    return (
-        f"from {min(numbers):.3g} to {max(numbers):.3g} ({len(rates)} samples)"
-        if len(numbers) == len(rates)
-        else str(rates)
-    )
+    values = [value for value in rates.values() if _is_number(value)]
+    if len(values) != len(rates):
+        return str(rates)
+    return f"from {min(values):.3g} to {max(values):.3g} ({len(rates)} samples)"
 
 
 def _statistics(saved: SavedStep) -> dict[str, dict[str, float]]:
-    """Of the finite values of every leaf, and how many are not finite."""
-    found: dict[str, dict[str, float]] = {}
+    """Return min, max, mean and std of the finite values of every array, and how many are not."""
+    statistics: dict[str, dict[str, float]] = {}
     for group in in_groups({name: leaf_bytes(leaf) for name, leaf in saved.leaves.items()}):
         for name, array in saved.read(group).items():
-            finite = lambda array=array: (block[np.isfinite(block)] for block in _blocks(array))  # noqa: E731
-            count = sum(block.size for block in finite())
-            mean = sum(block.sum() for block in finite()) / count if count else np.nan
-            found[name] = {
-                "min": float(
-                    min((block.min() for block in finite() if block.size), default=np.nan)
-                ),
-                "max": float(
-                    max((block.max() for block in finite() if block.size), default=np.nan)
-                ),
-                "mean": float(mean),
-                "std": float(
-                    (sum(((block - mean) ** 2).sum() for block in finite()) / count) ** 0.5
-                )
-                if count
-                else np.nan,
-                "not_finite": array.size - count,
-            }
-    return found
+            statistics[name] = _array_statistics(array)
+    return statistics
+
+
+def _array_statistics(array: np.ndarray) -> dict[str, float]:
+    count, total = 0, 0.0
+    low, high = math.inf, -math.inf
+    for block in _finite_blocks(array):
+        count += block.size
+        total += block.sum()
+        low = min(low, block.min())
+        high = max(high, block.max())
+    if count == 0:
+        missing = math.nan
+        return {
+            "min": missing,
+            "max": missing,
+            "mean": missing,
+            "std": missing,
+            "not_finite": array.size,
+        }
+    mean = total / count
+    variance = sum(((block - mean) ** 2).sum() for block in _finite_blocks(array)) / count
+    return {
+        "min": float(low),
+        "max": float(high),
+        "mean": float(mean),
+        "std": float(variance**0.5),
+        "not_finite": array.size - count,
+    }
+
+
+def _finite_blocks(array: np.ndarray) -> Iterator[np.ndarray]:
+    for block in _blocks(array):
+        finite = block[np.isfinite(block)]
+        if finite.size:
+            yield finite
+
+
+def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
+    flat = array.reshape(-1)
+    for start in range(0, flat.size, BLOCK):
+        yield flat[start : start + BLOCK].astype(np.float64)
 
 
 # diff
 
 
-def diff_steps(chosen: argparse.Namespace, console: Console) -> tuple[Answer, int]:
+def diff_steps(options: argparse.Namespace, console: Console) -> tuple[Json, int]:
+    """Compare two steps bit for bit; exit code 1 if any array differs."""
     from shardwise.checkpoint.resume import compare
 
-    a, b = (_open(find_step(target, chosen.step), console) for target in chosen.target)
-    _say(console, f"A: {a.directory}", f"B: {b.directory}")
-    rows: list[Answer] = []
-    same = []
-    for name in sorted(a.leaves.keys() | b.leaves.keys(), key=_parameters_first):
-        texts = [show_leaf(saved.leaves[name]) if name in saved.leaves else "-" for saved in (a, b)]
-        if texts[0] != texts[1]:
-            rows.append({"path": name, "a": texts[0], "b": texts[1]})
-        else:
-            same.append(name)
-    equal = 0
-    for group in in_groups({name: leaf_bytes(a.leaves[name]) for name in same}):
-        first, second = a.read(group), b.read(group)
-        for name in group:
-            found = _difference(first[name], second[name])
-            equal += not found["elements"]
-            if found["elements"]:
-                rows.append(
-                    {
-                        "path": name,
-                        "a": show_leaf(a.leaves[name]),
-                        "b": show_leaf(b.leaves[name]),
-                        **found,
-                    }
-                )
-    table = Table(
-        "path",
-        "A",
-        "B",
-        "elements that differ",
-        "largest difference",
-        "relative",
-        title="arrays",
-        title_justify="left",
-    )
-    for row in rows:
-        numbers = (
-            [f"{row['elements']:,}", _show_number(row["absolute"]), _show_number(row["relative"])]
-            if "elements" in row
-            else []
-        )
-        table.add_row(_plain(row["path"]), row["a"], row["b"] if not numbers else "same", *numbers)
-    if rows:
+    a, b = (_open(find_step(target, options.step), console) for target in options.target)
+    _print(console, f"A: {a.directory}", f"B: {b.directory}")
+    different, equal = _compare_arrays(a, b)
+    if different:
+        console.print(_differences_table(different))
+    _print(console, f"{equal} arrays are bit-identical, {len(different)} differ")
+    changes = compare(a.metadata, b.metadata)
+    if changes:
+        table = Table("", "A", "B", title="descriptions of the runs", title_justify="left")
+        for change in changes:
+            table.add_row(
+                _printable(change.name), _show_value(change.saved), _show_value(change.now)
+            )
         console.print(table)
-    _say(console, f"{equal} arrays are equal to the bit, {len(rows)} differ")
-    described = compare(a.metadata, b.metadata)
-    notes = Table("", "A", "B", title="what the runs say of themselves", title_justify="left")
-    for difference in described:
-        notes.add_row(
-            _plain(difference.name), _show_number(difference.saved), _show_number(difference.now)
-        )
-    if described:
-        console.print(notes)
-    metadata = [
-        {"name": difference.name, "a": difference.saved, "b": difference.now}
-        for difference in described
-    ]
-    return {
+    answer = {
         "a": str(a.directory),
         "b": str(b.directory),
         "equal": equal,
-        "different": rows,
-        "metadata": metadata,
-    }, 1 if rows else 0
+        "different": different,
+        "metadata": [{"name": c.name, "a": c.saved, "b": c.now} for c in changes],
+    }
+    return answer, 1 if different else 0
 
 
-def _difference(a: Any, b: Any) -> dict[str, float]:
-    """How many elements have other bits, and by how much at most; infinite where one of two numbers is not finite."""
+def _compare_arrays(a: SavedStep, b: SavedStep) -> tuple[list[Json], int]:
+    """Return the arrays that differ, and how many are bit-identical."""
+    different: list[Json] = []
+    comparable = []
+    for name in sorted(a.leaves.keys() | b.leaves.keys(), key=_parameters_first):
+        # Shape and dtype, or "-" where a step does not have the array.
+        text_a, text_b = (
+            show_leaf(saved.leaves[name]) if name in saved.leaves else "-" for saved in (a, b)
+        )
+        if text_a == text_b:
+            comparable.append(name)
+        else:
+            different.append({"path": name, "a": text_a, "b": text_b})
+    equal = 0
+    for group in in_groups({name: leaf_bytes(a.leaves[name]) for name in comparable}):
+        arrays_a, arrays_b = a.read(group), b.read(group)
+        for name in group:
+            difference = _difference(arrays_a[name], arrays_b[name])
+            if not difference["elements"]:
+                equal += 1
+                continue
+            text = show_leaf(a.leaves[name])
+            different.append({"path": name, "a": text, "b": text, **difference})
+    return different, equal
+
+
+def _differences_table(different: Sequence[Json]) -> Table:
+    columns = ("path", "A", "B", "elements that differ", "largest difference", "relative")
+    table = Table(*columns, title="arrays", title_justify="left")
+    for entry in different:
+        path = _printable(entry["path"])
+        if "elements" in entry:
+            numbers = [_show_value(entry["absolute"]), _show_value(entry["relative"])]
+            table.add_row(path, entry["a"], "same", f"{entry['elements']:,}", *numbers)
+        else:
+            table.add_row(path, entry["a"], entry["b"])
+    return table
+
+
+def _difference(a: np.ndarray, b: np.ndarray) -> dict[str, float]:
+    """Return how many elements have different bits, and the largest difference.
+
+    The difference is infinite where only one of the two values is finite.
+    """
     elements, absolute, relative = 0, 0.0, 0.0
-    for x, y, same in zip(_blocks(a), _blocks(b), _same_bits(a, b), strict=True):
-        elements += int((~same).sum())
-        x, y = x[~same], y[~same]
+    for x, y, is_same in zip(_blocks(a), _blocks(b), _same_bits(a, b), strict=True):
+        elements += int((~is_same).sum())
+        x, y = x[~is_same], y[~is_same]
         with np.errstate(all="ignore"):
             gap = np.abs(x - y)
             scale = np.maximum(np.abs(x), np.abs(y))
@@ -441,55 +400,52 @@ def _difference(a: Any, b: Any) -> dict[str, float]:
     return {"elements": elements, "absolute": absolute, "relative": relative}
 
 
-BLOCK = 2**20  # elements that are converted at a time
-
-
-def _blocks(array: Any) -> Iterator[Any]:
-    flat = array.reshape(-1)
-    return (flat[start : start + BLOCK].astype(np.float64) for start in range(0, flat.size, BLOCK))
-
-
-def _same_bits(a: Any, b: Any) -> Iterator[Any]:
-    rows = [
+def _same_bits(a: np.ndarray, b: np.ndarray) -> Iterator[np.ndarray]:
+    bytes_a, bytes_b = (
         np.ascontiguousarray(array).reshape(-1).view(np.uint8).reshape(array.size, -1)
         for array in (a, b)
-    ]
-    return (
-        (rows[0][start : start + BLOCK] == rows[1][start : start + BLOCK]).all(1)
-        for start in range(0, a.size, BLOCK)
     )
+    for start in range(0, a.size, BLOCK):
+        yield (bytes_a[start : start + BLOCK] == bytes_b[start : start + BLOCK]).all(1)
 
 
 # export
 
 
-def export_step(chosen: argparse.Namespace, console: Console) -> tuple[Answer, int]:
-    if chosen.vocab_size is not None and chosen.format == "safetensors":
-        raise ConfigError("--vocab-size belongs to --format hf.")
-    if chosen.trained_only and (chosen.base is not None or chosen.format != "safetensors"):
-        raise ConfigError("--trained-only is without a --base, and for --format safetensors alone.")
+def export_step(options: argparse.Namespace, console: Console) -> tuple[Json, int]:
+    """Write the weights of a step as safetensors, or as a directory for transformers."""
+    if options.vocab_size is not None and options.format == "safetensors":
+        raise ConfigError("--vocab-size needs --format hf.")
+    if options.trained_only and (options.base is not None or options.format != "safetensors"):
+        raise ConfigError(
+            "--trained-only works with --format safetensors only, and without --base."
+        )
     from shardwise.weights.export import export_hf, export_plain
     from shardwise.weights.load import merged_step
 
-    found = _open(find_step(chosen.target, chosen.step), console)
-    saved = (
-        found if chosen.trained_only else merged_step(found, chosen.base, average=chosen.average)
-    )
-    average = chosen.average and saved is found  # those of adapters are merged already
-    with console.status(f"writing {chosen.out}"):
-        if chosen.format == "safetensors":
-            names = export_plain(saved, chosen.out, average=average)
+    saved = _open(find_step(options.target, options.step), console)
+    average = options.average
+    if not options.trained_only:
+        merged = merged_step(saved, options.base, average=average)
+        # The averages of adapters are merged already.
+        average = average and merged is saved
+        saved = merged
+    with console.status(f"writing {options.out}"):
+        if options.format == "safetensors":
+            names = export_plain(saved, options.out, average=average)
         else:
-            names = export_hf(saved, chosen.out, average=average, vocab_size=chosen.vocab_size)
-    size = chosen.out.stat().st_size if chosen.out.is_file() else directory_bytes(chosen.out)
-    _say(console, f"{len(names)} tensors of {saved.directory}, {decimal(size)}: {chosen.out}")
-    return {"out": str(chosen.out), "tensors": names, "digest": saved.digest}, 0
+            names = export_hf(saved, options.out, average=average, vocab_size=options.vocab_size)
+    is_file = options.out.is_file()
+    size = decimal(options.out.stat().st_size if is_file else directory_bytes(options.out))
+    _print(console, f"wrote {len(names)} tensors of {saved.directory}, {size}: {options.out}")
+    return {"out": str(options.out), "tensors": names, "digest": saved.digest}, 0
 
 
 def _open(path: Path, console: Console) -> SavedStep:
     import jax
 
-    jax.config.update("jax_platforms", "cpu")  # nothing here is worth an accelerator
+    # Nothing here needs an accelerator, and one may be busy with the run.
+    jax.config.update("jax_platforms", "cpu")
     with console.status(f"verifying {path}"):
         return open_step(path)
 
@@ -498,19 +454,19 @@ def _parameters_first(name: str) -> tuple[bool, str]:
     return not name.startswith("params/"), name
 
 
-def _say(console: Console, *lines: str) -> None:
-    console.print(*(_plain(line) for line in lines), sep="\n", soft_wrap=True)
+def _print(console: Console, *lines: str) -> None:
+    console.print(*(_printable(line) for line in lines), sep="\n", soft_wrap=True)
 
 
-def _show_number(value: Any) -> str:
-    return "-" if value is None else f"{value:.5g}" if isinstance(value, float) else _short(value)
-
-
-def _short(value: Any, length: int = 90) -> str:
-    text = _plain(str(value))
+def _show_value(value: object, length: int = 90) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.5g}"
+    text = _printable(str(value))
     return text if len(text) <= length else text[: length - 4] + " ..."
 
 
-def _plain(text: str) -> str:
-    """Without anything that a terminal would take for a command."""
+def _printable(text: str) -> str:
+    """Replace characters that a terminal would interpret as commands."""
     return "".join(character if character.isprintable() else "\ufffd" for character in text)

@@ -1,177 +1,90 @@
-"""`shardwise sample`: text from a trained or a published model, as it comes."""
+"""`shardwise sample`: generate text from a trained or published model, printed as it comes.
+
+A GPT or a Llama is recognized by its arrays or its config.json; nothing in RUN is executed. For any
+other model the user names its recipe, which is executed.
+"""
 
 import argparse
+import dataclasses
 import os
 import sys
 import time
 import unicodedata
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TextIO
 
-from shardwise.checkpoint.reader import step_name
-from shardwise.errors import CheckpointError, ConfigError, Parser, ShardwiseError
+from shardwise.cli.options import command_parser
+from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
+from shardwise.text import Json
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import numpy as np
+    from flax import nnx
     from rich.console import Console
 
+    from shardwise.checkpoint.reader import SavedStep
     from shardwise.data.tokenizers import Tokenizer
+    from shardwise.module import ModelFactory
+    from shardwise.sharding import Rules
 
-Answer = dict[str, Any]
-
-HELP = """\
-RUN is a run directory, one of its checkpoints, a directory as published on the Hugging Face Hub (config.json, safetensors,
-tokenizer.json), or hf:owner/name. A GPT or a Llama is known by its arrays; nothing in RUN is executed. For any other model
-name its recipe with --recipe, followed by the arguments of the recipe.
-"""
+# The exit code of a program that Ctrl-C ended.
+INTERRUPTED = 130
 
 
-def main(args: list[str], options: argparse.Namespace) -> tuple[Answer, int]:
-    """Writes the text to standard output; returns it with its tokens, and the exit code."""
-    parser = Parser(
-        prog="shardwise sample",
-        description=HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("run", metavar="RUN")
-    parser.add_argument(
-        "--prompt", required=True, help="the text to continue; - reads it from standard input"
-    )
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        default=200,
-        help="how many to add at most (200); the end of a text ends it earlier",
-    )
-    parser.add_argument(
-        "--temperature", type=float, default=0.8, help="0: always the likeliest token (0.8)"
-    )
-    parser.add_argument("--top-k", type=int, help="draw from the so many likeliest tokens only")
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        help="draw from the likeliest tokens only that together have this probability",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="another seed, another text (0)")
-    parser.add_argument("--num", type=int, default=1, help="so many texts at once (1)")
-    parser.add_argument(
-        "--step", type=step_name, help="this step of the run, or 'best', rather than the newest"
-    )
-    parser.add_argument(
-        "--average", action="store_true", help="the averaged weights that the optimizer keeps"
-    )
-    parser.add_argument(
-        "--tokenizer", help="the tokenizer.json, or 'bytes', where RUN does not tell"
-    )
-    parser.add_argument(
-        "--mesh",
-        help="such as model=2: cut the model over all devices; otherwise it is on the first",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=["float32", "bfloat16"],
-        help="of weights and arithmetic, rather than that of the weights",
-    )
-    parser.add_argument(
-        "--no-cache",
-        action="store_true",
-        help="compute all tokens again for each new one; the text is the same",
-    )
-    parser.add_argument(
-        "--recipe", help="file.py or file.py:function that gives the model; its file is run"
-    )
-    chosen, rest = parser.parse_known_args(args)
-    if rest and chosen.recipe is None:
+@dataclass(frozen=True)
+class Source:
+    """A model to sample from, before its weights are loaded.
+
+    Attributes:
+        path: the saved step, or the published files.
+        factory: builds the model.
+        tokenizer: turns text into its tokens and back.
+        is_published: whether these are published weights, not those of a run.
+        rules: sharding rules of the recipe, if there is one.
+        window: longest sequence to compute at once; None if the model knows its own limit.
+        vocab_size: number of tokens that the model knows; None if unknown.
+    """
+
+    path: Path
+    factory: "ModelFactory"
+    tokenizer: "Tokenizer"
+    is_published: bool
+    rules: "Rules | None" = None
+    window: int | None = None
+    vocab_size: int | None = None
+
+
+def main(args: list[str], shared: argparse.Namespace) -> tuple[Json, int]:
+    """Run `shardwise sample`; return what `--json` writes, and the exit code."""
+    options, recipe_args = command_parser("sample").parse_known_args(args)
+    if recipe_args and options.recipe is None:
+        unknown = " ".join(recipe_args)
         raise ConfigError(
-            f"shardwise sample: there is no argument {' '.join(rest)}; arguments of a recipe need --recipe."
+            f"shardwise sample: unknown argument {unknown}. Arguments of a recipe need --recipe."
         )
     for name in ("tokens", "num"):
-        if getattr(chosen, name) < 1:
-            raise ConfigError(f"--{name} {getattr(chosen, name)}: it must be at least 1.")
-    prompt = (
-        sys.stdin.buffer.read()
-        if chosen.prompt == "-"
-        else chosen.prompt.encode(errors="surrogateescape")
-    )
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name} {getattr(options, name)}: it must be at least 1.")
+    if options.prompt == "-":
+        prompt = sys.stdin.buffer.read()
+    else:
+        prompt = options.prompt.encode(errors="surrogateescape")
     from rich.console import Console
 
     console = Console(stderr=True, markup=False, highlight=False)
     with console.status("importing JAX"):
-        found = _find(chosen, rest, options)
-    return _write(found, prompt, chosen, console)
-
-
-@dataclass(frozen=True)
-class _Found:
-    """A model, and what its tokens mean."""
-
-    place: Path
-    factory: Callable[..., Any]
-    tokenizer: "Tokenizer"
-    published: bool
-    rules: Any = None
-    window: int | None = None
-    vocab_size: int | None = None  # rows of its table
-
-
-# Which model
-
-
-def _find(chosen: argparse.Namespace, rest: list[str], options: argparse.Namespace) -> _Found:
-    from shardwise.checkpoint.reader import find_step, read_json, read_step
-    from shardwise.mesh import use_cpu_devices
-    from shardwise.models.llama import LlamaConfig
-    from shardwise.weights.hf_config import config_from_hf, model_of
-    from shardwise.weights.hub import locate, weights_in
-
-    if options.cpu_devices is not None:
-        use_cpu_devices(options.cpu_devices)
-    place = locate(chosen.run)
-    published = bool(weights_in(place))
-    if published and (chosen.step is not None or chosen.average):
-        raise ConfigError(
-            f"{place} has neither steps nor averages; leave --step and --average out."
-        )
-    saved = (
-        None if published else read_step(find_step(place, chosen.step))
-    )  # its files are verified before any array is read
-    tokenizer = _tokenizer(chosen, place, saved)
-    if chosen.recipe is not None:
-        return _from_recipe(
-            chosen,
-            rest,
-            _Found(saved.directory if saved else place, lambda _: None, tokenizer, published),
-        )
-    try:
-        if saved is not None:
-            from shardwise.weights.export import config_of
-            from shardwise.weights.load import merged_step
-
-            config = config_of(merged_step(saved))
-        else:
-            folder = place if place.is_dir() else place.parent
-            config = config_from_hf(read_json(folder / "config.json"))
-    except ValueError as error:
-        remedy = f"Name the recipe of the run, which is then run: --recipe {_noted(saved)} [its arguments]."
-        raise CheckpointError(
-            f"{saved.directory if saved else place} cannot be sampled as it is: {error}. {remedy}"
-        ) from error
-    if isinstance(config, LlamaConfig) and chosen.dtype is not None:
-        config = replace(config, param_dtype=chosen.dtype)
-    factory = lambda rngs: model_of(config, rngs)  # noqa: E731
-    return _Found(
-        saved.directory if saved else place,
-        factory,
-        tokenizer,
-        published,
-        vocab_size=config.vocab_size,
-    )
+        source = _find_source(options, recipe_args, shared)
+    return _generate(source, prompt, options, console)
 
 
 def can_sample(run: Path) -> bool:
-    """Whether `shardwise sample RUN` needs nothing else: there is a checkpoint, of a model that is known by its arrays, of known tokens."""
+    """Return whether `shardwise sample RUN` works without further options.
+
+    It needs a checkpoint of a model that is recognized by its arrays, and a known tokenizer.
+    """
     from shardwise.checkpoint.reader import find_step, read_step
     from shardwise.weights.export import config_of
     from shardwise.weights.hub import tokenizer_of
@@ -185,62 +98,121 @@ def can_sample(run: Path) -> bool:
         return False
 
 
-def _noted(saved: Any) -> str:
-    """The recipe that a run says it had, to be shown; it is not looked at."""
-    recipe = saved.metadata.get("recipe") if saved is not None else None
-    return (
-        recipe
-        if isinstance(recipe, str) and recipe.isprintable() and len(recipe) < 200
-        else "FILE.py"
-    )
+# Which model
 
 
-def _from_recipe(chosen: argparse.Namespace, rest: list[str], found: _Found) -> _Found:
+def _find_source(
+    options: argparse.Namespace, recipe_args: list[str], shared: argparse.Namespace
+) -> Source:
+    from shardwise.checkpoint.reader import find_step, read_step
+    from shardwise.mesh import use_cpu_devices
+    from shardwise.weights.hub import locate, weights_in
+
+    if shared.cpu_devices is not None:
+        use_cpu_devices(shared.cpu_devices)
+    place = locate(options.run)
+    is_published = bool(weights_in(place))
+    if is_published and (options.step is not None or options.average):
+        raise ConfigError(f"{place} has neither steps nor averages. Drop --step and --average.")
+    # The files of a step are verified before any array is read.
+    saved = None if is_published else read_step(find_step(place, options.step))
+    path = place if saved is None else saved.directory
+    tokenizer = _find_tokenizer(options, place, saved)
+    if options.recipe is not None:
+        return _source_of_recipe(options, recipe_args, path, tokenizer, is_published)
+    return _source_of_files(options, place, saved, tokenizer)
+
+
+def _source_of_files(
+    options: argparse.Namespace, place: Path, saved: "SavedStep | None", tokenizer: "Tokenizer"
+) -> Source:
+    """Recognize the model by its arrays or its config.json."""
+    from shardwise.checkpoint.reader import read_json
+    from shardwise.weights.export import config_of
+    from shardwise.weights.hf_config import config_from_hf, model_of
+    from shardwise.weights.load import merged_step
+
+    path = place if saved is None else saved.directory
+    try:
+        if saved is not None:
+            config = config_of(merged_step(saved))
+        else:
+            config = config_from_hf(read_json(_folder(place) / "config.json"))
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path} cannot be sampled as it is: {error}. Name the recipe of the run, which is then"
+            f" executed: --recipe {_recorded_recipe(saved)} [its arguments]."
+        ) from error
+    has_param_dtype = any(field.name == "param_dtype" for field in dataclasses.fields(config))
+    if has_param_dtype and options.dtype is not None:
+        config = replace(config, param_dtype=options.dtype)
+
+    def factory(rngs: "nnx.Rngs") -> "nnx.Module":
+        return model_of(config, rngs)
+
+    return Source(path, factory, tokenizer, saved is None, vocab_size=config.vocab_size)
+
+
+def _source_of_recipe(
+    options: argparse.Namespace,
+    recipe_args: list[str],
+    path: Path,
+    tokenizer: "Tokenizer",
+    is_published: bool,
+) -> Source:
     from shardwise.recipe import bind_recipe, find_recipe, load_recipe, make_run
 
-    recipe = load_recipe(*find_recipe(chosen.recipe))
-    run = make_run(
-        recipe,
-        bind_recipe(recipe, rest, prog=f"shardwise sample {chosen.run} --recipe {chosen.recipe}"),
-    )
+    recipe = load_recipe(*find_recipe(options.recipe))
+    prog = f"shardwise sample {options.run} --recipe {options.recipe}"
+    run = make_run(recipe, bind_recipe(recipe, recipe_args, prog=prog))
     batch = run.data.example() if hasattr(run.data, "example") else {}
-    lengths = (
-        {leaf.shape[1] for leaf in batch.values() if leaf.ndim == 2}
-        if isinstance(batch, dict)
-        else set()
-    )
-    # Longer rows than those that it learned from may have no meaning to it. A model with a length of its own says so itself.
-    return replace(
-        found,
-        factory=run.model,
-        rules=run.rules,
-        window=lengths.pop() if len(lengths) == 1 else None,
-    )
+    lengths = set()
+    if isinstance(batch, dict):
+        lengths = {leaf.shape[1] for leaf in batch.values() if leaf.ndim == 2}
+    # The model may not work on longer sequences than those it was trained on. If it has a maximum
+    # length of its own, that is used instead.
+    window = lengths.pop() if len(lengths) == 1 else None
+    return Source(path, run.model, tokenizer, is_published, rules=run.rules, window=window)
 
 
-def _tokenizer(chosen: argparse.Namespace, place: Path, saved: Any) -> "Tokenizer":
+def _recorded_recipe(saved: "SavedStep | None") -> str:
+    """Return the recipe that a run recorded, for a message. It is not opened."""
+    recipe = saved.metadata.get("recipe") if saved is not None else None
+    is_safe = isinstance(recipe, str) and recipe.isprintable() and len(recipe) < 200
+    return str(recipe) if is_safe else "FILE.py"
+
+
+def _find_tokenizer(
+    options: argparse.Namespace, place: Path, saved: "SavedStep | None"
+) -> "Tokenizer":
     from shardwise.data.tokenizers import Bytes, FromFile
     from shardwise.weights.hub import tokenizer_of
 
-    if chosen.tokenizer is not None:
-        return Bytes() if chosen.tokenizer == "bytes" else FromFile(Path(chosen.tokenizer))
+    if options.tokenizer is not None:
+        return Bytes() if options.tokenizer == "bytes" else FromFile(Path(options.tokenizer))
     if saved is not None:
-        if (known := tokenizer_of(saved)) is None:
+        tokenizer = tokenizer_of(saved)
+        if tokenizer is None:
             raise ConfigError(
-                f"{saved.directory} does not tell what its tokens mean, or the tokenizer.json it names is neither in the run's directory "
-                "nor where its arguments lead. Say it: --tokenizer FILE, or --tokenizer bytes."
+                f"{saved.directory} does not say what its tokens mean, or the tokenizer.json that"
+                " it names is neither in the run directory nor where its arguments point. Use"
+                " --tokenizer FILE or --tokenizer bytes."
             )
-        return known
-    folder = place if place.is_dir() else place.parent
-    if not (folder / "tokenizer.json").is_file():
+        return tokenizer
+    file = _folder(place) / "tokenizer.json"
+    if not file.is_file():
         raise ConfigError(
-            f"{folder} has no tokenizer.json. Say where there is one: --tokenizer FILE, or --tokenizer bytes."
+            f"{file.parent} has no tokenizer.json. Use --tokenizer FILE or --tokenizer bytes."
         )
-    return FromFile(folder / "tokenizer.json")
+    return FromFile(file)
 
 
-def _load(found: _Found, chosen: argparse.Namespace) -> Any:
-    """The model, its weights where the mesh wants them."""
+def _folder(place: Path) -> Path:
+    return place if place.is_dir() else place.parent
+
+
+def _load_model(source: Source, options: argparse.Namespace) -> "nnx.Module":
+    """Build the model with its weights, sharded as the mesh asks for."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -252,13 +224,18 @@ def _load(found: _Found, chosen: argparse.Namespace) -> Any:
     from shardwise.weights.load import load_initial
 
     use_compilation_cache()
-    mesh = make_mesh("data=1", jax.devices()[:1]) if chosen.mesh is None else make_mesh(chosen.mesh)
-    spec = abstract_state(found.factory, optax.identity(), mesh, found.rules)
-    state, _ = load_initial(InitFrom(found.place, average=chosen.average, cast=True), spec, seed=0)
-    if chosen.dtype is not None:
-        cast = lambda leaf: (
-            leaf.astype(chosen.dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
-        )  # noqa: E731
+    if options.mesh is None:
+        mesh = make_mesh("data=1", jax.devices()[:1])
+    else:
+        mesh = make_mesh(options.mesh)
+    spec = abstract_state(source.factory, optax.identity(), mesh, source.rules)
+    init = InitFrom(source.path, average=options.average, cast=True)
+    state, _ = load_initial(init, spec, seed=0)
+
+    def cast(leaf: jax.Array) -> jax.Array:
+        return leaf.astype(options.dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    if options.dtype is not None:
         state = replace(state, params=jax.tree.map(cast, state.params))
     return spec.module(state)
 
@@ -266,121 +243,186 @@ def _load(found: _Found, chosen: argparse.Namespace) -> Any:
 # Text
 
 
-def _write(
-    found: _Found, prompt: bytes, chosen: argparse.Namespace, console: "Console"
-) -> tuple[Answer, int]:
+def _generate(
+    source: Source, prompt: bytes, options: argparse.Namespace, console: "Console"
+) -> tuple[Json, int]:
+    """Print the samples, the first one token by token."""
     import jax
 
     from shardwise.models.sampling import Sampling, stream
 
-    tokenizer = found.tokenizer
-    tokens = _encode(prompt, found)
+    tokenizer = source.tokenizer
+    tokens = _encode(prompt, source)
     try:
-        sampling = Sampling(chosen.temperature, chosen.top_k, chosen.top_p, tokenizer.vocab_size)
+        sampling = Sampling(options.temperature, options.top_k, options.top_p, tokenizer.vocab_size)
     except ValueError as error:
         raise ConfigError(f"shardwise sample: {error}.") from None
-    with console.status(f"reading {found.place}"):
-        model = _load(found, chosen)
-        limit = getattr(getattr(model, "config", None), "max_length", None)
-    following = stream(
+    with console.status(f"reading {source.path}"):
+        model = _load_model(source, options)
+    has_limit = getattr(getattr(model, "config", None), "max_length", None)
+    new_tokens = stream(
         model,
-        [tokens] * chosen.num,
-        chosen.tokens,
-        jax.random.key(chosen.seed),
+        [tokens] * options.num,
+        options.tokens,
+        jax.random.key(options.seed),
         sampling,
-        window=None if limit else found.window,
-        cached=not chosen.no_cache,
+        window=None if has_limit else source.window,
+        cached=not options.no_cache,
     )
-    end = tokenizer.end_token(None)
-    texts = [_Text(tokenizer, tokens, end) for _ in range(chosen.num)]
+    samples = [_Text(tokenizer, tokens, tokenizer.end_token(None)) for _ in range(options.num)]
     out = _Out(sys.stdout)
-    code, begun, first, count = 0, time.monotonic(), None, 0
+    timer = _Timer()
+    code = 0
     try:
-        for number, text in enumerate(texts):
-            if chosen.num > 1:
-                out.write(f"{'' if number == 0 else chr(10)}--- {number + 1} of {chosen.num}\n")
-            out.write(texts[0].shown if number == 0 else text.shown + text.text)
-            for new in following if number == 0 else ():
-                first = first or time.monotonic()
-                count += 1
-                parts = [one.push(int(token)) for one, token in zip(texts, new, strict=True)]
-                out.write(parts[0])
-                if all(one.ended for one in texts):
-                    break
-            if number == 0:
-                for one in texts:
-                    one.flush()
-                out.write(texts[0].rest)
-            out.write("" if (text.shown + text.text).endswith("\n") else "\n")
+        _print_samples(samples, new_tokens, out, timer)
     except KeyboardInterrupt:
         out.write("\n")
-        code = 130
+        code = INTERRUPTED
     except ValueError as error:
-        raise CheckpointError(f"{found.place}: {error}.") from error
-    except BrokenPipeError:  # whoever read it has seen enough
+        raise CheckpointError(f"{source.path}: {error}.") from error
+    except BrokenPipeError:
+        # The reader, for example `head`, has seen enough.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    now = time.monotonic()
-    rate = (
-        (count - 1) * chosen.num / (now - first)
-        if first is not None and count > 1 and now > first
-        else None
-    )
+    rate = timer.tokens_per_second(options.num)
     if sys.stderr.isatty():
         speed = f", {rate:,.0f} tokens/s" if rate else ""
-        print(
-            f"{count * chosen.num} tokens, the first after {(first or now) - begun:.1f} s{speed}",
-            file=sys.stderr,
-        )
-    answer: Answer = {
-        "source": str(found.place),
+        latency = f"first token after {timer.latency:.1f} s"
+        print(f"{timer.count * options.num} tokens, {latency}{speed}", file=sys.stderr)
+    answer: Json = {
+        "source": str(source.path),
         "prompt": tokenizer.decode(tokens),
         "prompt_tokens": tokens,
         "continuations": [
-            {"text": one.text, "tokens": one.tokens, "ended": one.ended} for one in texts
+            {"text": sample.text, "tokens": sample.tokens, "ended": sample.ended}
+            for sample in samples
         ],
         "tokens_per_second": rate,
     }
     return answer, code
 
 
-def _encode(prompt: bytes, found: _Found) -> list[int]:
-    """The tokens of the prompt; a published model gets those at the beginning, too, that its tokenizer adds."""
-    tokenizer = found.tokenizer
+def _print_samples(
+    samples: list["_Text"], new_tokens: "Iterable[np.ndarray]", out: "_Out", timer: "_Timer"
+) -> None:
+    """Print the first sample while all of them are generated, then the others."""
+    first = samples[0]
+    _print_heading(out, 0, len(samples))
+    out.write(first.shown)
+    for tokens in new_tokens:
+        timer.tick()
+        texts = [sample.push(int(t)) for sample, t in zip(samples, tokens, strict=True)]
+        out.write(texts[0])
+        if all(sample.ended for sample in samples):
+            break
+    for sample in samples:
+        sample.flush()
+    out.write(first.rest)
+    _end_line(out, first)
+    for number, sample in enumerate(samples[1:], 1):
+        _print_heading(out, number, len(samples))
+        out.write(sample.shown + sample.text)
+        _end_line(out, sample)
+
+
+def _print_heading(out: "_Out", number: int, count: int) -> None:
+    if count > 1:
+        gap = "" if number == 0 else "\n"
+        out.write(f"{gap}--- {number + 1} of {count}\n")
+
+
+def _end_line(out: "_Out", sample: "_Text") -> None:
+    if not (sample.shown + sample.text).endswith("\n"):
+        out.write("\n")
+
+
+class _Timer:
+    """Times the tokens of a generation; each tick is one token of every sample."""
+
+    def __init__(self) -> None:
+        self.started = time.monotonic()
+        self.first: float | None = None
+        self.last = self.started
+        self.count = 0
+
+    def tick(self) -> None:
+        self.last = time.monotonic()
+        self.first = self.first or self.last
+        self.count += 1
+
+    @property
+    def latency(self) -> float:
+        """Seconds until the first token."""
+        return (self.first or self.last) - self.started
+
+    def tokens_per_second(self, num_samples: int) -> float | None:
+        """Return the rate after the first token, whose time includes compilation."""
+        elapsed = time.monotonic() - self.first if self.first is not None else 0.0
+        if self.count < 2 or elapsed <= 0:
+            return None
+        return (self.count - 1) * num_samples / elapsed
+
+
+def _encode(prompt: bytes, source: Source) -> list[int]:
+    """Return the tokens of the prompt.
+
+    A published model also gets the special tokens that its tokenizer puts at the beginning.
+    """
+    tokenizer = source.tokenizer
     try:
-        tokens: list[int] = tokenizer.encode([prompt], special_tokens=found.published)[0].tolist()
+        encoded = tokenizer.encode([prompt], special_tokens=source.is_published)[0]
     except UnicodeDecodeError as error:
-        raise ConfigError(f"the prompt is no UTF-8 text: {error}.") from None
+        raise ConfigError(f"the prompt is not valid UTF-8: {error}.") from None
+    tokens: list[int] = encoded.tolist()
     if not tokens:
-        end = tokenizer.end_token(None)  # also what stands between two texts
+        # The end token also separates documents, so a new document can start after it.
+        end = tokenizer.end_token(None)
         if end is None:
             raise ConfigError(
-                "the prompt is empty, and the tokenizer has no token for the end of a text to begin with."
+                "the prompt is empty, and the tokenizer has no end token to start from."
+                " Give a --prompt with text."
             )
         tokens = [end]
-    if found.vocab_size is not None and max(tokens) >= found.vocab_size:
-        what = f"the prompt has token {max(tokens)}, and the model knows {found.vocab_size}"
-        raise ConfigError(f"{what}: '{tokenizer.name}' is not the tokenizer of {found.place}.")
+    if source.vocab_size is not None and max(tokens) >= source.vocab_size:
+        raise ConfigError(
+            f"the prompt has token {max(tokens)}, but the model knows {source.vocab_size} tokens:"
+            f" '{tokenizer.name}' is not the tokenizer of {source.path}."
+        )
     return tokens
 
 
 class _Text:
-    """Tokens as text that only grows: what ends in the middle of a character waits for the rest of it."""
+    """Tokens as text that only grows.
 
-    CONTEXT, WAIT = (
-        8,
-        4,
-    )  # tokens that are decoded again, for spaces between words; bytes of the longest character
+    Text that ends in the middle of a character is held back until the rest of the character comes.
+
+    Attributes:
+        shown: the prompt as text.
+        text: the continuation so far.
+        rest: the text that `flush` released.
+        tokens: the tokens of the continuation.
+        ended: whether the end token came.
+    """
+
+    # Tokens that are decoded again with each new one: spaces depend on the neighbors.
+    CONTEXT = 8
+    # Tokens after which text is released even if it ends in an incomplete character. The longest
+    # character has 4 bytes.
+    MAX_HELD = 4
 
     def __init__(self, tokenizer: "Tokenizer", prompt: list[int], end: int | None):
-        self.tokenizer, self.end = tokenizer, end
-        self.shown, self.text, self.rest = tokenizer.decode(prompt), "", ""
+        self.tokenizer = tokenizer
+        self.end = end
+        self.shown = tokenizer.decode(prompt)
+        self.text = ""
+        self.rest = ""
         self.tokens: list[int] = []
         self.ended = False
-        self._recent, self._waiting = prompt[-self.CONTEXT :], 0
-        self._told = tokenizer.decode(self._recent)
+        self._recent = prompt[-self.CONTEXT :]
+        self._held = 0
+        self._released = tokenizer.decode(self._recent)
 
     def push(self, token: int) -> str:
-        """What can be told now."""
+        """Add a token; return the text that can be printed now."""
         if self.ended:
             return ""
         self.tokens.append(token)
@@ -388,34 +430,39 @@ class _Text:
             self.ended = True
             return ""
         self._recent.append(token)
-        self._waiting += 1
+        self._held += 1
         text = self.tokenizer.decode(self._recent)
-        if text.endswith("\ufffd") and self._waiting < self.WAIT:
+        if text.endswith("\ufffd") and self._held < self.MAX_HELD:
             return ""
-        return self._tell(text)
+        return self._release(text)
 
     def flush(self) -> None:
-        self.rest = self._tell(self.tokenizer.decode(self._recent)) if self._waiting else ""
+        """Release the text that was held back, into `rest`."""
+        self.rest = self._release(self.tokenizer.decode(self._recent)) if self._held else ""
 
-    def _tell(self, text: str) -> str:
-        new = text[len(self._told) :]
+    def _release(self, text: str) -> str:
+        new = text[len(self._released) :]
         self.text += new
-        self._waiting = 0
+        self._held = 0
         self._recent = self._recent[-self.CONTEXT :]
-        self._told = self.tokenizer.decode(self._recent)
+        self._released = self.tokenizer.decode(self._recent)
         return new
 
 
 class _Out:
-    """Standard output, at once. A terminal gets nothing that it would take for a command."""
+    """Standard output without buffering. A terminal gets no control characters."""
 
-    def __init__(self, file: Any):
-        self.file, self.is_terminal = file, file.isatty()
+    def __init__(self, file: TextIO):
+        self.file = file
+        self.is_terminal = file.isatty()
 
     def write(self, text: str) -> None:
         if self.is_terminal:
-            text = "".join(
-                c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\ufffd" for c in text
-            )
+            text = "".join(map(_visible, text))
         self.file.write(text)
         self.file.flush()
+
+
+def _visible(character: str) -> str:
+    is_control = unicodedata.category(character) == "Cc" and character not in "\n\t"
+    return "\ufffd" if is_control else character

@@ -140,7 +140,8 @@ def _default_out(target: str, watch: "Watch") -> Path:
     """Return `runs/RECIPE-TIME`, the same for all processes."""
     recipe = Path(target.partition(":")[0]).stem
     started = os.environ.get("SHARDWISE_STARTED") or time.strftime("%Y%m%d-%H%M%S")
-    return Path("runs") / watch.group.share("out", f"{recipe}-{started}")
+    name = str(watch.group.share("out", f"{recipe}-{started}"))
+    return Path("runs") / name
 
 
 def _next_steps(target: str, recipe_args: list[str], shared: argparse.Namespace, run: "Run") -> str:
