@@ -19,7 +19,7 @@ import optax
 from shardwise import Batches, Mean, Run, Tokens, init_state, use_cpu_devices
 from shardwise.models.gpt import GPT, PRESETS, GPTConfig
 from shardwise.models.loss import cross_entropy
-from shardwise.plan.plan import plan_run
+from shardwise.plan.compile import plan_run
 from shardwise.run import prepare
 from shardwise.runtime import keep_freed_memory
 

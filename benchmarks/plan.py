@@ -58,7 +58,7 @@ def measure(arguments: dict) -> dict:
     from gpt2 import recipe
 
     from shardwise import init_state
-    from shardwise.plan.plan import plan_run
+    from shardwise.plan.compile import plan_run
     from shardwise.run import prepare
 
     run = recipe(steps=100, **arguments)

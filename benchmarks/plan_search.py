@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
 
 from gpt2 import recipe
 
-from shardwise.plan.plan import plan_run
+from shardwise.plan.compile import plan_run
 from shardwise.plan.search import Candidate, find_meshes, search
 from shardwise.plan.target import find_target
 

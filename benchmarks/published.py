@@ -231,7 +231,7 @@ CHOSEN = ["llama3.1-8b-v6e-8", "fuji-7b-4xv5e-256", "llama2-70b-v5p-512", "fuji-
 
 def estimate(config: Published) -> Any:
     """The plan of the configuration on its topology."""
-    from shardwise.plan.plan import plan_run
+    from shardwise.plan.compile import plan_run
     from shardwise.plan.target import find_target
     from shardwise.recipe import load_recipe, make_run
 

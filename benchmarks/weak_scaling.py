@@ -28,7 +28,8 @@ from gpt2 import recipe
 
 from shardwise.errors import ConfigError
 from shardwise.mesh import make_mesh, show_sizes
-from shardwise.plan.plan import Plan, plan_run
+from shardwise.plan.compile import plan_run
+from shardwise.plan.plan import Plan
 from shardwise.plan.roofline import HOP
 from shardwise.plan.target import Target, find_target
 

@@ -10,8 +10,8 @@ from selenium.webdriver import ActionChains, Keys
 from selenium.webdriver.common.by import By
 
 import shardwise.report.html
-from shardwise.plan.plan import Buffer, Memory, Plan, PlannedLeaf, Times, plan_run
-from shardwise.plan.roofline import Traffic
+from shardwise.plan.compile import plan_run
+from shardwise.plan.plan import Buffer, Memory, Plan, PlannedLeaf, Times, Traffic
 from shardwise.plan.target import find_target
 from shardwise.report.plan_page import plan_page
 from shardwise.text import NONE, TIMES

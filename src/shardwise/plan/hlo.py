@@ -1,16 +1,20 @@
-"""Reads the text of a compiled XLA program: what it computes, what it moves, and how often.
+"""Read the text of a compiled XLA program: what it computes, what it moves, and how often.
 
-Compilers print programs in one syntax, with differences: TPU programs write matrix products as convolutions and keep small
-arrays in on-chip memory, GPU programs call libraries, some results are named `%x#1` instead of by an instruction of their own.
-All of it is read here; the rest of shardwise sees `Program`.
+No API reports the trip count of a loop, the mesh axes of a collective or the bytes of a fusion, so
+they are read from the text. All compilers print the same syntax, with differences: TPU programs
+write matmuls as convolutions and keep small arrays in on-chip memory, GPU programs call libraries,
+and some results are named `%x#1` instead of by their own instruction. Only this module knows about
+them. The rest of shardwise sees `Program`.
 """
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeAlias
 
+# Bits of the dtypes whose name does not end in them.
 BITS = {
     "pred": 8,
     "token": 0,
@@ -30,19 +34,45 @@ COLLECTIVES = (
     "collective-permute",
     "ragged-all-to-all",
 )
+# Instructions that neither compute nor move anything.
 FREE = {
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id", "iota",
-    "opt-barrier", "add-dependency", "copy-done", "bitcast-convert", "reshape", "domain",
-}  # fmt: skip
-FUSIONS = (
-    "fusion",
-    "fusion-start",
-)  # the second goes on beside what follows, up to its fusion-done
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "after-all",
+    "partition-id",
+    "replica-id",
+    "iota",
+    "opt-barrier",
+    "add-dependency",
+    "copy-done",
+    "bitcast-convert",
+    "reshape",
+    "domain",
+}
+# A `fusion-start` runs in parallel with the instructions after it, until its `fusion-done`.
+FUSIONS = ("fusion", "fusion-start")
+SLICES = ("dynamic-slice", "slice", "gather")
+# Custom calls that only inform the compiler or reserve memory.
+FREE_CALL = re.compile(r'custom_call_target="(Allocate|AsyncCollective|Assume|Sharding|Pin)')
+# A custom call to one of these runs a Pallas kernel.
+KERNEL_TARGETS = ("tpu_custom_call", "triton", "mosaic")
+
+# Devices that communicate with each other, by number. () stands for all devices.
+Groups: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class Array:
-    """One array of a result. `on_chip`: it lives in memory beside the arithmetic units, not in the device's main memory."""
+    """One array of a result.
+
+    Attributes:
+        dtype: XLA's name of the dtype, such as "bf16".
+        dims: shape.
+        on_chip: whether the array is in on-chip memory instead of the device's main memory.
+    """
 
     dtype: str
     dims: tuple[int, ...]
@@ -50,195 +80,247 @@ class Array:
 
     @property
     def bytes(self) -> int:
+        """Size in bytes."""
         return math.prod(self.dims) * _bits(self.dtype) // 8
 
 
 @dataclass(frozen=True)
 class Op:
-    """One instruction."""
+    """One instruction.
+
+    Attributes:
+        name: its name, which is unique in the program.
+        opcode: what it does, such as "dot" or "all-gather-start".
+        arrays: arrays of its result, with tuples flattened.
+        operands: names of its operands. "x#1" is the second array of x.
+        attributes: the text after the operands.
+        is_root: whether it is the result of its computation.
+    """
 
     name: str
     opcode: str
-    arrays: tuple[Array, ...]  # of its result, tuples flattened
-    operands: tuple[str, ...]  # names; "x#1" is the second array of x
+    arrays: tuple[Array, ...]
+    operands: tuple[str, ...]
     attributes: str
     is_root: bool
 
     @property
     def op_name(self) -> str:
         """Where it comes from: "jit(step)/jvp()/dot_general", or the path of an argument."""
-        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
-        return found[1].replace("\\'", "'") if found else ""
+        match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        return match[1].replace("\\'", "'") if match else ""
 
     def called(self, key: str) -> str | None:
-        found = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
-        return found[1] if found else None
+        """Return the computation that an attribute such as `body` names, or None."""
+        match = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
+        return match[1] if match else None
 
 
 @dataclass(frozen=True)
 class Computation:
+    """A list of instructions: the entry of a program, the body of a loop, or a fusion.
+
+    Attributes:
+        name: its name.
+        ops: its instructions, in the order in which they run.
+    """
+
     name: str
-    ops: tuple[Op, ...]  # in the order in which they run
+    ops: tuple[Op, ...]
 
     @cached_property
     def by_name(self) -> dict[str, Op]:
+        """The instructions by name."""
         return {op.name: op for op in self.ops}
 
     @cached_property
     def root(self) -> Op:
+        """The instruction whose result is that of the computation."""
         return next((op for op in self.ops if op.is_root), self.ops[-1])
 
     @cached_property
     def users(self) -> dict[str, list[Op]]:
-        found: dict[str, list[Op]] = {}
+        """For each instruction, those that have it as an operand."""
+        users: dict[str, list[Op]] = {}
         for op in self.ops:
             for operand in op.operands:
-                found.setdefault(operand.partition("#")[0], []).append(op)
-        return found
+                users.setdefault(operand.partition("#")[0], []).append(op)
+        return users
 
     @cached_property
     def parameters(self) -> dict[int, Op]:
+        """The parameters of the computation, by number."""
         return {int(op.operands[0]): op for op in self.ops if op.opcode == "parameter"}
 
+    def source(self, operand: str) -> Op | None:
+        """Return the instruction that an operand names, or None if it is not here."""
+        return self.by_name.get(operand.partition("#")[0])
+
     def arrays(self, operand: str) -> tuple[Array, ...]:
-        name, _, index = operand.partition("#")
-        if name not in self.by_name:
+        """Return the arrays of an operand such as "x" or "x#1"."""
+        op = self.source(operand)
+        if op is None:
             return ()
-        found = self.by_name[name].arrays
-        return (found[int(index)],) if index and int(index) < len(found) else found
+        index = operand.partition("#")[2]
+        if index and int(index) < len(op.arrays):
+            return (op.arrays[int(index)],)
+        return op.arrays
+
+    def operand_arrays(self, op: Op) -> list[Array]:
+        """Return the arrays of all operands of an instruction."""
+        return [array for operand in op.operands for array in self.arrays(operand)]
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One exchange between devices: `groups` of devices that exchange with each other, by number; `bytes`: the whole array of one group."""
+    """One collective operation.
+
+    Attributes:
+        kind: one of `COLLECTIVES`.
+        bytes: bytes of the complete array of one group.
+        groups: devices that communicate with each other.
+        op_name: where it comes from.
+        channel: identifies it among the collectives of a computation.
+        across_slices: whether it connects TPU slices through their hosts. Such programs name no
+            groups.
+    """
 
     kind: str
     bytes: int
-    groups: tuple[tuple[int, ...], ...]
+    groups: Groups
     op_name: str
     channel: str
-    across_slices: bool = (
-        False  # between TPU slices, by way of their hosts; such programs name no groups
-    )
+    across_slices: bool = False
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one run of an instruction takes."""
+    """What one run of an instruction costs.
+
+    Attributes:
+        flops: floating point operations.
+        bytes: bytes to and from the device's main memory.
+        kernel: name of a custom kernel that XLA cannot look into, or "".
+        is_known: whether the FLOP of that kernel are known.
+        attends: number of keys that each query of a fused attention sees, or 0.
+    """
 
     flops: float = 0.0
-    bytes: float = 0.0  # to and from the device's main memory
-    kernel: str = ""  # of a call whose inside XLA cannot see
-    is_known: bool = True  # whether the arithmetic of the kernel is
-    attends: int = 0  # tokens that each token of a fused attention may see
+    bytes: float = 0.0
+    kernel: str = ""
+    is_known: bool = True
+    attends: int = 0
 
 
 @dataclass(frozen=True)
 class Program:
+    """A compiled program.
+
+    Attributes:
+        computations: its computations by name.
+        entry: the computation that runs first.
+        kernels: FLOP of one call of each custom kernel.
+    """
+
     computations: Mapping[str, Computation]
     entry: Computation
-    kernels: Mapping[str, float] = field(
-        default_factory=dict
-    )  # arithmetic of one call of each kernel that was written by hand
+    kernels: Mapping[str, float] = field(default_factory=dict)
 
     def work(self, computation: Computation, op: Op) -> Work:
-        """Of one run of an instruction that is neither a loop nor an exchange."""
+        """Return the work of an instruction that is neither a loop nor a collective."""
         if op.opcode in FREE or op.opcode.endswith("-done"):
             return Work()
         is_attention = op.opcode == "custom-call" and "__cudnn$fmha" in op.attributes
+        # The keys have shape (batch, keys, heads, head_dim).
         attends = computation.arrays(op.operands[1])[0].dims[1] if is_attention else 0
         kernel = _kernel(op)
-        is_known = not kernel or kernel in self.kernels
         return Work(
-            self._flops(computation, op), self._bytes(computation, op), kernel, is_known, attends
+            flops=self._flops(computation, op),
+            bytes=self._bytes(computation, op),
+            kernel=kernel,
+            is_known=not kernel or kernel in self.kernels,
+            attends=attends,
         )
 
     def trips(self, op: Op) -> int:
-        """How often the body of a loop runs."""
+        """Return how often the body of a loop runs.
+
+        If the compiler does not print it, this is the largest integer constant in the condition.
+        """
         known = re.search(r'known_trip_count[^0-9]*"?n"?[^0-9]*(\d+)', op.attributes)
         if known:
             return int(known[1])
         condition = self.computations[op.called("condition") or ""]
-        constants = [
-            int(found[1])
-            for found in (re.match(r"(\d+)$", c.operands[0]) for c in self._constants(condition))
-            if found
-        ]
-        return max(constants, default=1)
+        return max(self._integer_constants(condition), default=1)
 
-    def _constants(self, computation: Computation) -> Iterator[Op]:
+    def _integer_constants(self, computation: Computation) -> Iterator[int]:
         for op in computation.ops:
-            if (
-                op.opcode == "constant"
-                and op.operands
-                and op.arrays
-                and op.arrays[0].dims == ()
-                and op.arrays[0].dtype[0] in "su"
-            ):
-                yield op
+            if op.opcode == "constant" and op.operands and op.arrays:
+                is_integer = op.arrays[0].dims == () and op.arrays[0].dtype[0] in "su"
+                if is_integer and re.match(r"(\d+)$", op.operands[0]):
+                    yield int(op.operands[0])
             for inner in self.inner(op):
-                yield from self._constants(inner)
+                yield from self._integer_constants(inner)
 
     def inner(self, op: Op) -> Iterator[Computation]:
-        """What a fusion or a call consists of."""
-        for key in (
-            ("calls", "to_apply")
-            if op.opcode in (*FUSIONS, "call", "async-start", "custom-call")
-            else ()
-        ):
-            if (name := op.called(key)) is not None and name in self.computations:
+        """Yield the computations that a fusion or a call consists of."""
+        if op.opcode not in (*FUSIONS, "call", "async-start", "custom-call"):
+            return
+        for key in ("calls", "to_apply"):
+            name = op.called(key)
+            if name is not None and name in self.computations:
                 yield self.computations[name]
 
     def collective(self, op: Op, computation: Computation) -> Collective | None:
-        """The exchange that an instruction is, begins or contains; one that runs piecewise within others stands in each of them."""
-        kind = op.opcode.removesuffix("-start")
-        if kind in COLLECTIVES:
-            operands = sum(
-                array.bytes for operand in op.operands for array in computation.arrays(operand)
-            )
-            out = sum(array.bytes for array in op.arrays) - (
-                operands if op.opcode.endswith("-start") else 0
-            )
-            channel = re.search(r"channel_id=(\d+)", op.attributes)
-            return Collective(
-                kind,
-                max(operands, out),
-                _groups(op.attributes),
-                op.op_name,
-                channel[1] if channel else op.name,
-            )
-        if op.opcode in ("send", "recv") and (
-            kind := _attribute(op, "_xla_megascale_transfer_type")
-        ):
-            name = kind.lower().replace("_", "-")
-            return Collective(
-                name,
-                op.arrays[0].bytes,
-                (),
-                op.op_name,
-                _attribute(op, "_xla_host_transfer_rendezvous"),
-                True,
-            )
+        """Return the collective that an instruction is, starts or contains.
+
+        A TPU program may run one collective in pieces inside several fusions. All of them return
+        it.
+        """
+        if op.opcode.removesuffix("-start") in COLLECTIVES:
+            return self._plain_collective(op, computation)
+        if op.opcode in ("send", "recv"):
+            transfer = _attribute(op, "_xla_megascale_transfer_type")
+            if transfer:
+                return Collective(
+                    kind=transfer.lower().replace("_", "-"),
+                    bytes=op.arrays[0].bytes,
+                    groups=(),
+                    op_name=op.op_name,
+                    channel=_attribute(op, "_xla_host_transfer_rendezvous"),
+                    across_slices=True,
+                )
         for inner in self.inner(op):
             for other in inner.ops:
-                if (found := self.collective(other, inner)) is not None:
-                    cuts = (
-                        found.kind == "all-reduce" and "all-reduce-scatter" in inner.name
-                    )  # TPU's name for a reduce-scatter
-                    return replace(
-                        found,
-                        kind="reduce-scatter" if cuts else found.kind,
-                        op_name=found.op_name or op.op_name,
-                    )
+                collective = self.collective(other, inner)
+                if collective is not None:
+                    kind = collective.kind
+                    # TPU compilers write a reduce-scatter as a fusion of this name.
+                    if kind == "all-reduce" and "all-reduce-scatter" in inner.name:
+                        kind = "reduce-scatter"
+                    op_name = collective.op_name or op.op_name
+                    return replace(collective, kind=kind, op_name=op_name)
         return None
+
+    def _plain_collective(self, op: Op, computation: Computation) -> Collective:
+        is_start = op.opcode.endswith("-start")
+        operand_bytes = _total_bytes(computation.operand_arrays(op))
+        # The result of a `-start` instruction contains its operands.
+        result_bytes = _total_bytes(op.arrays) - (operand_bytes if is_start else 0)
+        channel = re.search(r"channel_id=(\d+)", op.attributes)
+        return Collective(
+            kind=op.opcode.removesuffix("-start"),
+            bytes=max(operand_bytes, result_bytes),
+            groups=_groups(op.attributes),
+            op_name=op.op_name,
+            channel=channel[1] if channel else op.name,
+        )
 
     def _flops(self, computation: Computation, op: Op) -> float:
         if op.opcode == "dot":
             left = computation.arrays(op.operands[0])[0]
             contracted = _numbers(r"lhs_contracting_dims=\{([\d,]*)\}", op.attributes)
-            return (
-                2.0 * math.prod(op.arrays[0].dims) * math.prod(left.dims[dim] for dim in contracted)
-            )
+            return _matmul_flops(op.arrays[0], left, contracted)
         if op.opcode == "convolution":
             return _convolution_flops(op, computation)
         if op.opcode == "custom-call":
@@ -246,312 +328,349 @@ class Program:
         return sum(self._flops(inner, other) for inner in self.inner(op) for other in inner.ops)
 
     def _call_flops(self, computation: Computation, op: Op) -> float:
-        arrays = [
-            computation.arrays(operand)[0] for operand in op.operands if computation.arrays(operand)
-        ]
+        operands = [computation.arrays(operand) for operand in op.operands]
+        arrays = [found[0] for found in operands if found]
         if "__cublas$" in op.attributes:
             contracted = _numbers(r'"lhs_contracting_dimensions":\[([\d",]*)\]', op.attributes)
-            return (
-                2.0
-                * math.prod(op.arrays[0].dims)
-                * math.prod(arrays[0].dims[dim] for dim in contracted)
-            )
+            return _matmul_flops(op.arrays[0], arrays[0], contracted)
         if "__cudnn$fmha" in op.attributes:
-            q, k = arrays[0].dims, arrays[1].dims  # (B, T, H, K), (B, S, H, K)
-            products = 5 if "Backward" in op.attributes else 2
-            return (
-                products * 2.0 * math.prod(q) * k[1] * (0.5 if "CAUSAL" in op.attributes else 1.0)
-            )
-        causal = (
-            0.5 if "causal" in op.op_name else 1.0
-        )  # a kernel called within `jax.named_scope("causal")`
-        return self.kernels.get(_kernel(op), 0.0) * causal
+            # Shapes (batch, queries, heads, head_dim) and (batch, keys, heads, head_dim).
+            queries, keys = arrays[0].dims, arrays[1].dims
+            num_matmuls = 5 if "Backward" in op.attributes else 2
+            share = 0.5 if "CAUSAL" in op.attributes else 1.0
+            return num_matmuls * 2.0 * math.prod(queries) * keys[1] * share
+        # A kernel called within `jax.named_scope("causal")` skips half of its blocks.
+        share = 0.5 if "causal" in op.op_name else 1.0
+        return self.kernels.get(_kernel(op), 0.0) * share
 
     def _bytes(self, computation: Computation, op: Op) -> float:
         if op.opcode in FUSIONS:
-            inner = next(self.inner(op))
-            read = 0.0
-            for index, operand in enumerate(op.operands):
-                whole = sum(
-                    array.bytes for array in computation.arrays(operand) if not array.on_chip
-                )
-                parameter = inner.parameters.get(index)
-                read += (
-                    whole
-                    if parameter is None
-                    else min(whole, self._read(inner, parameter.name, whole))
-                )
-            return read + self._written(inner, inner.root, op)
-        if op.opcode in ("dynamic-slice", "slice", "gather", "slice-start", "dynamic-slice-start"):
-            return 2.0 * _main(op.arrays[-1:])
+            return self._fusion_bytes(computation, op)
+        if op.opcode in (*SLICES, "slice-start", "dynamic-slice-start"):
+            return 2.0 * _main_bytes(op.arrays[-1:])
         if op.opcode in ("dynamic-update-slice", "scatter"):
-            update = computation.arrays(
-                op.operands[1 if op.opcode == "dynamic-update-slice" else -1]
-            )
-            return 2.0 * _main(update)
-        if op.opcode == "custom-call" and re.search(
-            r'custom_call_target="(Allocate|AsyncCollective|Assume|Sharding|Pin)', op.attributes
-        ):
+            update = op.operands[1 if op.opcode == "dynamic-update-slice" else -1]
+            return 2.0 * _main_bytes(computation.arrays(update))
+        if op.opcode == "custom-call" and FREE_CALL.search(op.attributes):
             return 0.0
         if op.opcode == "copy-start":
-            return float(_main(op.arrays[:2]))
+            return float(_main_bytes(op.arrays[:2]))
         if op.opcode in ("async-start", "call"):
-            return sum(
-                self.work(inner, other).bytes for inner in self.inner(op) for other in inner.ops
-            )
-        operands = [array for operand in op.operands for array in computation.arrays(operand)]
-        return float(_main(operands) + _main(op.arrays))
+            total = 0.0
+            for inner in self.inner(op):
+                total += sum(self.work(inner, other).bytes for other in inner.ops)
+            return total
+        return float(_main_bytes(computation.operand_arrays(op)) + _main_bytes(op.arrays))
 
-    def _read(self, inner: Computation, name: str, whole: float) -> float:
-        """Bytes that a fusion reads of a parameter: of one that it only cuts pieces from, the pieces."""
+    def _fusion_bytes(self, computation: Computation, op: Op) -> float:
+        inner = next(self.inner(op))
+        read = 0.0
+        for index, operand in enumerate(op.operands):
+            size = float(_main_bytes(computation.arrays(operand)))
+            parameter = inner.parameters.get(index)
+            if parameter is not None:
+                size = min(size, self._read_bytes(inner, parameter.name, size))
+            read += size
+        return read + self._written_bytes(inner, inner.root, op)
+
+    def _read_bytes(self, inner: Computation, name: str, size: float) -> float:
+        """Return the bytes that a fusion reads of a parameter of `size` bytes.
+
+        If the fusion only slices the parameter, these are the bytes of the slices. This is how
+        scanned layers read their weights from the stack of all layers.
+        """
         total = 0.0
         for user in inner.users.get(name, []):
-            if user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == name:
-                total += sum(array.bytes for array in user.arrays)
-            elif user.opcode == "dynamic-update-slice" and user.operands[0] == name:
-                total += 0
+            is_sliced = user.operands[0] == name
+            if user.opcode in SLICES and is_sliced:
+                total += _total_bytes(user.arrays)
             elif user.opcode in ("bitcast", "reshape", "get-tuple-element"):
-                total += self._read(inner, user.name, whole)
+                total += self._read_bytes(inner, user.name, size)
             elif user.opcode == "fusion":
                 deeper = next(self.inner(user))
                 for index, operand in enumerate(user.operands):
                     if operand == name and index in deeper.parameters:
-                        total += self._read(deeper, deeper.parameters[index].name, whole)
-            elif user.opcode not in ("tuple",):
-                return whole
+                        total += self._read_bytes(deeper, deeper.parameters[index].name, size)
+            # An update in place does not read the array that it updates.
+            elif user.opcode != "tuple" and not (
+                user.opcode == "dynamic-update-slice" and is_sliced
+            ):
+                return size
         return total
 
-    def _written(self, inner: Computation, root: Op, fusion: Op) -> float:
-        """Bytes that a fusion writes: of an array that it updates in place, the piece."""
+    def _written_bytes(self, inner: Computation, root: Op, fusion: Op) -> float:
+        """Return the bytes that a fusion writes. An array updated in place counts as its update."""
         if root.opcode == "tuple" and len(root.operands) == len(fusion.arrays):
-            pairs = zip(root.operands, fusion.arrays, strict=True)
-            return sum(
-                self._piece(inner, inner.by_name.get(name.partition("#")[0]), array)
-                for name, array in pairs
-            )
+            total = 0.0
+            for operand, array in zip(root.operands, fusion.arrays, strict=True):
+                total += self._result_bytes(inner, inner.source(operand), array)
+            return total
         if len(fusion.arrays) == 1:
-            return self._piece(inner, root, fusion.arrays[0])
-        return float(_main(fusion.arrays))
+            return self._result_bytes(inner, root, fusion.arrays[0])
+        return float(_main_bytes(fusion.arrays))
 
-    def _piece(self, inner: Computation, op: Op | None, array: Array) -> float:
+    def _result_bytes(self, inner: Computation, op: Op | None, array: Array) -> float:
         if array.on_chip:
             return 0.0
         while op is not None and op.opcode in ("bitcast", "reshape", "copy"):
-            op = inner.by_name.get(op.operands[0].partition("#")[0])
+            op = inner.source(op.operands[0])
         if op is not None and op.opcode == "dynamic-update-slice":
-            return float(sum(a.bytes for a in inner.arrays(op.operands[1])))
+            return float(_total_bytes(inner.arrays(op.operands[1])))
         if op is not None and op.opcode == "fusion":
             deeper = next(self.inner(op))
-            return self._piece(deeper, deeper.root, array)
+            return self._result_bytes(deeper, deeper.root, array)
         return float(array.bytes)
 
 
 def parse(text: str, kernels: Mapping[str, float] | None = None) -> Program:
-    """The program that a compiler printed after all its optimizations."""
+    """Return the program that a compiler printed after all optimizations.
+
+    Args:
+        text: the HLO text.
+        kernels: FLOP of one call of each custom kernel, from `shardwise.flops.count_kernels`.
+    """
     computations: dict[str, Computation] = {}
-    entry, name = "", ""
+    entry = name = ""
     ops: list[Op] = []
     for line in text.splitlines():
         if line.startswith(("%", "ENTRY")) and line.endswith("{"):
-            name = re.match(r"(?:ENTRY )?%?([\w.\-]+)", line)[1]  # type: ignore[index]
-            entry = name if line.startswith("ENTRY") else entry
+            header = re.match(r"(?:ENTRY )?%?([\w.\-]+)", line)
+            assert header is not None
+            name = header[1]
+            if line.startswith("ENTRY"):
+                entry = name
             ops = []
         elif line == "}" and name:
             computations[name] = Computation(name, tuple(ops))
             name = ""
         elif name and (op := _parse_op(line)) is not None:
             ops.append(op)
-        elif name and ops:  # attributes may go on over several lines
+        elif name and ops:
+            # Attributes may continue on further lines.
             ops[-1] = replace(ops[-1], attributes=f"{ops[-1].attributes}\n{line}")
     return Program(computations, computations[entry], kernels or {})
 
 
+def cycles(op: Op) -> float:
+    """Return the compiler's own estimate of the cycles of an instruction, or 0. TPU only."""
+    match = re.search(r'"estimated_cycles":"(\d+)"', op.attributes)
+    return float(match[1]) if match else 0.0
+
+
 def _parse_op(line: str) -> Op | None:
-    found = re.match(r"\s*(ROOT )?%?([\w.\-]+) = ", line)
-    if found is None:
+    """Parse "ROOT %name = f32[2,3]{1,0} opcode(%a, %b), attributes"."""
+    match = re.match(r"\s*(ROOT )?%?([\w.\-]+) = ", line)
+    if match is None:
         return None
-    rest = line[found.end() :]
-    end = _matching(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
-    shape, rest = rest[:end], rest[end:].lstrip()
+    rest = line[match.end() :]
+    shape_end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+    shape, rest = rest[:shape_end], rest[shape_end:].lstrip()
     open_at = rest.index("(")
-    close_at = _matching(rest, open_at)
+    close_at = _closing(rest, open_at)
     opcode, inside = rest[:open_at], rest[open_at + 1 : close_at]
+    operands: tuple[str, ...]
     if opcode in ("parameter", "constant"):
-        operands: tuple[str, ...] = (inside[:40],)
+        operands = (inside[:40],)
     else:
         operands = tuple(re.findall(r"%([\w.\-]+(?:#\d+)?)", inside))
     arrays = tuple(_arrays(shape))
-    if opcode == "fusion-start":  # its results stand between its operands and a number
+    if opcode == "fusion-start":
+        # Its shape lists the operands, then the results, then a context.
         arrays = arrays[len(operands) : -1]
-    return Op(found[2], opcode, arrays, operands, rest[close_at + 1 :], bool(found[1]))
+    return Op(match[2], opcode, arrays, operands, rest[close_at + 1 :], bool(match[1]))
 
 
-def _matching(text: str, at: int) -> int:
-    """Where the parenthesis at `at` is closed."""
+def _closing(text: str, at: int) -> int:
+    """Return the index of the parenthesis that closes the one at `at`."""
     depth = 0
-    for found in re.compile(r"[()]").finditer(text, at):
-        depth += 1 if found[0] == "(" else -1
+    for match in re.compile(r"[()]").finditer(text, at):
+        depth += 1 if match[0] == "(" else -1
         if depth == 0:
-            return found.start()
+            return match.start()
     return len(text) - 1
 
 
 def _arrays(shape: str) -> Iterator[Array]:
-    for found in re.finditer(r"\b([a-z]\w*)\[([\d,<=]*)\](\{[^}]*\})?", shape):
-        dims = tuple(int(dim.lstrip("<=")) for dim in found[2].split(",") if dim)
-        space = re.search(r"S\((\d+)\)", found[3] or "")
-        yield Array(found[1], dims, space is not None and space[1] != "5")  # 5 is the host's
+    """Yield the arrays of a shape such as "(f32[2,3]{1,0}, bf16[8]{0:S(1)})"."""
+    for match in re.finditer(r"\b([a-z]\w*)\[([\d,<=]*)\](\{[^}]*\})?", shape):
+        dims = tuple(int(dim.lstrip("<=")) for dim in match[2].split(",") if dim)
+        space = re.search(r"S\((\d+)\)", match[3] or "")
+        # Memory space 5 is the host's. All other numbered spaces are on the chip.
+        yield Array(match[1], dims, space is not None and space[1] != "5")
 
 
 def _bits(dtype: str) -> int:
     if dtype in BITS:
         return BITS[dtype]
-    found = re.search(r"\d+", dtype)
-    return int(found[0]) if found else 32
+    match = re.search(r"\d+", dtype)
+    return int(match[0]) if match else 32
 
 
-def _main(arrays: tuple[Array, ...] | list[Array]) -> int:
+def _total_bytes(arrays: Iterable[Array]) -> int:
+    return sum(array.bytes for array in arrays)
+
+
+def _main_bytes(arrays: Iterable[Array]) -> int:
+    """Return the bytes of the arrays that are in the device's main memory."""
     return sum(array.bytes for array in arrays if not array.on_chip)
 
 
 def _attribute(op: Op, name: str) -> str:
-    found = re.search(rf'{name}="([^"]*)"', op.attributes)
-    return found[1] if found else ""
+    match = re.search(rf'{name}="([^"]*)"', op.attributes)
+    return match[1] if match else ""
 
 
 def _numbers(pattern: str, text: str) -> list[int]:
-    found = re.search(pattern, text)
-    return [int(number) for number in re.findall(r"\d+", found[1])] if found else []
+    """Return the numbers in the first group of a pattern, or none if it does not occur."""
+    match = re.search(pattern, text)
+    return _integers(match[1]) if match else []
+
+
+def _integers(text: str | None) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text or "")]
 
 
 def _kernel(op: Op) -> str:
-    """The name of a kernel written by hand (Pallas), as `pallas_call` was given it."""
+    """Return the name that `pallas_call` gave to a custom kernel, or "" for other instructions."""
     if op.opcode != "custom-call" or "__cublas$" in op.attributes or "__cudnn$" in op.attributes:
         return ""
-    target = re.search(r'custom_call_target="([^"]*)"', op.attributes)
-    if target is None or not (
-        "tpu_custom_call" in target[1] or "triton" in target[1] or "mosaic" in target[1]
-    ):
+    target = _attribute(op, "custom_call_target")
+    if not any(name in target for name in KERNEL_TARGETS):
         return ""
-    found = None if "mosaic_gpu" in target[1] else re.search(r'\bname = "([^"]+)"', op.attributes)
+    # A Mosaic GPU kernel has another `name` in its attributes.
+    if "mosaic_gpu" not in target:
+        match = re.search(r'\bname = "([^"]+)"', op.attributes)
+        if match:
+            return match[1]
     parts = [part for part in op.op_name.split("/") if part not in ("pallas_call", "mpmd_map")]
-    return found[1] if found else parts[-1] if parts else op.name
+    return parts[-1] if parts else op.name
+
+
+def _matmul_flops(result: Array, left: Array, contracted: Iterable[int]) -> float:
+    """Return the FLOP of a matmul: 2 for each multiply and add."""
+    return 2.0 * math.prod(result.dims) * math.prod(left.dims[dim] for dim in contracted)
 
 
 def _convolution_flops(op: Op, computation: Computation) -> float:
-    """Two for each multiply and add. Products whose factor is padding or lies between dilated elements do not count."""
+    """Return the FLOP of a convolution: 2 for each multiply and add.
+
+    Multiplications with padding and with the gaps of a dilation do not count.
+    """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.attributes)
     if labels is None:
         return 0.0
-    left, right = (computation.arrays(operand)[0].dims for operand in op.operands[:2])
+    left_labels, right_labels, out_labels = labels.groups()
+    left = computation.arrays(op.operands[0])[0].dims
+    right = computation.arrays(op.operands[1])[0].dims
     out = op.arrays[0].dims
-    window = dict(
-        re.findall(
-            r"(\w+)=([\dx_\-]+)", (re.search(r"window=\{([^}]*)\}", op.attributes) or [""])[0]
-        )
-    )
-    spatial = [label for label in labels[3] if label.isdigit()]
-
-    def numbers(key: str, default: int) -> list[int]:
-        return (
-            [int(n) for n in window[key].split("x")] if key in window else [default] * len(spatial)
-        )
-
-    pads = (
-        [tuple(map(int, p.split("_"))) for p in window["pad"].split("x")]
-        if "pad" in window
-        else [(0, 0)] * len(spatial)
-    )
-    valid = 1.0
-    for i, label in enumerate(sorted(spatial)):
-        size, stride = numbers("size", 1)[i], numbers("stride", 1)[i]
-        lhs_dilate, rhs_dilate = numbers("lhs_dilate", 1)[i], numbers("rhs_dilate", 1)[i]
-        length = left[labels[1].index(label)]
-        count = 0
-        for at in range(out[labels[3].index(label)]):
-            for k in range(size):
-                place = at * stride - pads[i][0] + k * rhs_dilate
-                count += place % lhs_dilate == 0 and 0 <= place // lhs_dilate < length
-        valid *= count
-    ins = right[labels[2].index("i")]
-    return 2.0 * out[labels[3].index("b")] * out[labels[3].index("f")] * ins * valid
+    spatial = sorted(label for label in out_labels if label.isdigit())
+    window = _window(op)
+    num_valid = 1.0
+    for i, label in enumerate(spatial):
+        in_length = left[left_labels.index(label)]
+        out_length = out[out_labels.index(label)]
+        num_valid *= _valid_positions(window, i, in_length, out_length)
+    in_features = right[right_labels.index("i")]
+    out_features = out[out_labels.index("f")]
+    return 2.0 * out[out_labels.index("b")] * out_features * in_features * num_valid
 
 
-def _groups(attributes: str) -> tuple[tuple[int, ...], ...]:
-    """Which devices exchange with each other, by number; () where the program does not say, which means all."""
+def _window(op: Op) -> dict[str, list[str]]:
+    """Return the attributes of a convolution's window for each spatial dim.
+
+    "window={size=3x3 pad=1_1x1_1}" gives {"size": ["3", "3"], "pad": ["1_1", "1_1"]}.
+    """
+    match = re.search(r"window=\{([^}]*)\}", op.attributes)
+    entries = re.findall(r"(\w+)=([\dx_\-]+)", match[1] if match else "")
+    return {key: value.split("x") for key, value in entries}
+
+
+def _valid_positions(
+    window: Mapping[str, Sequence[str]], dim: int, in_length: int, out_length: int
+) -> int:
+    """Return how many (output, kernel) positions along a dim read a real input entry."""
+
+    def setting(key: str) -> int:
+        return int(window[key][dim]) if key in window else 1
+
+    size, stride = setting("size"), setting("stride")
+    lhs_dilate, rhs_dilate = setting("lhs_dilate"), setting("rhs_dilate")
+    pad = int(window["pad"][dim].split("_")[0]) if "pad" in window else 0
+    count = 0
+    for output in range(out_length):
+        for offset in range(size):
+            position = output * stride - pad + offset * rhs_dilate
+            count += position % lhs_dilate == 0 and 0 <= position // lhs_dilate < in_length
+    return count
+
+
+def _groups(attributes: str) -> Groups:
+    """Return the groups of devices that communicate, from any of XLA's notations for them."""
     if pairs := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes):
         return tuple((int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs[1]))
     if listed := re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", attributes):
-        return tuple(
-            tuple(int(n) for n in group.split(",") if n)
-            for group in re.findall(r"\{([\d,]*)\}", listed[1])
-        )
-    if iota := re.search(
-        r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes
-    ):
-        shape, dims, order = (
-            [int(n) for n in (part or "").split(",") if n] for part in iota.groups()
-        )
-        return _as_groups(_transposed(dims, order or list(range(len(dims)))), shape[-1])
-    if named := re.search(
+        return tuple(tuple(_integers(g)) for g in re.findall(r"\{([\d,]*)\}", listed[1]))
+    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
+    if iota:
+        shape, dims, order = (_integers(part) for part in iota.groups())
+        return _split(_transposed(dims, order), shape[-1])
+    named = re.search(
         r"replica_groups=@?\w*mesh\[([^\]]*)\](?:, *device_ids=\((.*?)\)(?= *\{))? *\{([^}]*)\}",
         attributes,
-    ):
+    )
+    if named:
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
         groups = _mesh_groups(sizes, re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", named[3]))
         devices = _device_ids(named[2] or "")
-        return tuple(tuple(devices[n] for n in group) for group in groups) if devices else groups
+        if not devices:
+            return groups
+        return tuple(tuple(devices[number] for number in group) for group in groups)
     return ()
 
 
 def _device_ids(text: str) -> list[int]:
-    """The devices of a mesh in its order, from "[4,2]T(1,0)" or a list; [] where they are in their own."""
-    if found := re.fullmatch(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-        dims, order = ([int(n) for n in (part or "").split(",") if n] for part in found.groups())
-        return _transposed(dims, order or list(range(len(dims))))
-    return [int(n) for n in re.findall(r"\d+", text)]
+    """Return the devices of a mesh from "[4,2]T(1,0)" or a list, or [] if they are in order."""
+    match = re.fullmatch(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    if match:
+        dims, order = (_integers(part) for part in match.groups())
+        return _transposed(dims, order)
+    return _integers(text)
 
 
-def _mesh_groups(
-    sizes: dict[str, int], chosen: list[tuple[str, str, str]]
-) -> tuple[tuple[int, ...], ...]:
-    """Groups along axes of a mesh; "x:(2)4" is the part of axis x of size 4 whose major part has size 2."""
-    dims, mine = [], []
+def _mesh_groups(sizes: Mapping[str, int], chosen: Sequence[tuple[str, str, str]]) -> Groups:
+    """Return the groups along axes of a mesh.
+
+    Args:
+        sizes: size of each axis of the mesh.
+        chosen: the axes that a group spans. ("x", "2", "4") is written "x:(2)4": the part of axis x
+            that has size 4 after a major part of size 2.
+    """
+    dims: list[int] = []
+    is_chosen: list[bool] = []
     for name, size in sizes.items():
-        parts = [
-            (name, int(before), int(length))
-            for other, before, length in chosen
-            if other == name and before
-        ]
-        whole = any(other == name and not before for other, before, _ in chosen)
+        entries = [entry for entry in chosen if entry[0] == name]
+        parts = [(int(major), int(length)) for _, major, length in entries if major]
         if parts:
-            _, before, length = parts[0]
-            split = [(before, False), (length, True), (size // before // length, False)]
+            major, length = parts[0]
+            dims += [major, length, size // major // length]
+            is_chosen += [False, True, False]
         else:
-            split = [(size, whole)]
-        for length, is_mine in split:
-            dims.append(length)
-            mine.append(is_mine)
-    order = [i for i, m in enumerate(mine) if not m] + [i for i, m in enumerate(mine) if m]
-    return _as_groups(
-        _transposed(dims, order), math.prod(d for d, m in zip(dims, mine, strict=True) if m)
-    )
+            dims.append(size)
+            is_chosen.append(bool(entries))
+    # Groups are consecutive once the chosen dims are innermost.
+    order = sorted(range(len(dims)), key=lambda dim: is_chosen[dim])
+    group_size = math.prod(dims[dim] for dim in order if is_chosen[dim])
+    return _split(_transposed(dims, order), group_size)
 
 
-def _transposed(dims: list[int], order: list[int]) -> list[int]:
-    """0, 1, 2 ... as an array of `dims`, its dims put into `order`, flat."""
+def _transposed(dims: Sequence[int], order: Sequence[int]) -> list[int]:
+    """Return 0, 1, 2 ... as an array of shape `dims`, transposed by `order` if given, flattened."""
     strides = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
     numbers = [0]
-    for dim in order:
+    for dim in order or range(len(dims)):
         numbers = [n + k * strides[dim] for n in numbers for k in range(dims[dim])]
     return numbers
 
 
-def _as_groups(numbers: list[int], size: int) -> tuple[tuple[int, ...], ...]:
+def _split(numbers: Sequence[int], size: int) -> Groups:
     return tuple(tuple(numbers[i : i + size]) for i in range(0, len(numbers), size))
-
-
-def cycles(op: Op) -> float:
-    """The compiler's own estimate, where it prints one (TPU)."""
-    found = re.search(r'"estimated_cycles":"(\d+)"', op.attributes)
-    return float(found[1]) if found else 0.0

@@ -1,527 +1,365 @@
-"""What a run will take on each device, known by compiling its very step without allocating anything.
+"""`Plan`: what one training step needs on each device of a mesh, and how it is written as JSON.
 
-Memory, arithmetic, bytes and exchanges come from the compiled program; times come from a model of the hardware
-(`roofline.py`, `hardware.py`).
+This module is the only one that knows the schema. It needs no JAX, so that a report can read the
+plan of a finished run anywhere. `plan/compile.py` makes plans.
 """
 
 import dataclasses
-import json
+import functools
 import math
-import os
-import re
-import resource
-import tempfile
-import time
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+import reprlib
+import types
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
-import jax
-import jax.numpy as jnp
-from jax.experimental.compilation_cache.compilation_cache import reset_cache
-from jax.sharding import Mesh
+from shardwise.text import Json, show_bytes
 
-from shardwise.errors import ConfigError
-from shardwise.files.cache import cache_folder
-from shardwise.files.durable import text_digest, write_atomically
-from shardwise.flops import count_kernels
-from shardwise.hardware import Chip
-from shardwise.mesh import make_mesh, mesh_text
-from shardwise.plan.hlo import Program, parse
-from shardwise.plan.roofline import Estimate, Traffic, estimate
-from shardwise.plan.target import Target, find_target, local_target
-from shardwise.run import Prepared, Run, package_version, prepare
-from shardwise.sharding import show_spec
-from shardwise.text import show_bytes
-from shardwise.tree import named_leaves, num_bytes
+# The value of an option that a plan varies, such as `accumulate` or `remat`.
+OptionValue: TypeAlias = str | int | float | bool | None
 
-NO_CHIP = Chip("unknown", math.inf, math.inf, math.inf)  # counts without telling times
-KINDS = {
-    "state.params": "parameters",
-    "state.opt_state": "optimizer",
-    "state.other": "other",
-    "state.step": "other",
-    "rows": "batch",
+# A plan is also read from run directories that were damaged or made by strangers, and ends up on a
+# page. Longer texts are cut off, and larger structures are rejected.
+MAX_TEXT = 2000
+MAX_COUNT = 2**53
+MAX_NUMBER = 1e300
+MAX_AXES = 12
+MAX_DIMS = 32
+
+# Where each field of `Plan.as_json` comes from.
+SOURCES = {
+    "compiler": [
+        "memory",
+        "buffers",
+        "flops",
+        "bytes",
+        "traffic.kind",
+        "traffic.axes",
+        "traffic.count",
+        "traffic.bytes",
+    ],
+    "model of the hardware": [
+        "times",
+        "traffic.seconds",
+        "traffic.waited",
+        "items_per_second",
+        "mfu",
+        "limit",
+    ],
+    "trace": ["model_flops", "leaves", "items"],
 }
-KINDS |= {"state.frozen": "parameters"}
-VALUE = re.compile(
-    r" value: <\d+ ([\w.\-]+)(?:\{[\d,]*\})? @\d+> \(size=(\d+),offset=(\d+)\): (\S+)"
-)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device, from the compiler."""
+    """Peak memory of one device in bytes, by kind, as the compiler reports it.
+
+    Attributes:
+        parameters: model parameters, frozen ones included.
+        optimizer: optimizer state.
+        other: other variables of the model (batch statistics), the step counter and the program.
+        batch: the device's shard of the batch.
+        temporaries: activations kept for the backward pass, gradients and scratch space.
+    """
 
     parameters: float = 0.0
     optimizer: float = 0.0
-    other: float = 0.0  # batch statistics and the like, and the program itself
+    other: float = 0.0
     batch: float = 0.0
-    temporaries: float = 0.0  # activations kept for the backward pass, gradients, scratch
+    temporaries: float = 0.0
 
     @property
     def state(self) -> float:
-        """What does not grow with the batch."""
+        """Bytes that do not depend on the batch size."""
         return self.parameters + self.optimizer + self.other
 
     @property
     def peak(self) -> float:
+        """Bytes of all kinds together."""
         return self.state + self.batch + self.temporaries
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """One of the largest pieces of temporary memory."""
+    """One of the largest temporary buffers.
 
-    name: str  # the operation that makes it
+    Attributes:
+        name: the operation that writes it, such as "jit(step)/jvp()/dot_general".
+        shape: dtype and shape as XLA prints them, such as "bf16[8192,768]".
+        bytes: size on one device.
+    """
+
+    name: str
     shape: str
     bytes: float
 
 
 @dataclass(frozen=True)
 class PlannedLeaf:
-    """A parameter, and how it is cut."""
+    """One parameter and its sharding.
+
+    Attributes:
+        path: name of the parameter, such as "blocks/0/up/kernel".
+        shape: global shape.
+        dtype: dtype, such as "float32".
+        axes: for each dim, the mesh axes that it is sharded over.
+        layout: the same as text, such as "(-, model)".
+        bytes: size of one device's shard.
+        why: the rule that decided the sharding.
+    """
 
     path: str
     shape: tuple[int, ...]
     dtype: str
-    axes: tuple[tuple[str, ...], ...]  # the mesh axes that cut each dim
+    axes: tuple[tuple[str, ...], ...]
     layout: str
-    bytes: float  # on one device
+    bytes: float
     why: str
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """All collectives of one kind along the same mesh axes, in one step.
+
+    Attributes:
+        kind: "all-gather", "all-reduce", "reduce-scatter" ...
+        axes: mesh axes that the collectives span, such as "fsdp" or "data*model".
+        link: what carries them: "links" (TPU), "switch" (GPUs of one machine), "network", "memory".
+        count: number of collectives.
+        bytes: bytes of the complete arrays, summed over the collectives.
+        seconds: estimated time of the collectives.
+        waited: the part of `seconds` that no computation hides.
+    """
+
+    kind: str
+    axes: str
+    link: str
+    count: int
+    bytes: float
+    seconds: float
+    waited: float
+
+
+@dataclass(frozen=True)
 class Times:
-    """Seconds of a step, from the model of the hardware."""
+    """Estimated seconds of one step.
+
+    Attributes:
+        total: seconds of the step.
+        arithmetic: seconds in instructions that are bound by arithmetic.
+        memory: seconds in instructions that are bound by memory bandwidth.
+        network: seconds of waiting for collectives, by mesh axes.
+        bound: the largest part: "arithmetic", "memory" or "network on <axes>".
+    """
 
     total: float
-    arithmetic: float  # in instructions bound by arithmetic
-    memory: float  # in instructions bound by the memory's bandwidth
-    network: dict[str, float]  # waited for exchanges, by mesh axes
+    arithmetic: float
+    memory: float
+    network: dict[str, float]
     bound: str
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one step takes on each device of a mesh."""
+    """What one training step needs on each device of a mesh. `shardwise.plan_run` makes one.
+
+    Attributes:
+        target: the target that was planned for, such as "v5e:4x4".
+        chip: name of the chip.
+        mesh: size of each mesh axis.
+        options: the options that were varied, such as `{"accumulate": 2, "remat": "block"}`.
+        batch: global shape of each array of the batch.
+        items: number of items that the loss averages over in one step: tokens, images ...
+        unit: name of an item.
+        num_params: number of model parameters.
+        memory: peak memory of one device, by kind.
+        limit: bytes that a program may use on one device.
+        fits: whether the peak is within the limit.
+        buffers: the largest temporary buffers, largest first.
+        flops: FLOP of one device in one step as compiled, with rematerialization.
+        model_flops: FLOP of all devices: the forward pass, and twice as much for the backward pass.
+        bytes: bytes that one device reads from and writes to its memory in one step.
+        traffic: the collectives of one step, largest first.
+        times: estimated times, or None if the speed of the hardware is unknown.
+        peak_flops: peak FLOP per second of all devices, or None if it is unknown.
+        leaves: the parameters and their shardings.
+        unknown_kernels: number of calls of each custom kernel whose FLOP are unknown.
+        compile_seconds: seconds that tracing and compiling took.
+        compile_memory: largest memory of the planning process so far, in bytes.
+    """
 
     target: str
     chip: str
     mesh: dict[str, int]
-    options: dict[str, Any]  # what the plan varies: accumulate, remat ...
-    batch: dict[str, tuple[int, ...]]  # shapes of the global batch
-    items: int  # of the loss in a step: tokens, images
+    options: dict[str, OptionValue]
+    batch: dict[str, tuple[int, ...]]
+    items: int
     unit: str
     num_params: int
     memory: Memory
-    limit: float  # bytes that a program may use on one device
+    limit: float
     fits: bool
     buffers: list[Buffer]
-    flops: float  # of one device in a step, as compiled: with rematerialization
-    model_flops: float  # of all devices: forward, and twice as much backward
-    bytes: float  # to and from the memory of one device in a step
+    flops: float
+    model_flops: float
+    bytes: float
     traffic: list[Traffic]
-    times: Times | None  # None where the hardware is not known
-    peak_flops: float | None  # of all devices, a second
+    times: Times | None
+    peak_flops: float | None
     leaves: list[PlannedLeaf]
     unknown_kernels: dict[str, int] = field(default_factory=dict)
     compile_seconds: float = 0.0
-    compile_memory: float = 0.0  # largest memory of the planning process, bytes
+    compile_memory: float = 0.0
 
     @property
     def num_devices(self) -> int:
+        """Number of devices of the mesh."""
         return math.prod(self.mesh.values())
 
     @property
     def items_per_second(self) -> float | None:
+        """Throughput of all devices, or None if the speed of the hardware is unknown."""
         return self.items / self.times.total if self.times else None
 
     @property
     def mfu(self) -> float | None:
-        """Share of the peak that the arithmetic of the model, without what is computed twice, makes up."""
-        return (
-            self.model_flops / self.times.total / self.peak_flops
-            if self.times and self.peak_flops
-            else None
-        )
+        """Model FLOP utilization: the share of the peak that `model_flops` make up.
+
+        Recomputed activations do not count, as is usual.
+        """
+        if self.times is None or not self.peak_flops:
+            return None
+        return self.model_flops / self.times.total / self.peak_flops
 
     def line(self) -> str:
-        """The plan in a few words."""
-        time = f"{self.times.total * 1e3:.1f} ms a step, " if self.times else ""
-        return f"{time}{show_bytes(self.memory.peak)} of {show_bytes(self.limit)} on each device"
+        """Return the plan in one line: step time and memory of a device."""
+        memory = f"{show_bytes(self.memory.peak)} of {show_bytes(self.limit)} per device"
+        return f"{self.times.total * 1e3:.1f} ms per step, {memory}" if self.times else memory
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Json:
+        """Return the plan as a JSON object, with the figures that follow from its fields.
+
+        `plan.json` of a run directory, `shardwise plan --json` and the plan cache contain it.
+        """
         derived = {
             "num_devices": self.num_devices,
             "peak": self.memory.peak,
             "seconds": self.times.total if self.times else None,
             "items_per_second": self.items_per_second,
             "mfu": self.mfu,
-            "sources": {
-                "compiler": [
-                    "memory",
-                    "buffers",
-                    "flops",
-                    "bytes",
-                    "traffic.kind",
-                    "traffic.axes",
-                    "traffic.count",
-                    "traffic.bytes",
-                ],
-                "model of the hardware": [
-                    "times",
-                    "traffic.seconds",
-                    "traffic.waited",
-                    "items_per_second",
-                    "mfu",
-                    "limit",
-                ],
-                "trace": ["model_flops", "leaves", "items"],
-            },
+            "sources": SOURCES,
         }
         return {**dataclasses.asdict(self), **derived}
 
+    @classmethod
+    def from_json(cls, obj: object) -> "Plan":
+        """Return the plan that `as_json` wrote.
 
-def plan_run(
-    run: Run,
-    target: Target | str | None = None,
-    options: dict[str, Any] | None = None,
-    cache: Path | None = None,
-) -> Plan:
-    """Compiles the step of `run` for `target`, such as "v5e:4x4" (the devices at hand by default). Too large is an answer: `fits` is False.
+        The types of the dataclasses above are the schema. Derived figures are computed again.
 
-    options: what the plan shall say of the run besides. cache: a folder in which answers are kept and found again.
-    """
-    target = (
-        local_target()
-        if target is None
-        else find_target(target)
-        if isinstance(target, str)
-        else target
-    )
-    if isinstance(run.mesh, Mesh) and list(run.mesh.devices.flat) != list(target.devices):
-        run = replace(run, mesh=mesh_text(run.mesh))
-    run = replace(run, mesh=make_mesh(run.mesh, target.devices))
-    prepared = prepare(run)
-    begun = time.perf_counter()
-    traced = prepared.step.trace()
-    lowered = traced.lower()
-    file = (
-        cache
-        / f"{_digest(lowered, target, run.unit, _batch_shapes(prepared), _leaves(prepared))}.json"
-        if cache is not None
-        else None
-    )
-    if file is not None and (known := _load(file)) is not None:
-        return replace(known, options={"accumulate": run.accumulate, **(options or {})})
-    compiled = compile_and_read(lowered, count_kernels(traced.jaxpr.jaxpr))
-    plan = make_plan(run, prepared, target, compiled, options or {}, time.perf_counter() - begun)
-    if file is not None:
-        with suppress(OSError):  # an answer that cannot be kept is still an answer
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(file, json.dumps(dataclasses.asdict(plan)))
-    return plan
+        Args:
+            obj: what `json.loads` returned. It may come from a damaged or hostile file.
+
+        Raises:
+            ValueError: a field is missing or has a wrong type or range. The message names it.
+
+        Example:
+            >>> record = json.loads(Path("runs/a/plan.json").read_text())  # doctest: +SKIP
+            >>> Plan.from_json(record["plan"]).fits  # doctest: +SKIP
+            True
+        """
+        plan = _decode_fields(cls, obj, "plan")
+        if not 0 < len(plan.mesh) <= MAX_AXES or 0 in plan.mesh.values():
+            raise ValueError(f"plan.mesh: {plan.mesh} is not a mesh.")
+        for leaf in plan.leaves:
+            if len(leaf.axes) > len(leaf.shape) or len(leaf.shape) > MAX_DIMS:
+                raise ValueError(f"plan.leaves: '{leaf.path}' has a shape that cannot be sharded.")
+        if plan.times is not None and not plan.times.total:
+            raise ValueError("plan.times.total: 0 seconds per step.")
+        for name, expected in (("num_devices", plan.num_devices), ("peak", plan.memory.peak)):
+            written = _checked(obj, dict, "an object", "plan").get(name, expected)
+            if written != expected:
+                raise ValueError(f"plan.{name}: {reprlib.repr(written)} instead of {expected}.")
+        return plan
 
 
-def _digest(lowered: Any, target: Target, *about: Any) -> str:
-    """Of all that the answer depends on: the program, the target, the compiler, and what shardwise makes of its words."""
-    ours = (
-        (Path(__file__).parents[1] / f"{name}.py").read_text()
-        for name in ("plan/hlo", "hardware", "plan/roofline", "plan/plan", "flops", "run", "step")
-    )
-    compilers = [package_version(name) for name in ("jax", "jaxlib", "libtpu")]
-    flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
-    devices = [
-        target.name,
-        target.kind,
-        str(target.limit),
-        *(str(device) for device in target.devices),
-    ]
-    return text_digest(
-        "\n".join([lowered.as_text(), *devices, *compilers, *flags, *map(str, about), *ours])
-    )[:32]
+T = TypeVar("T")
 
 
-def _load(file: Path) -> Plan | None:
-    """A plan that was kept; None where there is none, or it cannot be read."""
-    try:
-        d = json.loads(file.read_text())
-        parts: dict[str, Any] = {
-            "memory": Memory(**d["memory"]),
-            "buffers": [Buffer(**b) for b in d["buffers"]],
-            "traffic": [Traffic(**t) for t in d["traffic"]],
-            "times": Times(**d["times"]) if d["times"] else None,
-            "leaves": [
-                PlannedLeaf(
-                    **{**x, "shape": tuple(x["shape"]), "axes": tuple(tuple(a) for a in x["axes"])}
-                )
-                for x in d["leaves"]
-            ],
-            "batch": {name: tuple(shape) for name, shape in d["batch"].items()},
-        }
-        return Plan(**{**d, **parts})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+def _decode_fields(kind: type[T], value: object, where: str) -> T:
+    """Return a dataclass from a JSON object. Fields with a default may be missing."""
+    entries = _checked(value, dict, "an object", where)
+    decoded: dict[str, object] = {}
+    for name, (annotation, is_required) in _schema(kind).items():  # type: ignore[arg-type]
+        if name in entries:
+            decoded[name] = _decode(annotation, entries[name], f"{where}.{name}")
+        elif is_required:
+            raise ValueError(f"{where}.{name}: missing.")
+    return kind(**decoded)
+
+
+@functools.cache
+def _schema(kind: Hashable) -> dict[str, tuple[object, bool]]:
+    """Return, for each field of a dataclass, its type and whether it has no default."""
+    assert isinstance(kind, type)
+    hints = get_type_hints(kind)
+    schema: dict[str, tuple[object, bool]] = {}
+    for f in dataclasses.fields(kind):
+        has_default = f.default is not dataclasses.MISSING
+        has_factory = f.default_factory is not dataclasses.MISSING
+        schema[f.name] = (hints[f.name], not (has_default or has_factory))
+    return schema
+
+
+def _decode(annotation: object, value: object, where: str) -> object:
+    """Return `value` as the type that a field is annotated with."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
+        return _decode_fields(annotation, value, where)
+    if annotation == OptionValue:
+        return _decode_option(value, where)
+    if origin is types.UnionType:
+        # Only `X | None` occurs.
+        return None if value is None else _decode(args[0], value, where)
+    if origin is dict:
+        decoded: dict[str, object] = {}
+        for name, entry in _checked(value, dict, "an object", where).items():
+            key = str(name)[:MAX_TEXT]
+            decoded[key] = _decode(args[1], entry, f"{where}.{key}")
+        return decoded
+    if origin is list or origin is tuple:
+        items = _checked(value, (list, tuple), "a list", where)
+        return origin(_decode(args[0], item, f"{where}[{i}]") for i, item in enumerate(items))
+    return _decode_scalar(annotation, value, where)
+
+
+def _decode_option(value: object, where: str) -> object:
+    if isinstance(value, str):
+        return value[:MAX_TEXT]
+    if value is None:
         return None
+    return _checked(value, (bool, int, float), "a string or a number", where)
 
 
-def plan_cache() -> Path | None:
-    """Where plans are kept by default; None for a user without a home."""
-    return cache_folder("plans")
+def _decode_scalar(annotation: object, value: object, where: str) -> object:
+    if annotation is str:
+        return _checked(value, str, "a string", where)[:MAX_TEXT]
+    if annotation is bool:
+        return _checked(value, bool, "true or false", where)
+    # `bool` is a subclass of `int` in Python.
+    if isinstance(value, bool):
+        raise ValueError(f"{where}: {value} is not a number.")
+    if annotation is int:
+        count = _checked(value, int, "an integer", where)
+        if 0 <= count < MAX_COUNT:
+            return count
+    elif (number := _checked(value, (int, float), "a number", where)) >= 0:
+        # Infinity is valid: the memory limit of unknown hardware. NaN is not.
+        return float(number) if number < MAX_NUMBER else math.inf
+    raise ValueError(f"{where}: {reprlib.repr(value)} is out of range.")
 
 
-def compile_run(run: Run, prepared: Prepared) -> tuple[Plan, Prepared]:
-    """The plan of a run on the devices at hand, and the run with its step compiled: what was planned is what runs."""
-    target, begun = local_target(), time.perf_counter()
-    traced = prepared.step.trace()
-    kernels, lowered, jitted = (
-        count_kernels(traced.jaxpr.jaxpr),
-        traced.lower(),
-        prepared.step.function,
-    )
-    try:
-        program = lowered.compile()
-    except jax.errors.JaxRuntimeError as error:  # TPU compilers refuse what does not fit
-        if not _is_too_large(error):
-            raise
-        return make_plan(
-            run,
-            prepared,
-            target,
-            compile_and_read(lowered, kernels),
-            {},
-            time.perf_counter() - begun,
-        ), prepared
-    m, spec = program.memory_analysis(), prepared.spec
-    parts = ({**spec.params, **spec.frozen}, spec.opt_state, spec.other)
-    params, optimizer, other = (
-        float(sum(p.bytes_per_device for p in part.values())) for part in parts
-    )
-    rows = prepared.step.layout.sharding
-    batch = float(
-        sum(
-            num_bytes(rows.shard_shape(x.shape), x.dtype)
-            for x in jax.tree.leaves(prepared.step.batch)
-        )
-    )
-    peak = (
-        m.argument_size_in_bytes
-        + m.temp_size_in_bytes
-        + m.output_size_in_bytes
-        - m.alias_size_in_bytes
-        + m.generated_code_size_in_bytes
-    )
-    memory = Memory(
-        params, optimizer, other, batch, max(0.0, peak - params - optimizer - other - batch)
-    )
-    is_readable = (
-        target.chip is not None and target.platform == "gpu"
-    )  # TPU programs only from what the compiler writes on the way
-    compiled = Compiled(parse(program.as_text(), kernels) if is_readable else None, memory, [])
-    plan = make_plan(run, prepared, target, compiled, {}, time.perf_counter() - begun)
-
-    def function(state: Any, batch: Any) -> Any:
-        try:
-            return program(state, batch)
-        except TypeError:  # a batch of another shape than the first: compiled when it comes
-            return jitted(state, batch)
-
-    return plan, replace(prepared, step=replace(prepared.step, function=function))
-
-
-def check_fits(plan: Plan) -> None:
-    """Refuses a plan that needs more memory than there is."""
-    if plan.fits:
-        return
-    parts = ", ".join(
-        f"{show_bytes(value)} {name}" for name, value in dataclasses.asdict(plan.memory).items()
-    )
-    raise ConfigError(
-        f"the step needs {show_bytes(plan.memory.peak)} on each device ({parts}), and there are {show_bytes(plan.limit)} ({plan.chip}).\n"
-        "`shardwise plan` with the same arguments shows the largest buffers and what would make it fit; --no-plan tries it all the same."
-    )
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """What a compiler said of a program."""
-
-    program: Program | None  # None where it was not read: then there is nothing to count
-    memory: Memory
-    buffers: list[Buffer]
-
-
-def compile_and_read(lowered: Any, kernels: dict[str, float]) -> Compiled:
-    """Compiles, and reads what the compiler wrote on the way: of a program that is too large for its device, too."""
-    with tempfile.TemporaryDirectory(prefix="shardwise-plan-") as name:
-        folder = Path(name)
-        code = 0.0
-        cached = bool(jax.config.jax_enable_compilation_cache)  # type: ignore[attr-defined]
-        _use_cache(False)  # a program from JAX's own cache comes without a word about it
-        try:
-            compiled = lowered.compile(
-                compiler_options={"xla_dump_to": name, "xla_dump_hlo_as_text": True}
-            )
-            code = float(compiled.memory_analysis().generated_code_size_in_bytes)
-        except jax.errors.JaxRuntimeError as error:
-            if not _is_too_large(error):
-                raise ConfigError(
-                    f"the step cannot be compiled for this target: {str(error).strip().splitlines()[0]}"
-                ) from error
-        finally:
-            _use_cache(cached)
-        text = _dumped(folder, ".after_codegen.txt") or _dumped(folder, "after_optimizations.txt")
-        allocations = _dumped(folder, "after_optimizations-buffer-assignment.txt")
-        if not allocations:
-            raise ConfigError(
-                f"the compiler of this target wrote no list of buffers (jax {jax.__version__}): its memory cannot be told."
-            )
-        program = parse(text, kernels)
-        memory, buffers = read_allocations(allocations, program)
-    return Compiled(program, replace(memory, other=memory.other + code), buffers)
-
-
-def _use_cache(value: bool) -> None:
-    jax.config.update("jax_enable_compilation_cache", value)
-    reset_cache()  # or it goes on as at the first compilation of the process
-
-
-def _is_too_large(error: Exception) -> bool:
-    return "RESOURCE_EXHAUSTED" in str(error)
-
-
-def _dumped(folder: Path, ending: str) -> str:
-    """The text of the largest file with this ending: smaller ones belong to helper programs."""
-    files = sorted(folder.glob(f"*{ending}"), key=lambda path: path.stat().st_size)
-    return files[-1].read_text(errors="replace") if files else ""
-
-
-def read_allocations(text: str, program: Program, top: int = 12) -> tuple[Memory, list[Buffer]]:
-    """Memory by kind, and the largest temporaries, from XLA's list of what it puts where."""
-    parameters = {number: op.op_name for number, op in program.entry.parameters.items()}
-    names = {
-        op.name: op.op_name
-        for computation in program.computations.values()
-        for op in computation.ops
-    }
-    sums = dict.fromkeys((f.name for f in dataclasses.fields(Memory)), 0.0)
-    values: list[tuple[int, int, str, str]] = []
-    in_temporaries = False
-    for line in text.splitlines():
-        if found := re.match(r"allocation \d+: size (\d+), (.*)", line):
-            size, about = float(found[1]), found[2]
-            in_temporaries = "preallocated-temp" in about and not about.startswith("color")
-            if about.startswith("color") or "thread-local" in about:  # on-chip memory; registers
-                continue
-            parameter = re.search(r"parameter (\d+)", about)
-            origin = parameters.get(int(parameter[1]), "") if parameter else ""
-            kind = next(
-                (kind for prefix, kind in KINDS.items() if origin.startswith(prefix)),
-                "other" if parameter else "temporaries",
-            )
-            sums[kind] += size
-        elif in_temporaries and (found := VALUE.match(line)):
-            values.append((int(found[2]), int(found[3]), found[1], found[4].partition("{")[0]))
-        elif line.startswith(("Used values", "Total bytes")):
-            break
-    return Memory(**sums), _largest(values, names, top)
-
-
-def _largest(
-    values: list[tuple[int, int, str, str]], names: dict[str, str], top: int
-) -> list[Buffer]:
-    """The largest values that lie beside each other; what shares its place with a larger one is left out."""
-    taken: list[tuple[int, int]] = []
-    buffers: list[Buffer] = []
-    for size, offset, name, shape in sorted(set(values), reverse=True):
-        if all(offset >= end or offset + size <= start for start, end in taken):
-            taken.append((offset, offset + size))
-            buffers.append(Buffer(names.get(name) or name, shape, float(size)))
-            if len(buffers) == top:
-                break
-    return buffers
-
-
-def make_plan(
-    run: Run,
-    prepared: Prepared,
-    target: Target,
-    compiled: Compiled,
-    options: dict[str, Any],
-    seconds: float,
-) -> Plan:
-    spec, program = prepared.spec, compiled.program
-    counted = (
-        estimate(program, target.chip or NO_CHIP, spec.mesh) if program is not None else Estimate()
-    )
-    batch = {name: tuple(shape) for name, shape in _batch_shapes(prepared).items()}
-    return Plan(
-        target=target.name,
-        chip=target.chip.name if target.chip else target.kind,
-        mesh=dict(spec.mesh.shape),
-        options={"accumulate": run.accumulate, **options},
-        batch=batch,
-        items=_items(run, prepared),
-        unit=run.unit,
-        num_params=spec.num_params,
-        memory=compiled.memory,
-        limit=target.limit,
-        fits=compiled.memory.peak <= target.limit,
-        buffers=compiled.buffers,
-        flops=counted.flops,
-        model_flops=prepared.flops,
-        bytes=counted.bytes,
-        traffic=sorted(counted.traffic.values(), key=lambda t: -t.bytes),
-        times=_times(counted) if program is not None and target.chip is not None else None,
-        peak_flops=prepared.peak_flops,
-        leaves=_leaves(prepared),
-        unknown_kernels=counted.unknown,
-        compile_seconds=seconds,
-        compile_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0,
-    )
-
-
-def _times(found: Estimate) -> Times:
-    return Times(found.seconds, found.arithmetic, found.memory, found.network, found.bound)
-
-
-def _batch_shapes(prepared: Prepared) -> dict[str, Any]:
-    rows = prepared.step.layout.rows
-    return {
-        name: (rows, *leaf.shape[1:]) for name, leaf in named_leaves(prepared.step.batch).items()
-    }
-
-
-def _items(run: Run, prepared: Prepared) -> int:
-    """What the loss counts in a step. Where only computing tells: rows, or of tokens as many as the longest matrix of whole numbers has."""
-    if (items := prepared.step.traced.items) is not None:
-        return items
-    leaves = jax.tree.leaves(prepared.step.batch)
-    lengths = [
-        leaf.shape[1]
-        for leaf in leaves
-        if leaf.ndim == 2 and jnp.issubdtype(leaf.dtype, jnp.integer)
-    ]
-    return prepared.step.layout.rows * (
-        max(lengths, default=1) if run.unit in ("tokens", "bytes", "characters") else 1
-    )
-
-
-def _leaves(prepared: Prepared) -> list[PlannedLeaf]:
-    found = []
-    for p in prepared.spec.params.values():
-        entries = [*p.spec, *([None] * (len(p.shape) - len(p.spec)))]
-        axes = tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
-        found.append(
-            PlannedLeaf(
-                p.path,
-                p.shape,
-                str(p.dtype),
-                axes,
-                show_spec(p.spec),
-                float(p.bytes_per_device),
-                p.reason,
-            )
-        )
-    return found
+def _checked(value: object, kind: type[T] | tuple[type[T], ...], expected: str, where: str) -> T:
+    if not isinstance(value, kind):
+        raise ValueError(f"{where}: {reprlib.repr(value)} is not {expected}.")
+    return value

@@ -1,63 +1,77 @@
-"""How long a compiled program should take: its instructions in their order, each by what bounds it.
+"""Estimate how long a compiled program takes: a roofline model over its instructions in order.
 
-An instruction takes as long as its arithmetic or its bytes need, whichever is longer; an exchange begun early runs beside the
-instructions that follow, and what it is not done by when its result is needed is waited for. TPU compilers estimate the
-cycles of an instruction themselves, which then stand for arithmetic and bytes.
+An instruction takes as long as its arithmetic or its memory traffic, whichever is longer. A
+collective that starts early runs in parallel with the instructions after it. If it has not finished
+when its result is needed, the step waits for the rest. TPU compilers estimate the cycles of an
+instruction themselves, and these replace both.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from jax.sharding import Mesh
 
 from shardwise.hardware import Chip
 from shardwise.plan.hlo import Collective, Computation, Op, Program, Work, cycles
+from shardwise.plan.plan import Traffic
 
-SHORT = 1240  # tokens at which fused attention on GPUs reaches half of what it reaches for very long rows
-HOP = 1e-6  # seconds that one step of an exchange takes at least
+# Sequence length at which fused attention on GPUs reaches half of its speed on very long sequences.
+SHORT = 1240
+# Minimum seconds of one step of a collective.
+HOP = 1e-6
+# Share of the bandwidth of a GPU's links to the switch that collectives reach.
+SWITCH_SHARE = 0.8
+
+CONTROL_FLOW = ("while", "conditional", "call")
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """All exchanges of one kind along the same axes of the mesh, in one step."""
+class Device(Protocol):
+    """The fields of a JAX device that this module reads. TPUs also have `coords` and `slice_index`.
 
-    kind: str
-    axes: str  # "fsdp", "data*model"
-    link: str  # "links", "switch", "network"
-    count: int
-    bytes: float  # whole arrays, as one device has them before or after
-    seconds: float
-    waited: float  # of them, what no computation covers
+    Attributes:
+        id: number of the device.
+    """
+
+    id: int
 
 
 @dataclass
 class Estimate:
-    """Of one step on one device. Times add up to `seconds`; of `network`, only what is waited for counts."""
+    """Time and work of a program, or of a part of it, on one device.
+
+    Attributes:
+        seconds: total time: `arithmetic`, `memory` and the waiting times in `network`.
+        arithmetic: seconds in instructions that are bound by arithmetic.
+        memory: seconds in instructions that are bound by memory bandwidth.
+        network: seconds of waiting for collectives, by mesh axes.
+        flops: floating point operations.
+        bytes: bytes to and from the device's main memory.
+        traffic: the collectives, by kind, axes and link.
+        unknown_kernels: number of calls of each custom kernel whose FLOP are unknown.
+    """
 
     seconds: float = 0.0
-    arithmetic: float = 0.0  # seconds of instructions that arithmetic bounds
-    memory: float = 0.0  # seconds of instructions that bytes bound
-    network: dict[str, float] = field(default_factory=dict)  # seconds waited, by axes
+    arithmetic: float = 0.0
+    memory: float = 0.0
+    network: dict[str, float] = field(default_factory=dict)
     flops: float = 0.0
     bytes: float = 0.0
     traffic: dict[tuple[str, str, str], Traffic] = field(default_factory=dict)
-    unknown: dict[str, int] = field(
-        default_factory=dict
-    )  # kernels whose arithmetic is not known, and their calls
+    unknown_kernels: dict[str, int] = field(default_factory=dict)
 
     @property
     def bound(self) -> str:
-        parts = {
-            "arithmetic": self.arithmetic,
-            "memory": self.memory,
-            **{f"network on {axes}": s for axes, s in self.network.items()},
-        }
+        """The part that takes longest: "arithmetic", "memory" or "network on <axes>"."""
+        parts = {"arithmetic": self.arithmetic, "memory": self.memory}
+        for axes, seconds in self.network.items():
+            parts[f"network on {axes}"] = seconds
         return max(parts, key=lambda name: parts[name])
 
     def add(self, other: "Estimate", times: int) -> None:
+        """Add a part of the program that runs `times` times."""
         self.seconds += other.seconds * times
         self.arithmetic += other.arithmetic * times
         self.memory += other.memory * times
@@ -65,150 +79,185 @@ class Estimate:
         self.bytes += other.bytes * times
         for axes, seconds in other.network.items():
             self.network[axes] = self.network.get(axes, 0.0) + seconds * times
-        for kernel, calls in other.unknown.items():
-            self.unknown[kernel] = self.unknown.get(kernel, 0) + calls * times
-        for t in other.traffic.values():
-            self.count(
-                Traffic(
-                    t.kind,
-                    t.axes,
-                    t.link,
-                    t.count * times,
-                    t.bytes * times,
-                    t.seconds * times,
-                    t.waited * times,
+        for kernel, calls in other.unknown_kernels.items():
+            self.unknown_kernels[kernel] = self.unknown_kernels.get(kernel, 0) + calls * times
+        for traffic in other.traffic.values():
+            self.add_traffic(
+                replace(
+                    traffic,
+                    count=traffic.count * times,
+                    bytes=traffic.bytes * times,
+                    seconds=traffic.seconds * times,
+                    waited=traffic.waited * times,
                 )
             )
 
-    def count(self, t: Traffic) -> None:
-        key = (t.kind, t.axes, t.link)
-        if (old := self.traffic.get(key)) is not None:
-            t = Traffic(
-                *key,
-                old.count + t.count,
-                old.bytes + t.bytes,
-                old.seconds + t.seconds,
-                old.waited + t.waited,
+    def add_traffic(self, traffic: Traffic) -> None:
+        """Add collectives to those of the same kind, axes and link."""
+        key = (traffic.kind, traffic.axes, traffic.link)
+        if (known := self.traffic.get(key)) is not None:
+            traffic = replace(
+                known,
+                count=known.count + traffic.count,
+                bytes=known.bytes + traffic.bytes,
+                seconds=known.seconds + traffic.seconds,
+                waited=known.waited + traffic.waited,
             )
-        self.traffic[key] = t
+        self.traffic[key] = traffic
 
-    def wait(self, t: Traffic, seconds: float) -> None:
+    def add_wait(self, traffic: Traffic, seconds: float) -> None:
+        """Add time in which the device waits for a collective that was counted already."""
         self.seconds += seconds
-        self.network[t.axes] = self.network.get(t.axes, 0.0) + seconds
-        self.count(Traffic(t.kind, t.axes, t.link, 0, 0.0, 0.0, seconds))
+        self.network[traffic.axes] = self.network.get(traffic.axes, 0.0) + seconds
+        waited = replace(traffic, count=0, bytes=0.0, seconds=0.0, waited=seconds)
+        self.add_traffic(waited)
+
+    def add_work(self, work: Work, op: Op, chip: Chip) -> None:
+        """Add one instruction that has the device for itself."""
+        # These run in parallel with the arithmetic and only use memory bandwidth.
+        runs_in_background = chip.clock and op.opcode.endswith("-start")
+        if op.opcode == "fusion-start" or runs_in_background:
+            self.bytes += work.bytes
+            return
+        arithmetic = work.flops / _flop_rate(work, op, chip)
+        memory = work.bytes / (chip.bandwidth * chip.copies)
+        counted = cycles(op) / chip.clock if chip.clock else 0.0
+        seconds = counted or max(arithmetic, memory)
+        if work.flops or work.bytes:
+            seconds += chip.launch
+        if work.kernel and not work.is_known:
+            self.unknown_kernels[work.kernel] = self.unknown_kernels.get(work.kernel, 0) + 1
+        self.seconds += seconds
+        self.flops += work.flops
+        self.bytes += work.bytes
+        if arithmetic > memory:
+            self.arithmetic += seconds
+        else:
+            self.memory += seconds
 
 
 def estimate(program: Program, chip: Chip, mesh: Mesh) -> Estimate:
-    """Of the program on one device of `mesh`."""
-    return _run(program, program.entry, chip, _Wires(mesh, chip))
+    """Return the estimate of a program on one device of `mesh`.
+
+    Args:
+        program: the compiled program, the same for all devices.
+        chip: the hardware of a device.
+        mesh: the mesh, whose devices know where they are (TPU coordinates, GPU numbers).
+    """
+    return _Walk(program, chip, _Links(mesh, chip)).run(program.entry)
 
 
 def axis_rate(mesh: Mesh, chip: Chip, axis: str) -> float:
-    """Bytes a second, one way, that one device exchanges along an axis of the mesh."""
+    """Return the bytes per second, one way, at which one device communicates along a mesh axis."""
     index = tuple(mesh.axis_names).index(axis)
-    along = np.moveaxis(mesh.devices, index, -1).reshape(-1, mesh.devices.shape[index])[0]
-    return _Wires(mesh, chip).rate(list(along))[1]
+    groups = np.moveaxis(mesh.devices, index, -1).reshape(-1, mesh.devices.shape[index])
+    return _Links(mesh, chip).rate(list(groups[0]))[1]
 
 
-def _run(program: Program, computation: Computation, chip: Chip, wires: "_Wires") -> Estimate:
-    total = Estimate()
-    free: dict[str, float] = {}  # when each set of axes has carried what it was given
-    pending: dict[str, tuple[float, Traffic]] = {}  # by channel: when the exchange is done
-    ends = _last_mentions(program, computation)
-
-    def finish(channel: str) -> None:
-        done, traffic = pending.pop(channel)
-        if done > total.seconds:
-            total.wait(traffic, done - total.seconds)
-
-    for op in computation.ops:
-        if op.opcode == "while":
-            total.add(
-                _run(program, program.computations[op.called("body") or ""], chip, wires),
-                program.trips(op),
-            )
-        elif op.opcode == "conditional":
-            branches = [
-                _run(program, program.computations[name], chip, wires)
-                for name in _branches(op)
-                if name in program.computations
-            ]
-            if branches:
-                total.add(max(branches, key=lambda branch: branch.seconds), 1)
-        elif op.opcode == "call":
-            for inner in program.inner(op):
-                total.add(_run(program, inner, chip, wires), 1)
-        elif (collective := program.collective(op, computation)) is not None:
-            key = _key(collective)
-            if key not in pending:
-                traffic = wires.traffic(collective)
-                begin = max(total.seconds, free.get(traffic.axes, 0.0))
-                free[traffic.axes] = begin + traffic.seconds
-                pending[key] = (begin + traffic.seconds, traffic)
-                total.count(traffic)
-            if (
-                op.opcode == "fusion" and (work := program.work(computation, op)).flops
-            ):  # it computes while it exchanges
-                _take(total, work, op, chip)
-            if ends[key] == op.name:
-                finish(key)
-        elif op.opcode.endswith("-done") and op.opcode != "send-done" and op.operands:
-            begun = computation.by_name.get(op.operands[0].partition("#")[0])
-            found = program.collective(begun, computation) if begun is not None else None
-            if found is not None and _key(found) in pending:
-                finish(_key(found))
-        else:
-            _take(total, program.work(computation, op), op, chip)
-    for channel in list(pending):
-        finish(channel)
-    return total
-
-
-def _take(total: Estimate, work: Work, op: Op, chip: Chip) -> None:
-    """One instruction, alone on the device."""
-    if op.opcode == "fusion-start" or (
-        chip.clock and op.opcode.endswith("-start")
-    ):  # runs beside the arithmetic
-        total.bytes += work.bytes
-        return
+def _flop_rate(work: Work, op: Op, chip: Chip) -> float:
+    """Return the FLOP per second that an instruction reaches."""
     share = chip.attention if work.kernel or work.attends else chip.products
     if work.attends:
         share *= work.attends / (work.attends + SHORT)
-    rate = chip.flops * share * (chip.exact if _is_exact(op) else 1.0)
-    arithmetic, memory = work.flops / rate, work.bytes / (chip.bandwidth * chip.copies)
-    counted = cycles(op) / chip.clock if chip.clock else 0.0
-    seconds = counted or max(arithmetic, memory)
-    if work.flops or work.bytes:
-        seconds += chip.launch
-    if work.kernel and not work.is_known:
-        total.unknown[work.kernel] = total.unknown.get(work.kernel, 0) + 1
-    total.seconds += seconds
-    total.flops += work.flops
-    total.bytes += work.bytes
-    if arithmetic > memory:
-        total.arithmetic += seconds
-    else:
-        total.memory += seconds
+    if "operand_precision={highest" in op.attributes:
+        share *= chip.exact
+    return chip.flops * share
 
 
-def _is_exact(op: Op) -> bool:
-    return "operand_precision={highest" in op.attributes
+@dataclass(frozen=True)
+class _Pending:
+    """A collective that has started: the second at which it finishes, and what it is."""
+
+    finish: float
+    traffic: Traffic
 
 
-def _last_mentions(program: Program, computation: Computation) -> dict[str, str]:
-    """The instruction that ends each exchange: the last in which it stands, for one without a `-done` of its own."""
-    found: dict[str, str] = {}
-    for op in computation.ops:
-        collective = (
-            None
-            if op.opcode in ("while", "conditional", "call")
-            else program.collective(op, computation)
-        )
-        if collective is not None:
-            found[_key(collective)] = (
-                "" if op.opcode.endswith("-start") or op.opcode in ("send", "recv") else op.name
-            )
-    return found
+@dataclass(frozen=True)
+class _Walk:
+    """Walks through the instructions of a program and adds up their times."""
+
+    program: Program
+    chip: Chip
+    links: "_Links"
+
+    def run(self, computation: Computation) -> Estimate:
+        """Return the estimate of one run of a computation."""
+        total = Estimate()
+        # Collectives along the same axes share links and run one after the other. This is the
+        # second at which the links of each set of axes are free again.
+        free: dict[str, float] = {}
+        pending: dict[str, _Pending] = {}
+        ends = self._last_uses(computation)
+
+        def wait_for(key: str) -> None:
+            collective = pending.pop(key)
+            if collective.finish > total.seconds:
+                total.add_wait(collective.traffic, collective.finish - total.seconds)
+
+        for op in computation.ops:
+            if op.opcode in CONTROL_FLOW:
+                self._add_control_flow(total, op)
+            elif (collective := self.program.collective(op, computation)) is not None:
+                key = _key(collective)
+                if key not in pending:
+                    traffic = self.links.traffic(collective)
+                    begin = max(total.seconds, free.get(traffic.axes, 0.0))
+                    free[traffic.axes] = begin + traffic.seconds
+                    pending[key] = _Pending(begin + traffic.seconds, traffic)
+                    total.add_traffic(traffic)
+                if op.opcode == "fusion":
+                    # A fusion may compute while it communicates.
+                    work = self.program.work(computation, op)
+                    if work.flops:
+                        total.add_work(work, op, self.chip)
+                if ends[key] == op.name:
+                    wait_for(key)
+            elif _is_done(op):
+                start = computation.by_name.get(op.operands[0].partition("#")[0])
+                started = None if start is None else self.program.collective(start, computation)
+                if started is not None and _key(started) in pending:
+                    wait_for(_key(started))
+            else:
+                total.add_work(self.program.work(computation, op), op, self.chip)
+        for key in list(pending):
+            wait_for(key)
+        return total
+
+    def _add_control_flow(self, total: Estimate, op: Op) -> None:
+        """Add a loop, a call, or the slowest branch of a conditional."""
+        computations = self.program.computations
+        if op.opcode == "while":
+            body = self.run(computations[op.called("body") or ""])
+            total.add(body, self.program.trips(op))
+        elif op.opcode == "conditional":
+            names = [name for name in _branches(op) if name in computations]
+            branches = [self.run(computations[name]) for name in names]
+            if branches:
+                total.add(max(branches, key=lambda branch: branch.seconds), 1)
+        else:
+            for inner in self.program.inner(op):
+                total.add(self.run(inner), 1)
+
+    def _last_uses(self, computation: Computation) -> dict[str, str]:
+        """Return the name of the last instruction of each collective, by key.
+
+        TPU programs may run one collective in pieces inside several fusions. It ends with the last
+        of them. A collective with an explicit `-done` instruction has "" here.
+        """
+        last: dict[str, str] = {}
+        for op in computation.ops:
+            if op.opcode in CONTROL_FLOW:
+                continue
+            collective = self.program.collective(op, computation)
+            if collective is not None:
+                has_done = op.opcode.endswith("-start") or op.opcode in ("send", "recv")
+                last[_key(collective)] = "" if has_done else op.name
+        return last
+
+
+def _is_done(op: Op) -> bool:
+    """Return whether an instruction waits for the result of a collective."""
+    return op.opcode.endswith("-done") and op.opcode != "send-done" and bool(op.operands)
 
 
 def _key(collective: Collective) -> str:
@@ -216,88 +265,115 @@ def _key(collective: Collective) -> str:
 
 
 def _branches(op: Op) -> list[str]:
-    inside = op.attributes.partition("branch_computations={")[2].partition("}")[0]
-    names = [name.strip().lstrip("%") for name in inside.split(",")] if inside else []
-    return names or [
-        name for key in ("true_computation", "false_computation") if (name := op.called(key))
-    ]
+    """Return the names of the computations of a conditional, in either of XLA's notations."""
+    listed = op.attributes.partition("branch_computations={")[2].partition("}")[0]
+    if listed:
+        return [name.strip().lstrip("%") for name in listed.split(",")]
+    names = (op.called(key) for key in ("true_computation", "false_computation"))
+    return [name for name in names if name]
 
 
-class _Wires:
-    """The links between the devices of a mesh, seen from its axes."""
+@dataclass(frozen=True)
+class _Route:
+    """How a collective travels: its axes, devices per group, kind of link, bytes per second."""
+
+    axes: str
+    size: int
+    link: str
+    rate: float
+
+
+_RouteKey: TypeAlias = tuple[str, tuple[tuple[int, ...], ...], bool]
+
+
+class _Links:
+    """The links between the devices of a mesh."""
 
     def __init__(self, mesh: Mesh, chip: Chip):
         self.chip = chip
-        self.names = tuple(mesh.axis_names)
-        self.sizes = tuple(mesh.shape.values())
-        self.devices = list(mesh.devices.flat)
-        self.extent = _extent(self.devices)
-        self.seen: dict[tuple[str, Any, bool], tuple[str, int, str, float]] = {}
+        self.axis_names = tuple(mesh.axis_names)
+        self.axis_sizes = tuple(mesh.shape.values())
+        self.devices: list[Device] = list(mesh.devices.flat)
+        self.extent: list[int] = []
+        if hasattr(self.devices[0], "coords"):
+            self.extent = [len(set(column)) for column in _coords(self.devices).T.tolist()]
+        self.routes: dict[_RouteKey, _Route] = {}
 
     def traffic(self, collective: Collective) -> Traffic:
+        """Return a collective with its estimated time, as if nothing else used its links."""
         key = (collective.kind, collective.groups, collective.across_slices)
-        if key not in self.seen:
-            self.seen[key] = self._wire(collective)
-        axes, size, link, rate = self.seen[key]
-        share = (size - 1) / size
-        factor = {"all-reduce": 2 * share, "collective-permute": 1.0}.get(collective.kind, share)
-        seconds = (
-            factor * collective.bytes / rate + HOP * max(1, math.ceil(math.log2(size)))
-            if size > 1
-            else 0.0
+        if key not in self.routes:
+            self.routes[key] = self._route(collective)
+        route = self.routes[key]
+        # A ring algorithm sends (size - 1) / size of the complete array, an all-reduce twice that.
+        share = (route.size - 1) / route.size
+        factors = {"all-reduce": 2 * share, "collective-permute": 1.0}
+        seconds = 0.0
+        if route.size > 1:
+            hops = max(1, math.ceil(math.log2(route.size)))
+            sent = factors.get(collective.kind, share) * collective.bytes
+            seconds = sent / route.rate + HOP * hops
+        return Traffic(
+            kind=collective.kind,
+            axes=route.axes,
+            link=route.link,
+            count=1,
+            bytes=collective.bytes,
+            seconds=seconds,
+            waited=0.0,
         )
-        return Traffic(collective.kind, axes, link, 1, collective.bytes, seconds, 0.0)
 
-    def _wire(self, collective: Collective) -> tuple[str, int, str, float]:
-        """Axes, devices in a group, kind of link, bytes a second."""
+    def _route(self, collective: Collective) -> _Route:
         groups = collective.groups or (tuple(range(len(self.devices))),)
         members = groups[0]
-        if collective.across_slices:  # one device of each slice
-            members = tuple(
-                {
-                    getattr(d, "slice_index", 0): i
-                    for i, d in reversed(list(enumerate(self.devices)))
-                }.values()
-            )[::-1]
+        if collective.across_slices:
+            members = self._one_of_each_slice()
         if collective.kind == "collective-permute":
             members = max(groups, key=lambda pair: abs(pair[0] - pair[-1]))
-        places = np.array(np.unravel_index(members, self.sizes)).T
-        varying = [name for i, name in enumerate(self.names) if len(set(places[:, i])) > 1]
-        link, rate = self.rate([self.devices[m] for m in members])
-        return "*".join(varying) or "none", len(members), link, rate
+        places = np.array(np.unravel_index(members, self.axis_sizes)).T
+        spanned = [
+            name for i, name in enumerate(self.axis_names) if len(set(places[:, i].tolist())) > 1
+        ]
+        link, rate = self.rate([self.devices[member] for member in members])
+        return _Route("*".join(spanned) or "none", len(members), link, rate)
 
-    def rate(self, devices: list[object]) -> tuple[str, float]:
+    def _one_of_each_slice(self) -> tuple[int, ...]:
+        """Return the index of the first device of each TPU slice."""
+        first: dict[int, int] = {}
+        for index, device in reversed(list(enumerate(self.devices))):
+            first[_slice_of(device)] = index
+        return tuple(first.values())[::-1]
+
+    def rate(self, devices: Sequence[Device]) -> tuple[str, float]:
+        """Return what carries a collective between devices, and its bytes per second, one way."""
         chip = self.chip
         if chip.link == 0.0:
             return "memory", chip.bandwidth
-        if len({getattr(d, "slice_index", 0) for d in devices}) > 1:
+        if len({_slice_of(device) for device in devices}) > 1:
             return "network", chip.network
         if chip.group:
-            return (
-                ("switch", chip.link * 0.8)
-                if self._in_one_machine(devices)
-                else ("network", chip.network)
-            )
-        coords = np.array([d.coords for d in devices])  # type: ignore[attr-defined]
-        spanned = [dim for dim in range(coords.shape[1]) if len(set(coords[:, dim])) > 1]
-        ways = sum(2 if self._closes(coords[:, dim], dim) else 1 for dim in spanned)
+            machines = {device.id // chip.group for device in devices}
+            if len(machines) > 1:
+                return "network", chip.network
+            return "switch", chip.link * SWITCH_SHARE
+        coords = _coords(devices)
+        ways = 0
+        for dim in range(coords.shape[1]):
+            length = len(set(coords[:, dim].tolist()))
+            if length > 1:
+                ways += 2 if self._is_ring(length, dim) else 1
         return "links", chip.link * max(1, ways)
 
-    def _in_one_machine(self, devices: list[object]) -> bool:
-        ids = [d.id // self.chip.group for d in devices]  # type: ignore[attr-defined]
-        return len(set(ids)) == 1
-
-    def _closes(self, coords: np.ndarray, dim: int) -> bool:
-        """Whether the devices go all the way around the torus along a dimension."""
-        return (
-            len(set(coords)) == self.extent[dim]
-            and self.chip.wrap > 0
-            and self.extent[dim] % self.chip.wrap == 0
-        )
+    def _is_ring(self, length: int, dim: int) -> bool:
+        """Return whether `length` devices go all the way around the torus along a dimension."""
+        extent, wrap = self.extent[dim], self.chip.wrap
+        return length == extent and wrap > 0 and extent % wrap == 0
 
 
-def _extent(devices: list[object]) -> Mapping[int, int]:
-    if not hasattr(devices[0], "coords"):
-        return {}
-    coords = np.array([d.coords for d in devices])  # type: ignore[attr-defined]
-    return {dim: len(set(coords[:, dim])) for dim in range(coords.shape[1])}
+def _slice_of(device: Device) -> int:
+    return getattr(device, "slice_index", 0)
+
+
+def _coords(devices: Sequence[Device]) -> np.ndarray:
+    """Return the coordinates of TPU devices in their torus: an array of shape (devices, dims)."""
+    return np.array([device.coords for device in devices])  # type: ignore[attr-defined]

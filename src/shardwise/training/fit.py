@@ -35,7 +35,7 @@ from shardwise.loop import evaluate, steps
 from shardwise.metrics import read_metrics
 from shardwise.optim.parts import evaluation_params
 from shardwise.optim.read import sample_rates
-from shardwise.plan.plan import check_fits, compile_run
+from shardwise.plan.compile import check_fits, compile_run
 from shardwise.run import Prepared, Run, describe_run, prepare
 from shardwise.state import StateSpec, TrainState, init_state
 from shardwise.trackers.base import TrackedRun, Tracking

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from shardwise import make_mesh
 from shardwise.flops import count_flops
 from shardwise.plan.hlo import _groups, parse
-from shardwise.plan.plan import NO_CHIP
+from shardwise.plan.compile import NO_CHIP
 from shardwise.plan.roofline import estimate
 
 

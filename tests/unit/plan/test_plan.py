@@ -14,7 +14,7 @@ from shardwise.errors import ConfigError
 from shardwise.hardware import Chip
 from shardwise.kernels.cross_entropy import chunked_cross_entropy
 from shardwise.models.gpt import GPT, PRESETS
-from shardwise.plan.plan import check_fits, compile_run, plan_run
+from shardwise.plan.compile import check_fits, compile_run, plan_run
 from shardwise.plan.target import find_target
 from shardwise.run import prepare
 from tests.helpers.runs import loss, make_run
@@ -94,7 +94,7 @@ def test_what_cannot_fit_is_said_with_the_largest_buffers(plan):
     assert found.buffers == sorted(found.buffers, key=lambda b: -b.bytes)
     assert sum(b.bytes for b in found.buffers) <= found.memory.temporaries
     assert any("jit(step)" in b.name for b in found.buffers)
-    with pytest.raises(ConfigError, match=r"needs .* on each device .*parameters.*optimizer"):
+    with pytest.raises(ConfigError, match=r"needs .* per device .*parameters.*optimizer"):
         check_fits(found)
 
 
@@ -102,7 +102,7 @@ def test_a_plan_is_kept_and_found_again(tmp_path, monkeypatch):
     target = replace(find_target("cpu:8"), chip=CHIP)
     first = plan_run(tiny_run(), target, {"remat": "none"}, tmp_path)
     (file,) = tmp_path.iterdir()
-    monkeypatch.setattr("shardwise.plan.plan.compile_and_read", None)  # must not be needed
+    monkeypatch.setattr("shardwise.plan.compile.compile_and_read", None)  # must not be needed
     again = plan_run(tiny_run(), target, {"remat": "none"}, tmp_path)
     assert again == first
     assert json.loads(json.dumps(again.as_json()))["seconds"] == first.times.total
@@ -138,11 +138,11 @@ def test_the_step_that_was_planned_is_the_step_that_runs(make):
 
 
 def test_fit_refuses_what_cannot_fit_before_anything_is_allocated(monkeypatch, tmp_path):
-    from shardwise.plan import plan as planning
+    from shardwise.plan import compile as planning
 
     monkeypatch.setattr(planning, "local_target", lambda: replace(find_target("cpu:8"), limit=100))
     run = replace(tiny_run(), out=tmp_path / "run")
-    with pytest.raises(ConfigError, match="--no-plan tries it all the same"):
+    with pytest.raises(ConfigError, match="--no-plan skips this check"):
         fit(run)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     assert fit(run, plan=False).metrics["step"] == 3
@@ -204,7 +204,7 @@ def test_batches_whose_length_changes_are_trained_on_as_without_a_plan():
 
 
 def test_what_a_tpu_compiler_refuses_as_too_large_is_refused_with_numbers(monkeypatch):
-    from shardwise.plan import plan as planning
+    from shardwise.plan import compile as planning
 
     target = find_target("v5e:1x1")
     monkeypatch.setattr(planning, "local_target", lambda: target)

@@ -12,7 +12,8 @@ from shardwise import Run
 from shardwise.cli.plan import Recipe
 from shardwise.errors import ConfigError
 from shardwise.hardware import Chip
-from shardwise.plan.plan import Memory, Times, plan_run
+from shardwise.plan.compile import plan_run
+from shardwise.plan.plan import Memory, Times
 from shardwise.plan.search import Candidate, Search, find_meshes, search
 from shardwise.plan.target import find_target
 from tests.helpers.runs import make_run
