@@ -1,4 +1,4 @@
-"""`shardwise report`: what runs were and did, as one page, or served and refreshed while they go on."""
+"""`shardwise report`: writes the report of runs as one page, or serves it while they continue."""
 
 import argparse
 import contextlib
@@ -8,91 +8,98 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
-from shardwise.errors import ConfigError, Parser
+from shardwise.cli.options import command_parser
+from shardwise.errors import ConfigError
 from shardwise.report.run_page import report_page
 from shardwise.report.server import PageServer
-from shardwise.rundir.files import RunFiles
+from shardwise.rundir.files import RunFiles, RunRecord
 from shardwise.rundir.summary import summarize
+from shardwise.text import Json
 
-USAGE = """\
-shardwise report RUN [RUN ...] [--out FILE] [--watch [--port N]]
-
-  RUN              a run directory; several are set side by side
-  --out FILE       where the page is written; RUN/report.html if it is not given, for several runs report.html here
-  --watch          serve the page on 127.0.0.1, under an address that holds a token, and refresh it while the run goes on
-  --port N         of --watch; a free one if it is not given
-  --every S        of --watch: seconds between two looks (3)
-  --json FILE      the same numbers for programs
-"""
 MOST_RUNS = 64
+DEFAULT_SECONDS = 3.0
+MIN_SECONDS, MAX_SECONDS = 0.2, 3600.0
 
 
-def main(args: list[str], options: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    parser = Parser(
-        prog="shardwise report", usage=USAGE, add_help=False, allow_abbrev=False, help_text=USAGE
-    )
-    parser.add_argument("runs", nargs="*", type=Path)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--watch", action="store_true")
-    parser.add_argument("--port", type=int)
-    parser.add_argument("--every", type=float)
-    parser.add_argument("-h", "--help", action="store_true")
-    mine = parser.parse_args(args)
-    if mine.help:
-        print(USAGE, end="")
-        return {}, 0
-    runs = _find(mine.runs)
-    if not mine.watch and (mine.port is not None or mine.every is not None):
-        raise ConfigError("--port and --every belong to --watch.")
-    if mine.watch:
-        if mine.out is not None:
+def main(args: list[str], shared: argparse.Namespace) -> tuple[Json, int]:
+    """Run the command.
+
+    Args:
+        args: Command-line arguments after "report".
+        shared: Options shared by all commands.
+
+    Returns:
+        The answer for `--json`, and the exit code.
+    """
+    options = command_parser("report").parse_args(args)
+    runs = _find_runs(options.runs)
+    if not options.watch and (options.port is not None or options.every is not None):
+        raise ConfigError("`--port` and `--every` require `--watch`.")
+    if options.watch:
+        if options.out is not None:
             raise ConfigError(
-                "--watch writes no file: leave --out away, or ask for the file in a second command."
+                "`--watch` serves the page and writes no file. Drop `--out`, "
+                "or run `shardwise report` again without `--watch`."
             )
-        return _watch(runs, mine.port or 0, 3.0 if mine.every is None else mine.every)
-    records = [_read(run) for run in runs]
-    text = report_page(records)
-    out = mine.out or (runs[0].path / "report.html" if len(runs) == 1 else Path("report.html"))
-    _write(out, text)
-    print(f"report: {out}" + (f" ({len(runs)} runs)" if len(runs) > 1 else ""))
-    return {"page": str(out), "runs": [summarize(record).as_json() for record in records]}, 0
+        seconds = DEFAULT_SECONDS if options.every is None else options.every
+        return _watch(runs, options.port or 0, seconds)
+    return _write_report(runs, options.out)
 
 
-def _find(paths: list[Path]) -> list[RunFiles]:
+def _find_runs(paths: list[Path]) -> list[RunFiles]:
+    """Return the run directories, named so that no two names are equal."""
     if not paths:
         raise ConfigError("'shardwise report' needs a run directory: shardwise report runs/a")
     if len(paths) > MOST_RUNS:
-        raise ConfigError(f"{len(paths)} runs; at most {MOST_RUNS} can be set side by side.")
+        raise ConfigError(f"{len(paths)} runs given; at most {MOST_RUNS} can be compared.")
     for path in paths:
-        if not path.is_dir():
-            raise ConfigError(f"there is no run directory {path}.")
-        if not any((path / name).exists() for name in ("run.json", "metrics.jsonl")):
-            inner = sorted(p.parent.name for p in path.glob("*/run.json"))[:5]
-            hint = f" It holds runs: {', '.join(inner)}." if inner else ""
-            raise ConfigError(
-                f"{path} is no run directory: it has neither run.json nor metrics.jsonl.{hint}"
-            )
+        _check_run_directory(path)
     names = [path.resolve().name or str(path) for path in paths]
-    twice = {name for name in names if names.count(name) > 1}
-    return [
-        RunFiles(path, str(path) if name in twice else name)
-        for path, name in zip(paths, names, strict=True)
-    ]
+    runs = []
+    for path, name in zip(paths, names, strict=True):
+        is_unique = names.count(name) == 1
+        runs.append(RunFiles(path, name if is_unique else str(path)))
+    return runs
 
 
-def _read(run: RunFiles) -> Any:
+def _check_run_directory(path: Path) -> None:
+    if not path.is_dir():
+        raise ConfigError(f"there is no run directory {path}.")
+    if any((path / name).exists() for name in ("run.json", "metrics.jsonl")):
+        return
+    inner = sorted(file.parent.name for file in path.glob("*/run.json"))[:5]
+    hint = f" It contains runs: {', '.join(inner)}." if inner else ""
+    raise ConfigError(
+        f"{path} is not a run directory: it has neither run.json nor metrics.jsonl.{hint}"
+    )
+
+
+def _read(run: RunFiles) -> RunRecord:
     try:
         return run.read()
     except OSError as error:
-        raise ConfigError(
-            f"the run directory {run.path} cannot be read: {error.strerror}."
-        ) from error
+        raise ConfigError(f"cannot read the run directory {run.path}: {error.strerror}.") from error
 
 
-def _write(out: Path, text: str) -> None:
-    """Never through a link that a stranger has put into a run directory; whole or not at all."""
+def _write_report(runs: list[RunFiles], out: Path | None) -> tuple[Json, int]:
+    """Write the page and return what `main` returns."""
+    records = [_read(run) for run in runs]
+    if out is None:
+        out = runs[0].path / "report.html" if len(runs) == 1 else Path("report.html")
+    _write_page(out, report_page(records))
+    count = f" ({len(runs)} runs)" if len(runs) > 1 else ""
+    print(f"report: {out}{count}")
+    return {"page": str(out), "runs": [summarize(record).as_json() for record in records]}, 0
+
+
+def _write_page(out: Path, text: str) -> None:
+    """Write the complete page or nothing.
+
+    The page replaces `out` instead of being written into it, so that a link which a stranger put
+    into a run directory cannot redirect it.
+    """
     temporary = out.with_name(f".{out.name}.tmp")
     try:
         with contextlib.suppress(FileNotFoundError):
@@ -102,44 +109,64 @@ def _write(out: Path, text: str) -> None:
         temporary.replace(out)
     except OSError as error:
         raise ConfigError(
-            f"the page cannot be written to {out}: {error.strerror}. Choose another file with --out."
+            f"cannot write the page to {out}: {error.strerror}. Choose another file with `--out`."
         ) from error
 
 
-def _watch(runs: list[RunFiles], port: int, every: float) -> tuple[dict[str, Any], int]:
+class _LivePage:
+    """The page of runs, made again only when one of their files has changed."""
+
+    def __init__(self, runs: list[RunFiles], seconds: float):
+        self._runs = runs
+        self._seconds = seconds
+        self._stamps: list[object] = []
+        self._text = ""
+
+    def __call__(self) -> tuple[str, str]:
+        """Return the page, and a tag that changes with it."""
+        stamps: list[object] = [run.stamp() for run in self._runs]
+        if stamps != self._stamps:
+            self._text = report_page([run.read() for run in self._runs], watch=self._seconds)
+            self._stamps = stamps
+        return self._text, hashlib.sha256(repr(stamps).encode()).hexdigest()[:32]
+
+
+def _watch(runs: list[RunFiles], port: int, seconds: float) -> tuple[Json, int]:
+    """Serve the page until a signal arrives, and return what `main` returns."""
     if not 0 <= port < 65536:
-        raise ConfigError(f"--port {port}: it must be from 0 to 65535.")
-    if not 0.2 <= every <= 3600:
-        raise ConfigError(f"--every {every:g}: it must be from 0.2 to 3600 seconds.")
-    last: list[Any] = [None, ""]
-
-    def make() -> tuple[str, str]:
-        stamp = tuple(run.stamp() for run in runs)
-        if stamp != last[0]:
-            last[:] = [stamp, report_page([run.read() for run in runs], watch=every)]
-        return last[1], hashlib.sha256(repr(stamp).encode()).hexdigest()[:32]
-
+        raise ConfigError(f"`--port {port}` is out of range. Use a port from 0 to 65535.")
+    if not MIN_SECONDS <= seconds <= MAX_SECONDS:
+        raise ConfigError(
+            f"`--every {seconds:g}` is out of range. "
+            f"Use {MIN_SECONDS:g} to {MAX_SECONDS:g} seconds."
+        )
     try:
-        server = PageServer(make, port)
+        server = PageServer(_LivePage(runs, seconds), port)
     except OSError as error:
         raise ConfigError(
-            f"port {port} of 127.0.0.1 cannot be used: {error.strerror}. Leave --port away for a free one."
+            f"cannot use port {port} of 127.0.0.1: {error.strerror}. "
+            "Drop `--port` to use a free port."
         ) from error
-    with server, _until_told(), contextlib.suppress(KeyboardInterrupt):
-        print(f"report: {server.url}\nonly this machine can open it; Ctrl-C ends it", flush=True)
+    with server, _stop_on_signals(), contextlib.suppress(KeyboardInterrupt):
+        print(f"report: {server.url}")
+        print("Only this machine can open it. Press Ctrl-C to stop.", flush=True)
         server.serve_forever(poll_interval=0.2)
-    print("ended", file=sys.stderr)
+    print("stopped", file=sys.stderr)
     return {"runs": [summarize(_read(run)).as_json() for run in runs]}, 0
 
 
 @contextmanager
-def _until_told() -> Iterator[None]:
-    """SIGTERM ends it as Ctrl-C does, also where a shell has started it in the background and set SIGINT aside."""
+def _stop_on_signals() -> Iterator[None]:
+    """Raise KeyboardInterrupt on SIGINT and SIGTERM.
 
-    def end(*_: Any) -> None:
+    SIGINT needs a handler too: a shell ignores it for commands that it starts in the background.
+    """
+
+    def interrupt(signal_number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield
     finally:

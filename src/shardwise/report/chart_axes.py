@@ -1,8 +1,7 @@
-"""What curves can be drawn over beside steps: the units, such as tokens, that a run had seen by then, and the time it had been running."""
+"""X axes for curves besides steps: units seen (such as tokens), and running time."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,101 +9,117 @@ from numpy.typing import NDArray
 from shardwise.rundir.columns import Column
 from shardwise.rundir.files import EARLIEST, LATEST, RunRecord
 from shardwise.rundir.time_accounting import Account
+from shardwise.text import Json
 
-MOST_LABEL = 40
+MAX_LABEL = 40
+# Jumps that thinning preserves, such as the pauses for evaluations and restarts.
+NUM_JUMPS = 20
+# Larger counts of units cannot be real; they would flatten the axis.
+MAX_UNITS = 1e18
 
 
 @dataclass(frozen=True)
-class Axis:
-    """Of each run some steps, rising, and what it had reached there; between two of them it is taken to grow evenly."""
+class XAxis:
+    """What curves can be drawn over, next to steps.
 
-    key: str  # "units" or "time"
+    Attributes:
+        key: "units" or "time".
+        label: Name for people, such as "tokens".
+        runs: For each run, steps and the position on the axis at the end of each step. Positions
+            between two of these steps are interpolated linearly.
+    """
+
+    key: str
     label: str
     runs: list[Column]
 
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "key": self.key,
-            "label": self.label,
-            "runs": [
-                {
-                    "steps": run.steps.tolist(),
-                    "at": [float(f"{value:.9g}") for value in run.values.tolist()],
-                }
-                for run in self.runs
-            ],
-        }
+    def as_json(self) -> Json:
+        """Return what the script needs to place steps on the axis."""
+        runs = []
+        for column in self.runs:
+            positions = [float(f"{value:.9g}") for value in column.values.tolist()]
+            runs.append({"steps": column.steps.tolist(), "at": positions})
+        return {"key": self.key, "label": self.label, "runs": runs}
 
 
-def axes_of(
-    runs: Sequence[RunRecord], accounts: Sequence[Account], most: int, drawn: Collection[int]
-) -> list[Axis]:
-    """Those that are known of every run that is drawn, by its number; with at most about `most` points a run."""
-    found = []
-    units = {
-        name.removesuffix("_per_s")
-        for i in drawn
-        for name, column in runs[i].columns.items()
-        if name.endswith("_per_s") and len(column)
-    }
-    if len(units) == 1 and (unit := units.pop()):
-        found.append(
-            Axis(
-                "units", unit[:MOST_LABEL], [_thinned(units_until(run, unit), most) for run in runs]
-            )
-        )
-    times = [seconds_until(run, known) for run, known in zip(runs, accounts, strict=True)]
-    found.append(Axis("time", "time", [_thinned(column, most) for column in times]))
-    return [axis for axis in found if all(len(axis.runs[i]) for i in drawn)]
+def x_axes(
+    runs: Sequence[RunRecord],
+    accounts: Sequence[Account],
+    max_points: int,
+    drawn: Collection[int],
+) -> list[XAxis]:
+    """Return the axes that are known for every drawn run.
+
+    Args:
+        runs: The runs on the page.
+        accounts: The time accounting of each run.
+        max_points: Approximate upper bound of the points per run and axis.
+        drawn: Indices of the runs that have curves. A run without steps must not hide an axis.
+    """
+    axes = []
+    units = _logged_units(runs, drawn)
+    if len(units) == 1:
+        (unit,) = units
+        seen = [_thin(units_seen(run, unit), max_points) for run in runs]
+        axes.append(XAxis("units", unit[:MAX_LABEL], seen))
+    times = [running_seconds(run, account) for run, account in zip(runs, accounts, strict=True)]
+    axes.append(XAxis("time", "time", [_thin(column, max_points) for column in times]))
+    return [axis for axis in axes if all(len(axis.runs[i]) for i in drawn)]
 
 
-def units_until(run: RunRecord, unit: str) -> Column:
-    """The units of all steps up to each. A step that was done again counts once."""
-    rate, spent = run.column(f"{unit}_per_s"), run.column("step_s")
-    if np.array_equal(rate.steps, spent.steps):
-        steps, seen = rate.steps, rate.values * spent.values
+def _logged_units(runs: Sequence[RunRecord], drawn: Collection[int]) -> set[str]:
+    """Return the names of units whose throughput was logged, from metrics like tokens_per_s."""
+    units = set()
+    for i in drawn:
+        for name, column in runs[i].columns.items():
+            if name.endswith("_per_s") and len(column):
+                units.add(name.removesuffix("_per_s"))
+    return units - {""}
+
+
+def units_seen(run: RunRecord, unit: str) -> Column:
+    """Return how many units the run had processed by the end of each step.
+
+    A repeated step counts once. A step without a record counts like the next recorded one.
+    """
+    rate, seconds = run.column(f"{unit}_per_s"), run.column("step_s")
+    if np.array_equal(rate.steps, seconds.steps):
+        # The usual case, in which both metrics come from the same records.
+        steps, per_step = rate.steps, rate.values * seconds.values
     else:
-        steps, i, j = np.intersect1d(
-            rate.steps, spent.steps, assume_unique=True, return_indices=True
+        steps, in_rate, in_seconds = np.intersect1d(
+            rate.steps, seconds.steps, assume_unique=True, return_indices=True
         )
-        seen = rate.values[i] * spent.values[j]
-    keep = np.isfinite(seen) & (seen >= 0) & (seen < 1e18)
-    steps, seen = steps[keep], seen[keep]
-    if not len(steps):
-        return Column(steps, seen)
-    total = np.cumsum(
-        seen * np.diff(steps, prepend=0)
-    )  # where a step is not written down, it is taken to be like the next
-    return (
-        Column(np.append(0, steps), np.append(0.0, total)) if steps[0] > 0 else Column(steps, total)
-    )
+        per_step = rate.values[in_rate] * seconds.values[in_seconds]
+    is_usable = np.isfinite(per_step) & (per_step >= 0) & (per_step < MAX_UNITS)
+    steps, per_step = steps[is_usable], per_step[is_usable]
+    total = np.cumsum(per_step * np.diff(steps, prepend=0))
+    if len(steps) and steps[0] > 0:
+        steps, total = np.append(0, steps), np.append(0.0, total)
+    return Column(steps, total)
 
 
-def seconds_until(run: RunRecord, account: Account) -> Column:
-    """The time from the beginning of the first start to the end of each step, without the time between starts."""
+def running_seconds(run: RunRecord, account: Account) -> Column:
+    """Return the running time at the end of each step, without the downtime between starts."""
     times = run.column("time")
-    keep = (times.values >= EARLIEST) & (times.values < LATEST)
-    steps, values = times.steps[keep], times.values[keep]
+    is_usable = (times.values >= EARLIEST) & (times.values < LATEST)
+    steps, values = times.steps[is_usable], times.values[is_usable]
     if not len(steps):
         return Column(steps, values)
-    known = [
-        (start.begun, start.down or 0.0) for start in account.starts if start.begun is not None
-    ]
-    begins = np.array([begun for begun, _ in known] or [values[0]])
-    down = np.cumsum([seconds for _, seconds in known] or [0.0])
-    start = np.maximum(
-        np.searchsorted(begins, values, side="right") - 1, 0
-    )  # the one that was going on then
-    return Column(
-        steps, np.maximum.accumulate(np.maximum(values - begins[0] - down[start], 0.0))
-    )  # clocks are set back at times
+    starts = [start for start in account.starts if start.begun is not None]
+    begins = np.array([start.begun for start in starts] or [values[0]], np.float64)
+    downtime = np.cumsum([start.down or 0.0 for start in starts] or [0.0])
+    current_start = np.maximum(np.searchsorted(begins, values, side="right") - 1, 0)
+    elapsed = np.maximum(values - begins[0] - downtime[current_start], 0.0)
+    # Clocks can be set back, but time must not decrease along a curve.
+    return Column(steps, np.maximum.accumulate(elapsed))
 
 
-def _thinned(column: Column, most: int) -> Column:
-    """Points evenly spread over the records, and both ends of the longest leaps between two records."""
-    if len(column) <= most:
+def _thin(column: Column, max_points: int) -> Column:
+    """Keep evenly spaced points, and both ends of the largest jumps between neighbors."""
+    if len(column) <= max_points:
         return column
-    kept = np.linspace(0, len(column) - 1, most).round().astype(np.int64)
-    leaps: NDArray[np.int64] = np.argpartition(np.diff(column.values), -20)[-20:]
-    kept = np.unique(np.concatenate([kept, leaps, leaps + 1]))
+    spaced = np.linspace(0, len(column) - 1, max_points).round().astype(np.int64)
+    jumps: NDArray[np.int64] = np.argpartition(np.diff(column.values), -NUM_JUMPS)[-NUM_JUMPS:]
+    kept = np.unique(np.concatenate([spaced, jumps, jumps + 1]))
     return Column(column.steps[kept], column.values[kept])

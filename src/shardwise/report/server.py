@@ -1,4 +1,8 @@
-"""A page served to this machine alone: on the loopback address, to whoever knows its token, and nothing else but the page."""
+"""Serves one page to this machine only.
+
+It listens on the loopback address, answers only requests that carry its token, and serves nothing
+but the page. A token is needed because other users of the machine reach the loopback address too.
+"""
 
 import hmac
 import secrets
@@ -6,8 +10,8 @@ import threading
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
+# No other site may store, frame or embed the page, or learn its address.
 HEADERS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
@@ -20,33 +24,47 @@ HEADERS = {
 
 
 class PageServer(ThreadingHTTPServer):
-    """`make` gives the page and a tag that changes with it; it is called for one request at a time."""
+    """An HTTP server for one page that is made anew for each request.
+
+    Args:
+        make_page: Returns the page and a tag that changes with it. Requests call it one at a time.
+        port: Port on 127.0.0.1; 0 for a free one.
+
+    Attributes:
+        token: The secret part of the address.
+        hosts: The values of the Host header that are answered.
+    """
 
     daemon_threads = True
+    # A second server on the same port is an error, not a takeover.
     allow_reuse_address = False
 
-    def __init__(self, make: Callable[[], tuple[str, str]], port: int = 0):
+    def __init__(self, make_page: Callable[[], tuple[str, str]], port: int = 0):
         super().__init__(("127.0.0.1", port), _Handler)
         self.token = secrets.token_urlsafe(24)
         self.hosts = {f"{name}:{self.server_port}" for name in ("127.0.0.1", "localhost")}
-        self._make, self._lock = make, threading.Lock()
+        self._make_page = make_page
+        self._lock = threading.Lock()
 
     @property
     def url(self) -> str:
+        """The address of the page, with the token."""
         return f"http://127.0.0.1:{self.server_port}/{self.token}/"
 
     def page(self) -> tuple[bytes, str]:
+        """Return the page and its ETag."""
         with self._lock:
-            text, tag = self._make()
+            text, tag = self._make_page()
         return text.encode("utf-8", "replace"), f'"{tag}"'
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that goes away in the middle is no news."""
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Ignore errors of a connection: a browser may disconnect at any time."""
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: PageServer
-    timeout = 20  # seconds for a request to arrive
+    # Seconds until a request must have arrived.
+    timeout = 20
     server_version, sys_version = "shardwise", ""
 
     def do_GET(self) -> None:
@@ -56,30 +74,29 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(with_body=False)
 
     def _answer(self, with_body: bool) -> None:
-        if (
-            self.headers.get("Host", "").lower() not in self.server.hosts
-        ):  # a name of somebody else that leads here
-            return self._refuse("this address is served to 127.0.0.1 alone")
+        # A foreign host name that resolves to 127.0.0.1 would let its site read the page.
+        if self.headers.get("Host", "").lower() not in self.server.hosts:
+            return self._refuse("this page is served at 127.0.0.1 only")
         given = self.path.partition("?")[0].strip("/").encode("utf-8", "replace")
         if not hmac.compare_digest(given, self.server.token.encode()):
             return self._refuse(
-                "the token in the address is missing or wrong; the command has printed the whole address"
+                "the token in the address is missing or wrong; "
+                "use the complete address that 'shardwise report' printed"
             )
         try:
             page, tag = self.server.page()
         except OSError as error:
+            text = f"cannot read the run: {error.strerror}\n"
             return self._send(
-                HTTPStatus.SERVICE_UNAVAILABLE,
-                f"the run cannot be read: {error.strerror}\n".encode(),
-                "text/plain",
-                with_body,
+                HTTPStatus.SERVICE_UNAVAILABLE, text.encode(), "text/plain", with_body
             )
         if self.headers.get("If-None-Match") == tag:
             return self._send(HTTPStatus.NOT_MODIFIED, b"", "text/html", False, tag)
         return self._send(HTTPStatus.OK, page, "text/html", with_body, tag)
 
-    def _refuse(self, why: str) -> None:
-        self._send(HTTPStatus.FORBIDDEN, f"{why}\n".encode(), "text/plain", self.command != "HEAD")
+    def _refuse(self, reason: str) -> None:
+        with_body = self.command != "HEAD"
+        self._send(HTTPStatus.FORBIDDEN, f"{reason}\n".encode(), "text/plain", with_body)
 
     def _send(
         self, status: HTTPStatus, content: bytes, kind: str, with_body: bool, tag: str = ""
@@ -96,5 +113,5 @@ class _Handler(BaseHTTPRequestHandler):
         if with_body:
             self.wfile.write(content)
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Says nothing: the address holds the token."""
+    def log_message(self, format: str, *args: object) -> None:
+        """Log nothing: the address contains the token."""

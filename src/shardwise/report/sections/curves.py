@@ -1,229 +1,285 @@
-"""The curves of a report: which stand together, and each as a drawing, in words and as a table."""
+"""The curves of a report: which metrics share a chart, and the markup around each chart."""
 
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
-from shardwise.report.chart_axes import axes_of
+from shardwise.report.chart_axes import XAxis, x_axes
 from shardwise.report.charts import (
     HEIGHT,
-    MARKS,
+    MARKERS,
+    NUM_COLORS,
     WIDTH,
     Chart,
-    draw,
-    rows,
-    run_mark,
-    sample,
-    thin,
-    told,
+    LineStyle,
+    Series,
+    legend_line,
+    make_series,
+    sketch,
+    table_rows,
 )
-from shardwise.report.html import escape, row, section, table
+from shardwise.report.html import escape, plural, row, section, table
 from shardwise.rundir.files import RunRecord
 from shardwise.rundir.summary import Summary
 from shardwise.text import SMOOTH, show_number
 
-MOST_POINTS = 600  # of a curve, about as many as a chart has pixels
-MOST_OTHERS = 12
-KNOWN = {
-    "loss",
-    "lr",
-    "grad_norm",
-    "clipped_norm",
-    "update_norm",
-    "param_norm",
-    "mfu",
-    "step_s",
-    "data_s",
-    "time",
-    "skipped",
-}
+# Points per curve, about as many as a chart is pixels wide. Several runs share the budget.
+MAX_POINTS = 600
+MIN_POINTS = 120
+# Charts of metrics that a recipe logs itself, and curves per chart and run.
+MAX_CUSTOM_CHARTS = 12
+MAX_METRICS_PER_CHART = 8
+# Logged with every step, but no curve on their own.
+NOT_DRAWN = {"time", "skipped"}
 
 
-def charts_of(runs: Sequence[RunRecord]) -> list[Chart]:
-    """Which curves stand together."""
-    names = list(
-        dict.fromkeys(name for run in runs for name, column in run.columns.items() if len(column))
+# Which metrics share a chart
+
+
+@dataclass(frozen=True)
+class ChartSpec:
+    """A chart before its curves are known.
+
+    Attributes:
+        name: Short name for ids.
+        title: Heading of the chart.
+        metrics: Label of each metric in the chart, by the name of the metric.
+        options: Options of `Chart`: from_zero, can_smooth, can_log.
+    """
+
+    name: str
+    title: str
+    metrics: dict[str, str]
+    options: dict[str, bool] = field(default_factory=dict)
+
+
+def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
+    """Return the charts of all metrics that the runs have logged."""
+    names = dict.fromkeys(
+        name for run in runs for name, column in run.columns.items() if len(column)
     )
-
-    def some(*prefixes: str) -> dict[str, str]:
-        """Metrics and what their curves are called: the first name is the whole, behind a slash stand groups."""
-        return {
-            n: n.partition("/")[2] or "all"
-            for n in names
-            if n in prefixes or ("/" in n and n.partition("/")[0] in prefixes)
-        }
-
-    plans: list[tuple[str, str, str, dict[str, str], dict[str, Any]]] = [
-        (
-            "loss",
-            "Loss",
-            "",
-            {
-                n: label
-                for n, label in (("loss", "training"), ("eval_loss", "held out"))
-                if n in names
-            },
-            {"can_log": True},
-        ),
-    ]
-    for i, name in enumerate(n for n in names if n.startswith("eval_") and n != "eval_loss"):
-        plans.append(
-            (
-                f"eval{i}",
-                f"Held-out {name.removeprefix('eval_')}",
-                "",
-                {name: "held out"},
-                {"can_log": True},
-            )
-        )
-    lr = {n: ("learning rate" if n == "lr" else n.partition("/")[2]) for n in some("lr")}
-    plans.append(("lr", "Learning rate", "", lr, {"zero": True, "smooth": False, "can_log": True}))
-    grad = {
-        n: {"grad_norm": "all", "clipped_norm": "after clipping"}.get(n, label)
-        for n, label in some("grad_norm", "clipped_norm").items()
-    }
-    plans.append(
-        (
-            "grad",
-            "Gradient norm",
-            "",
-            dict(sorted(grad.items(), key=lambda item: item[0] != "grad_norm")),
-            {"can_log": True},
-        )
-    )
-    plans.append(("update", "Update norm", "", some("update_norm"), {"can_log": True}))
-    plans.append(("param", "Parameter norm", "", some("param_norm"), {"can_log": True}))
-    for i, name in enumerate(n for n in names if n.endswith("_per_s")):
-        unit = name.removesuffix("_per_s")
-        plans.append(
-            (f"rate{i}", f"Throughput, {unit}/s", f"{unit}/s", {name: f"{unit}/s"}, {"zero": True})
-        )
-    plans.append(("mfu", "MFU", "", {"mfu": "MFU"} if "mfu" in names else {}, {"zero": True}))
-    seconds = {
-        n: label
-        for n, label in (("step_s", "step"), ("data_s", "of it waiting for data"))
-        if n in names
-    }
-    plans.append(("seconds", "Seconds a step", "s", seconds, {"zero": True, "can_log": True}))
-    taken = {name for _, _, _, metrics, _ in plans for name in metrics} | KNOWN
-    others = [n for n in names if n not in taken][:MOST_OTHERS]
-    plans += [
-        (f"other{i}", name, "", {name: name}, {"can_log": True}) for i, name in enumerate(others)
-    ]
-    most = _most_points(runs)
     charts = []
-    for key, title, unit, metrics, options in plans:
-        series = []
-        for k, (name, label) in enumerate(list(metrics.items())[:8]):
-            for i, run in enumerate(runs):
-                full = (
-                    label
-                    if len(runs) == 1
-                    else f"{run.name}, {label}"
-                    if len(metrics) > 1
-                    else run.name
-                )
-                found = (
-                    thin(run.column(name), full, i, k if len(runs) == 1 else i + 8 * k, most)
-                    if name in run.columns
-                    else None
-                )
-                series += [found] if found is not None else []
+    for spec in _chart_specs(list(names)):
+        series = _spec_series(spec, runs)
         if series:
-            charts.append(Chart(key, title, unit, series, **options))
+            charts.append(Chart(spec.name, spec.title, series, **spec.options))
     return charts
 
 
-def _most_points(runs: Sequence[RunRecord]) -> int:
-    return max(120, MOST_POINTS * 4 // (len(runs) + 3))
+def _chart_specs(names: list[str]) -> list[ChartSpec]:
+    log, log_from_zero = {"can_log": True}, {"can_log": True, "from_zero": True}
+    norms = {"grad_norm": "all", "clipped_norm": "after clipping"}
+    grad = _by_group(names, norms)
+    # The norm of the unclipped gradient comes first, whatever was logged first.
+    grad = dict(sorted(grad.items(), key=lambda item: item[0] != "grad_norm"))
+    specs = [
+        ChartSpec("loss", "Loss", _logged(names, loss="training", eval_loss="validation"), log),
+        *_validation_specs(names),
+        ChartSpec(
+            "lr",
+            "Learning rate",
+            _by_group(names, {"lr": "learning rate"}),
+            log_from_zero | {"can_smooth": False},
+        ),
+        ChartSpec("grad", "Gradient norm", grad, log),
+        ChartSpec("update", "Update norm", _by_group(names, {"update_norm": "all"}), log),
+        ChartSpec("param", "Parameter norm", _by_group(names, {"param_norm": "all"}), log),
+        *_throughput_specs(names),
+        ChartSpec("mfu", "MFU", _logged(names, mfu="MFU"), {"from_zero": True}),
+        ChartSpec(
+            "seconds",
+            "Seconds per step",
+            _logged(names, step_s="step", data_s="waiting for data"),
+            log_from_zero,
+        ),
+    ]
+    drawn = {name for spec in specs for name in spec.metrics}
+    others = [name for name in names if name not in drawn | NOT_DRAWN]
+    for i, name in enumerate(others[:MAX_CUSTOM_CHARTS]):
+        specs.append(ChartSpec(f"other{i}", name, {name: name}, log))
+    return specs
+
+
+def _logged(names: Iterable[str], **labels: str) -> dict[str, str]:
+    """Return the labels of the metrics that were logged."""
+    return {name: label for name, label in labels.items() if name in names}
+
+
+def _by_group(names: Iterable[str], labels: dict[str, str]) -> dict[str, str]:
+    """Return labels of metrics and of their parts: lr, and lr/muon for a group of parameters."""
+    found = {}
+    for name in names:
+        base, _, group = name.partition("/")
+        if base in labels and (group or name == base):
+            found[name] = group or labels[base]
+    return found
+
+
+def _validation_specs(names: Iterable[str]) -> list[ChartSpec]:
+    metrics = [name for name in names if name.startswith("eval_") and name != "eval_loss"]
+    return [
+        ChartSpec(
+            f"eval{i}",
+            f"Validation {name.removeprefix('eval_')}",
+            {name: "validation"},
+            {"can_log": True},
+        )
+        for i, name in enumerate(metrics)
+    ]
+
+
+def _throughput_specs(names: Iterable[str]) -> list[ChartSpec]:
+    specs = []
+    for i, name in enumerate(name for name in names if name.endswith("_per_s")):
+        unit = f"{name.removesuffix('_per_s')}/s"
+        specs.append(
+            ChartSpec(f"rate{i}", f"Throughput, {unit}", {name: unit}, {"from_zero": True})
+        )
+    return specs
+
+
+def _spec_series(spec: ChartSpec, runs: Sequence[RunRecord]) -> list[Series]:
+    """Return the curves of a chart: of each metric, one per run that has it."""
+    found = []
+    metrics = list(spec.metrics.items())[:MAX_METRICS_PER_CHART]
+    for k, (metric, label) in enumerate(metrics):
+        for i, run in enumerate(runs):
+            full_label, style = label, LineStyle.of(k)
+            if len(runs) > 1:
+                full_label = f"{run.name}, {label}" if len(metrics) > 1 else run.name
+                # The color tells runs apart, and the dashes the metrics of a run.
+                style = LineStyle.of(i + NUM_COLORS * k)
+            series = make_series(run.column(metric), full_label, i, style, _max_points(runs))
+            if series is not None:
+                found.append(series)
+    return found
+
+
+def _max_points(runs: Sequence[RunRecord]) -> int:
+    return max(MIN_POINTS, MAX_POINTS * 4 // (len(runs) + 3))
+
+
+# The markup around the charts
 
 
 def curves_section(summaries: Sequence[Summary]) -> str:
-    records = [s.run for s in summaries]
-    charts = charts_of(records)
+    """Return the section: the controls, all charts, and the data that the script draws."""
+    runs = [summary.run for summary in summaries]
+    charts = make_charts(runs)
     if not charts:
-        return section("curves", "Curves", "<p>No step has been written down yet.</p>")
-    drawn = {
-        series.run for chart in charts for series in chart.series
-    }  # a run that has no step yet shall not take an axis away
-    axes = axes_of(records, [s.account for s in summaries], _most_points(records), drawn)
-    known = {
-        "charts": [chart.as_json() for chart in charts],
-        "smooth": SMOOTH,
-        "axes": [axis.as_json() for axis in axes],
-    }
-    data = json.dumps(known, allow_nan=False)
-    safe = data.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-    runs = ""
-    if len(summaries) > 1:
-        boxes = "".join(
-            f'<label><input type="checkbox" class="run" value="{i}" checked>{run_mark(i)}{escape(s.run.name)}</label>'
-            for i, s in enumerate(summaries)
-        )
-        runs = f'<fieldset class="runs"><legend>Runs</legend>{boxes}</fieldset>'
-    across = explained = ""
-    if axes:
-        names = [("step", "steps"), *((axis.key, axis.label) for axis in axes)]
-        choices = "".join(
-            f'<label><input type="radio" name="x" value="{key}"{" checked" if key == "step" else ""}> {escape(name)}</label>'
-            for key, name in names
-        )
-        explained = (
-            " Time is that since the beginning of the first start, without the time between starts; what was done again is in it."
-            if axes[-1].key == "time"
-            else ""
-        )
-        across = f'<fieldset class="runs axes"><legend>Over</legend>{choices}</fieldset>'
-    body = f"""{MARKS}
-<div class="tools curves-tools" hidden>
-{across}
-<label for="smooth">Smoothing</label><input type="range" id="smooth" min="0" max="20" step="0.5" value="{100 * SMOOTH:g}"
-aria-describedby="how"><output id="smoothed" for="smooth">{100 * SMOOTH:g} %</output>
-<button type="button" id="whole" disabled>Show all steps</button>
-{runs}
-</div>
-<p class="note keys" id="how" hidden>Smoothing is an exponential mean over that share of a curve's points;
-pale behind it is what was measured. Point at a chart, or move to it and press the arrow keys, to read values; drag across it, or
-press + and &minus;, to look closer, 0 or Escape for all.{explained}</p>
-<div class="charts">{"".join(_chart(chart) for chart in charts)}</div>
-<script type="application/json" id="data">{safe}</script>"""
+        return section("curves", "Curves", "<p>No steps have been logged yet.</p>")
+    drawn = {series.run for chart in charts for series in chart.series}
+    accounts = [summary.account for summary in summaries]
+    axes = x_axes(runs, accounts, _max_points(runs), drawn)
+    body = f"""{MARKERS}
+{_controls(runs, axes)}
+<div class="charts">{"".join(_figure(chart) for chart in charts)}</div>
+<script type="application/json" id="data">{_script_data(charts, axes)}</script>"""
     return section("curves", "Curves", body)
 
 
-def _chart(chart: Chart) -> str:
-    drawing, outside = draw(chart)
-    words = told(chart)
-    legend = "".join(
-        f'<li data-run="{s.run}">{sample(s)}<span>{escape(s.label)}</span> <b data-series="{i}">{show_number(s.last[0])}</b></li>'
-        for i, s in enumerate(chart.series)
-    )
-    notes = []
-    thinned = max(s.per_point for s in chart.series)
-    if thinned > 1:
-        notes.append(
-            f"A point is the mean of about {thinned:,.0f} steps, the band reaches from their least to their greatest value."
+def _script_data(charts: Sequence[Chart], axes: Sequence[XAxis]) -> str:
+    """Return the data as JSON that cannot end the script element it is in."""
+    data = {
+        "charts": [chart.as_json() for chart in charts],
+        "smoothing": SMOOTH,
+        "axes": [axis.as_json() for axis in axes],
+    }
+    text = json.dumps(data, allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _controls(runs: Sequence[RunRecord], axes: Sequence[XAxis]) -> str:
+    """Return the controls above the charts. They are hidden until the script runs."""
+    percent = f"{100 * SMOOTH:g}"
+    about_time = ""
+    if any(axis.key == "time" for axis in axes):
+        about_time = (
+            " Time counts from the beginning of the first start, without the downtime between"
+            " starts; steps that were repeated after a restart are included."
         )
-    for s in chart.series:
-        if s.num_missing:
-            at = ", ".join(f"{step:,}" for step in s.missing[:5]) + (
-                " …" if s.num_missing > 5 else ""
-            )
-            notes.append(
-                f"{escape(s.label)}: {s.num_missing:,} values cannot be drawn (not finite, or beyond 1e100), ▾ at step {at}."
-            )
-    more = f'<span class="outside"{"" if outside else " hidden"}><span class="count">{outside:,}</span> values lie outside the drawing.</span>'
-    log = '<label><input type="checkbox" class="log"> log</label>' if chart.can_log else ""
-    head = ["step", *(s.label for s in chart.series)]
-    body = [row([cells[0], *cells[1:]]) for cells in rows(chart)]
-    title = escape(chart.title)
+    return f"""<div class="tools curves-tools" hidden>
+{_axis_choice(axes)}
+<label for="smoothing">Smoothing</label><input type="range" id="smoothing" min="0" max="20"
+step="0.5" value="{percent}" aria-describedby="curves-help">
+<output id="smoothing-value" for="smoothing">{percent} %</output>
+<button type="button" id="show-all" disabled>Show all steps</button>
+{_run_choice(runs)}
+</div>
+<p class="note keys" id="curves-help" hidden>Smoothing is an exponential moving average over that
+share of a curve's points; the pale line behind it shows the raw values. Point at a chart, or focus
+it and press the arrow keys, to read values. Drag across it, or press + and &minus;, to zoom; press
+0 or Escape to show everything.{about_time}</p>"""
+
+
+def _axis_choice(axes: Sequence[XAxis]) -> str:
+    if not axes:
+        return ""
+    choices = ['<label><input type="radio" name="x" value="step" checked> steps</label>']
+    for axis in axes:
+        button = f'<input type="radio" name="x" value="{axis.key}">'
+        choices.append(f"<label>{button} {escape(axis.label)}</label>")
+    return f'<fieldset class="runs axes"><legend>X axis</legend>{"".join(choices)}</fieldset>'
+
+
+def _run_choice(runs: Sequence[RunRecord]) -> str:
+    if len(runs) == 1:
+        return ""
+    boxes = "".join(
+        f'<label><input type="checkbox" class="run" value="{i}" checked>'
+        f"{legend_line(LineStyle.of(i), has_marker=True)} {escape(run.name)}</label>"
+        for i, run in enumerate(runs)
+    )
+    return f'<fieldset class="runs"><legend>Runs</legend>{boxes}</fieldset>'
+
+
+def _figure(chart: Chart) -> str:
+    """Return a chart with its switches, legend, notes and table."""
+    title, description = escape(chart.title), escape(chart.describe())
+    log = ""
+    if chart.can_log:
+        log = '<label><input type="checkbox" class="log"> log</label>'
+    head = ["step", *(series.label for series in chart.series)]
+    rows = [row(cells) for cells in table_rows(chart)]
     return f"""<figure class="chart" id="chart-{chart.name}" data-chart="{chart.name}">
 <figcaption><h3>{title}</h3><span class="at"></span><span class="switches" hidden>{log}
-<label class="every"{"" if outside else " hidden"}><input type="checkbox" class="everything"> all values</label></span></figcaption>
-<div class="plot" role="img" aria-label="{title}. {escape(words)}">
-<svg viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" aria-hidden="true">{drawing}</svg></div>
-<ul class="readout">{legend}</ul>
-<p class="note">{" ".join(notes)} {more}</p>
-<details><summary>{title} in words and as a table</summary><p class="note">{escape(words)}</p>
-{table(chart.title, head, body)}</details>
+<label class="outliers" hidden><input type="checkbox"> outliers</label></span></figcaption>
+<div class="plot" role="img" aria-label="{title}. {description}">
+<svg viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" aria-hidden="true">{sketch(chart)}</svg></div>
+<ul class="readout">{_legend(chart)}</ul>
+<p class="note">{" ".join(_notes(chart))} <span class="outside" hidden></span></p>
+<details><summary>{title}: description and table</summary><p class="note">{description}</p>
+{table(chart.title, head, rows)}</details>
 </figure>
 """
+
+
+def _legend(chart: Chart) -> str:
+    entries = []
+    for i, series in enumerate(chart.series):
+        sample = legend_line(series.style, series.has_markers)
+        value = f'<b data-series="{i}">{show_number(series.last.value)}</b>'
+        entries.append(
+            f'<li data-run="{series.run}">{sample}<span>{escape(series.label)}</span> {value}</li>'
+        )
+    return "".join(entries)
+
+
+def _notes(chart: Chart) -> list[str]:
+    """Return what a reader must know about the curves: thinned points, missing values."""
+    notes = []
+    steps_per_point = max(series.steps_per_point for series in chart.series)
+    if steps_per_point > 1:
+        notes.append(
+            f"Each point is the mean of about {steps_per_point:,.0f} steps; "
+            "the band spans their minimum and maximum."
+        )
+    for series in chart.series:
+        if series.num_missing:
+            steps = ", ".join(f"{step:,}" for step in series.missing[:5])
+            more = " …" if series.num_missing > 5 else ""
+            notes.append(
+                f"{escape(series.label)}: {plural(series.num_missing, 'value')} not drawn "
+                f"(not finite, or beyond 1e100), marked ▾ at step {steps}{more}."
+            )
+    return notes

@@ -1,104 +1,137 @@
-"""What was planned beside what was measured, as a section of a report."""
+"""The plan of a run compared with its measurements, as a section of a report."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from shardwise.report.html import Cell, code, escape, row, section, table
+from shardwise.plan.plan import Plan
+from shardwise.report.html import Cell, code, escape, number, row, section, table
+from shardwise.report.plan_text import mesh_text
+from shardwise.rundir.files import RunRecord
 from shardwise.rundir.summary import Summary
 from shardwise.text import NONE, TIMES, show_bytes, show_count, show_share, show_short_time
 
-
-def _compared(s: Summary) -> list[tuple[str, float | None, float | None, Any]]:
-    """Quantity, planned, measured, how to show it."""
-    plan = s.run.plan
-    if plan is None:
-        return []
-    seconds = s.run.measured.get("seconds") or s.step_seconds
-    unit = plan["unit"]
-    rate = plan["items"] / seconds if seconds else None
-    return [
-        ("step time", plan["times"]["total"] if plan["times"] else None, seconds, show_short_time),
-        (f"{unit}/s", plan["items_per_second"], rate, show_count),
-        ("MFU", plan["mfu"], s.mfu, lambda v: show_share(v, 1.0)),
-        ("peak memory per device", plan["peak"], s.run.measured.get("peak"), show_bytes),
-    ]
+HEADING = "Plan and measurement"
 
 
-def plan_section(s: Summary) -> str:
-    plan = s.run.plan
+def stored_plan(run: RunRecord) -> Plan | None:
+    """Return the plan in a run directory, or None if there is none that can be read."""
+    if run.plan is None:
+        return None
+    try:
+        return Plan.from_json(run.plan)
+    except ValueError:
+        return None
+
+
+def plan_note(run: RunRecord) -> str:
+    """Return a sentence on a plan that cannot be read, or nothing."""
+    if run.plan is None or stored_plan(run) is not None:
+        return ""
+    return "plan.json: ignored, because its plan is damaged or from another version."
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A planned quantity next to its measurement.
+
+    Attributes:
+        name: Name of the quantity.
+        planned: Planned value, or None if unknown.
+        measured: Measured value, or None if unknown.
+        show: Formats a value with its unit.
+        is_estimate: Whether the planned value comes from a hardware model.
+    """
+
+    name: str
+    planned: float | None
+    measured: float | None
+    show: Callable[[float], str]
+    is_estimate: bool = True
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured divided by planned."""
+        if not self.planned or self.measured is None:
+            return None
+        return self.measured / self.planned
+
+    def cells(self) -> list[Cell]:
+        """Return the cells of the planned and of the measured value."""
+        prefix = "≈ " if self.is_estimate else ""
+        return [
+            number(self.planned, lambda value: prefix + self.show(value)),
+            number(self.measured, self.show),
+        ]
+
+
+def _compare_step_time(summary: Summary, plan: Plan) -> Comparison:
+    planned = plan.times.total if plan.times else None
+    measured = summary.run.measured.get("seconds") or summary.step_seconds
+    return Comparison("step time", planned, measured, show_short_time)
+
+
+def _compare_memory(measurements: Mapping[str, float | None], plan: Plan) -> Comparison:
+    name = "peak memory per device"
+    return Comparison(
+        name, plan.memory.peak, measurements.get("peak"), show_bytes, is_estimate=False
+    )
+
+
+def plan_section(summary: Summary, plan: Plan | None) -> str:
+    """Return the section of one run. It is empty without a plan."""
     if plan is None:
         return ""
-    body = []
-    for name, planned, measured, show in _compared(s):
-        ratio = measured / planned if planned and measured is not None else None
-        body.append(
-            row(
-                [
-                    escape(name),
-                    (
-                        planned,
-                        f"≈ {show(planned)}"
-                        if planned is not None and name != "peak memory per device"
-                        else _or_none(planned, show),
-                    ),
-                    (measured, _or_none(measured, show)),
-                    (ratio, f"{ratio:.2f} {TIMES}" if ratio is not None else NONE),
-                ]
-            )
-        )
-    mesh = ",".join(f"{name}={size}" for name, size in plan["mesh"].items())
-    about = f"{plan['num_devices']:,} {TIMES} {escape(plan['chip'])}, mesh {code(mesh)}, {plan['num_params']:,} parameters"
-    unknown = (
-        " The speed of this hardware is not known, so no times were planned."
-        if plan["times"] is None
-        else ""
-    )
-    text = f"""<p class="lead">{about}.</p>
-{table("Each quantity, planned and measured", ["what", "planned", "measured", "measured / planned"], body)}
-<p class="note">≈ marks an estimate by a model of the hardware; memory is what the compiler has laid out. Measured is the median step
-of the last start, and the peak as the devices tell it; a {NONE} where they do not.{unknown}</p>"""
-    return section("plan", "Plan and measurement", text)
+    step_time = _compare_step_time(summary, plan)
+    rate = plan.items / step_time.measured if step_time.measured else None
+    compared = [
+        step_time,
+        Comparison(f"{plan.unit}/s", plan.items_per_second, rate, show_count),
+        Comparison("MFU", plan.mfu, summary.mfu, lambda value: show_share(value, 1.0)),
+        _compare_memory(summary.run.measured, plan),
+    ]
+    rows = []
+    for one in compared:
+        ratio = number(one.ratio, lambda value: f"{value:.2f} {TIMES}")
+        rows.append(row([escape(one.name), *one.cells(), ratio]))
+    head = ["quantity", "planned", "measured", "measured / planned"]
+    no_times = ""
+    if plan.times is None:
+        no_times = " The speed of this hardware is unknown, so no times were planned."
+    body = f"""<p class="lead">{_devices(plan)}, mesh {code(mesh_text(plan.mesh))},
+{plan.num_params:,} parameters.</p>
+{table("Planned and measured quantities", head, rows)}
+<p class="note">≈ marks an estimate of a hardware model; planned memory is what the compiler
+allocates. Measured are the median step time of the last start and the peak memory that the devices
+report ({NONE} if they do not).{no_times}</p>"""
+    return section("plan", HEADING, body)
 
 
-def _or_none(value: float | None, show: Any) -> str:
-    return NONE if value is None else str(show(value))
+def _devices(plan: Plan) -> str:
+    return f"{plan.num_devices:,} {TIMES} {escape(plan.chip)}"
 
 
 def plans_section(summaries: Sequence[Summary]) -> str:
-    body = []
-    for s in summaries:
-        if s.run.plan is None:
+    """Return the section of several runs. It is empty if no run has a plan."""
+    rows = []
+    for summary in summaries:
+        plan = stored_plan(summary.run)
+        if plan is None:
             continue
-        compared = {
-            name: (planned, measured, show) for name, planned, measured, show in _compared(s)
-        }
-        mesh = ",".join(f"{name}={size}" for name, size in s.run.plan["mesh"].items())
-        step, memory = compared["step time"], compared["peak memory per device"]
         cells: list[Cell] = [
-            escape(s.run.name),
-            f"{s.run.plan['num_devices']:,} {TIMES} {escape(s.run.plan['chip'])}",
-            code(mesh),
+            escape(summary.run.name),
+            _devices(plan),
+            code(mesh_text(plan.mesh)),
+            (plan.num_params, show_count(plan.num_params)),
+            *_compare_step_time(summary, plan).cells(),
+            *_compare_memory(summary.run.measured, plan).cells(),
         ]
-        cells.append((s.run.plan["num_params"], show_count(s.run.plan["num_params"])))
-        cells += [(step[0], _or_none(step[0], step[2])), (step[1], _or_none(step[1], step[2]))]
-        cells += [
-            (memory[0], _or_none(memory[0], memory[2])),
-            (memory[1], _or_none(memory[1], memory[2])),
-        ]
-        body.append(row(cells))
-    if not body:
+        rows.append(row(cells))
+    if not rows:
         return ""
-    head = [
-        "run",
-        "devices",
-        "mesh",
-        "parameters",
-        "step, planned",
-        "measured",
-        "memory, planned",
-        "measured",
-    ]
-    note = '<p class="note">How each parameter is cut is on the page of the single run: <code>shardwise report RUN</code>.</p>'
-    return section(
-        "plan", "Plan and measurement", table("Plan and measurement of each run", head, body) + note
+    head = ["run", "devices", "mesh", "parameters", "step, planned", "measured"]
+    head += ["memory, planned", "measured"]
+    note = (
+        '<p class="note">For the layout of each parameter, see the report of the single run: '
+        "<code>shardwise report RUN</code>.</p>"
     )
+    return section("plan", HEADING, table("Plan and measurement of each run", head, rows) + note)

@@ -2,14 +2,36 @@
 
 from collections.abc import Mapping, Sequence
 
-from shardwise.report.html import Cell, Part, escape, row, section, stacked, swatch, table
+from shardwise.report.html import (
+    BarSegment,
+    Cell,
+    escape,
+    number,
+    plural,
+    row,
+    section,
+    stacked_bar,
+    swatch,
+    table,
+)
 from shardwise.rundir.files import show_moment
 from shardwise.rundir.summary import Summary
 from shardwise.rundir.time_accounting import KINDS, Account, Start
 from shardwise.text import NONE, show_number, show_seconds, show_share
 
-MOST_STARTS = 20
-COLOURS = {
+MAX_BARS = 20
+MAX_STARTS = 200
+HEADING = "Time"
+# The label of each kind of time if it differs from its name, and the CSS class of its color.
+LABELS = {
+    "other starting": "other startup",
+    "steps that count": "useful steps",
+    "steps done again": "repeated steps",
+    "data": "waiting for data",
+    "not told apart": "unattributed",
+    "down": "downtime",
+}
+COLORS = {
     "importing": "k2",
     "preparing": "k6",
     "verifying": "k0",
@@ -25,167 +47,164 @@ COLOURS = {
     "not told apart": "rest",
     "down": "gone",
 }
+DEFINITIONS = """<details class="defined"><summary>Definitions</summary><dl>
+<dt>goodput</dt><dd>Seconds of useful steps, divided by the time from the beginning of the first
+start to the last sign of life. It excludes startup, compilation, evaluation, saving, waiting for
+data, repeated steps and downtime.</dd>
+<dt>useful steps</dt><dd>The sum of <code>step_s</code> minus <code>data_s</code> in metrics.jsonl,
+which has each step once: a resumed run removes the records of the steps that it repeats. The first
+step of a start counts as a median step. Skipped updates do not count.</dd>
+<dt>start</dt><dd>One process of the run, from the beginning that starting.jsonl implies to the last
+<code>time</code> in phases.jsonl or metrics.jsonl, its last sign of life.</dd>
+<dt>repeated steps</dt><dd>Steps that a start had reached beyond the step from which the next start
+resumed, from phases.jsonl.</dd>
+<dt>downtime</dt><dd>From the last sign of life of a start to the beginning of the next start.</dd>
+</dl></details>"""
+ESTIMATED = """<p class="note">The last sign of life of some starts is unknown (metrics.jsonl has no
+times, and there is no phases.jsonl). These starts are assumed to end with their last useful step,
+so the downtime is an upper bound and repeated steps are not counted.</p>"""
 
 
-def _parts(seconds: Mapping[str, float]) -> list[Part]:
+def _label(kind: str) -> str:
+    return LABELS.get(kind, kind)
+
+
+def _segments(seconds: Mapping[str, float]) -> list[BarSegment]:
     return [
-        Part(kind, value, show_seconds(value), KINDS[kind], COLOURS[kind])
+        BarSegment(_label(kind), value, show_seconds(value), KINDS[kind], COLORS[kind])
         for kind, value in seconds.items()
     ]
 
 
 def _definitions(accounts: Sequence[Account]) -> str:
-    text = """<details class="defined"><summary>How these numbers are defined</summary><dl>
-<dt>goodput</dt><dd>Seconds of steps that count, divided by the time from the beginning of the first start to the last sign of life. What is
-not in it: starting, compiling, evaluating, saving, waiting for data, steps done again, and the time between starts.</dd>
-<dt>steps that count</dt><dd>The sum of <code>step_s</code> less <code>data_s</code> in metrics.jsonl, where each step stands
-once: a resumed run cuts away what it does again. The first
-step of a start counts as a usual one, the median; updates that were skipped do not count.</dd>
-<dt>a start</dt><dd>Begins as many seconds before its first step as starting.jsonl tells. Its last sign of life is the last
-<code>time</code> in phases.jsonl or metrics.jsonl.</dd>
-<dt>steps done again</dt><dd>Steps that a start had reached, beyond the step from which the next one went on, from phases.jsonl.</dd>
-<dt>down</dt><dd>From the last sign of life of a start to the beginning of the next.</dd>
-</dl></details>"""
-    if any(a.is_estimated for a in accounts):
-        text += (
-            '<p class="note">Of some starts the last sign of life is not known (no times in metrics.jsonl, no phases.jsonl). They are '
-            "taken to end with the last step that counts, so the time down is at most what is said, and steps done again are not seen.</p>"
-        )
-    return text
+    is_estimated = any(account.is_estimated for account in accounts)
+    return DEFINITIONS + (ESTIMATED if is_estimated else "")
 
 
-def time_section(s: Summary) -> str:
-    seconds = s.account.seconds
-    if not seconds:
-        return section(
-            "time",
-            "Where the time went",
-            "<p>Nothing is known of it: starting.jsonl, phases.jsonl and metrics.jsonl lack.</p>",
-        )
-    whole = sum(seconds.values())
-    parts = _parts(seconds)
-    values: list[str] = [
-        row([swatch(p), (p.value, p.shown), (p.value, show_share(p.value, whole))]) for p in parts
-    ]
-    values.append(
-        row(
-            ["all", (whole, show_seconds(whole)), (whole, show_share(whole, whole))],
-            'class="total"',
-        )
-    )
-    goodput = (
-        f"{show_share(s.account.goodput, 1.0)} goodput: " if s.account.goodput is not None else ""
-    )
-    wall = f" of {show_seconds(s.account.wall)}" if s.account.wall is not None else ""
-    again = s.account.again
-    told_again = "" if not again else f" {again:,} steps were done twice after restarts."
-    bars = ""
-    if len(s.account.starts) > 1:
-        shown = s.account.starts[-MOST_STARTS:]
-        longest = max(start.total + (start.down or 0.0) for start in shown)
-        bars = "<h3>Each start</h3>" + "".join(
-            _start_bar(len(s.account.starts) - len(shown) + i, start, longest)
-            for i, start in enumerate(shown, 1)
-        )
-        if len(shown) < len(s.account.starts):
-            bars += (
-                f'<p class="note">The latest {len(shown)} of {len(s.account.starts):,} starts.</p>'
-            )
-    body = f"""<p class="lead">{goodput}{show_seconds(s.account.useful)} in steps that count{wall}.{told_again}</p>
-{stacked(parts, whole)}
-{table("Time by what it was spent on", ["what", "time", "share"], values)}
-{_definitions([s.account])}
-{bars}"""
-    return section("time", "Where the time went", body)
+# One run
 
 
-def _start_bar(number: int, start: Start, longest: float) -> str:
-    reached = f" to {start.last:,}" if start.last is not None else ""
-    again = f"; {start.again:,} of them done again" if start.again else ""
-    down = {"down": start.down} if start.down else {}
-    return (
-        f'<p class="bar-title">{number}. {show_moment(start.begun)}: from step {start.first:,}{reached}, '
-        f"{show_seconds(start.total)}{again}</p>{stacked(_parts(down | start.seconds), longest)}"
-    )
+def time_section(summary: Summary) -> str:
+    """Return the section of one run: a bar and a table by kind, and a bar for each start."""
+    account = summary.account
+    if not account.seconds:
+        missing = "starting.jsonl, phases.jsonl and metrics.jsonl are missing or empty"
+        return section("time", HEADING, f"<p>Unknown: {missing}.</p>")
+    total = sum(account.seconds.values())
+    segments = _segments(account.seconds)
+
+    def cells(name: str, seconds: float) -> list[Cell]:
+        share = show_share(seconds, total)
+        return [name, (seconds, show_seconds(seconds)), (seconds, share)]
+
+    rows = [row(cells(swatch(segment), segment.value)) for segment in segments]
+    rows.append(row(cells("total", total), 'class="total"'))
+    body = f"""<p class="lead">{_lead(account)}</p>
+{stacked_bar(segments, total)}
+{table("Time by kind", ["kind", "time", "share"], rows)}
+{_definitions([account])}
+{_start_bars(account.starts)}"""
+    return section("time", HEADING, body)
 
 
-def times_section(summaries: Sequence[Summary]) -> str:
-    known = [s for s in summaries if s.account.seconds]
-    if not known:
-        return section("time", "Where the time went", "<p>Nothing is known of it.</p>")
-    longest = max(sum(s.account.seconds.values()) for s in known)
-    bars, body = "", []
-    kinds = [kind for kind in KINDS if any(kind in s.account.seconds for s in known)]
-    for s in known:
-        seconds = s.account.seconds
-        starts = f"{len(s.account.starts)} start{'s' if len(s.account.starts) > 1 else ''}"
-        goodput = (
-            f", goodput {show_share(s.account.goodput, 1.0)}"
-            if s.account.goodput is not None
-            else ""
-        )
-        bars += f'<p class="bar-title">{escape(s.run.name)}: {show_seconds(sum(seconds.values()))}, {starts}{goodput}</p>'
-        bars += stacked(_parts(seconds), longest)
-        body.append(
-            row(
-                [
-                    escape(s.run.name),
-                    *(
-                        (seconds.get(k), show_seconds(seconds[k]) if k in seconds else NONE)
-                        for k in kinds
-                    ),
-                ]
-            )
-        )
-    text = (
-        bars
-        + table("Where the time of each run went", ["run", *kinds], body)
-        + _definitions([s.account for s in known])
-    )
-    return section("time", "Where the time went", text)
+def _lead(account: Account) -> str:
+    text = f"{show_seconds(account.useful)} in useful steps"
+    if account.wall is not None:
+        text += f" of {show_seconds(account.wall)}"
+    if account.goodput is not None:
+        text = f"{show_share(account.goodput, 1.0)} goodput: {text}"
+    repeated = ""
+    if account.again:
+        verb = "was" if account.again == 1 else "were"
+        repeated = f" {plural(account.again, 'step')} {verb} repeated after restarts."
+    return f"{text}.{repeated}"
 
 
-def history_section(s: Summary) -> str:
-    starts = []
-    for i, start in enumerate(s.account.starts, 1):
+def _start_bars(starts: Sequence[Start]) -> str:
+    """Return a bar for each of the latest starts, to the same scale, if there are several."""
+    if len(starts) < 2:
+        return ""
+    shown = starts[-MAX_BARS:]
+    longest = max(start.total + (start.down or 0.0) for start in shown)
+    first = len(starts) - len(shown) + 1
+    bars = [_start_bar(first + i, start, longest) for i, start in enumerate(shown)]
+    if len(shown) < len(starts):
+        bars.append(f'<p class="note">The latest {len(shown)} of {len(starts):,} starts.</p>')
+    return "<h3>Starts</h3>" + "".join(bars)
+
+
+def _start_bar(index: int, start: Start, longest: float) -> str:
+    title = f"{index}. {show_moment(start.begun)}: from step {start.first:,}"
+    if start.last is not None:
+        title += f" to {start.last:,}"
+    title += f", {show_seconds(start.total)}"
+    if start.again:
+        title += f"; {start.again:,} of these steps were repeated later"
+    seconds = dict(start.seconds)
+    if start.down:
+        # The downtime comes before the start, and so does its segment.
+        seconds = {"down": start.down} | seconds
+    return f'<p class="bar-title">{title}</p>{stacked_bar(_segments(seconds), longest)}'
+
+
+def history_section(summary: Summary) -> str:
+    """Return the section of one run: tables of its starts and of its checkpoints."""
+    body = _starts_table(summary.account.starts)
+    if summary.run.checkpoints:
+        body += f"<h3>Kept checkpoints</h3>{_checkpoints_table(summary)}"
+    return section("history", "Starts and checkpoints", body)
+
+
+def _starts_table(starts: Sequence[Start]) -> str:
+    rows = []
+    for i, start in enumerate(starts, 1):
         cells: list[Cell] = [
             (i, f"{i}"),
             escape(show_moment(start.begun)),
             (start.first, f"{start.first:,}"),
-            (start.last, f"{start.last:,}" if start.last is not None else NONE),
+            number(start.last, lambda step: f"{step:,}"),
             (start.total, show_seconds(start.total)),
-            (start.down, show_seconds(start.down) if start.down is not None else NONE),
-            (start.again, f"{start.again:,}" if start.again is not None else NONE),
+            number(start.down, show_seconds),
+            number(start.again, lambda steps: f"{steps:,}"),
         ]
-        starts.append(row(cells))
-    head = [
-        "start",
-        "begun",
-        "from step",
-        "reached",
-        "lasted",
-        "down before",
-        "steps done again later",
-    ]
-    body = table("Starts", head, starts[-200:])
-    if s.run.checkpoints:
-        kept = []
-        for saved in s.run.checkpoints:
-            metrics = ", ".join(
-                f"{name} {show_number(saved['metrics'][name])}"
-                for name in ("loss", "eval_loss")
-                if name in saved["metrics"]
-            )
-            kept.append(
-                row(
-                    [
-                        (saved["step"], f"{saved['step']:,}"),
-                        escape(show_moment(saved["time"])),
-                        escape(metrics or NONE),
-                    ]
-                )
-            )
-        body += "<h3>Checkpoints that are kept</h3>" + table(
-            "Checkpoints", ["step", "saved", "metrics"], kept
-        )
-    return section("history", "Starts and checkpoints", body)
+        rows.append(row(cells))
+    head = ["start", "began", "from step", "to step", "duration", "downtime before"]
+    head.append("steps repeated later")
+    return table("Starts", head, rows[-MAX_STARTS:])
+
+
+def _checkpoints_table(summary: Summary) -> str:
+    rows = []
+    for checkpoint in summary.run.checkpoints:
+        metrics = checkpoint["metrics"]
+        names = [name for name in ("loss", "eval_loss") if name in metrics]
+        shown = ", ".join(f"{name} {show_number(metrics[name])}" for name in names)
+        step = checkpoint["step"]
+        saved = escape(show_moment(checkpoint["time"]))
+        rows.append(row([(step, f"{step:,}"), saved, escape(shown or NONE)]))
+    return table("Checkpoints", ["step", "saved", "metrics"], rows)
+
+
+# Several runs
+
+
+def times_section(summaries: Sequence[Summary]) -> str:
+    """Return the section of several runs: a bar for each to the same scale, and a table by kind."""
+    known = [summary for summary in summaries if summary.account.seconds]
+    if not known:
+        return section("time", HEADING, "<p>Unknown for these runs.</p>")
+    longest = max(sum(summary.account.seconds.values()) for summary in known)
+    kinds = [kind for kind in KINDS if any(kind in s.account.seconds for s in known)]
+    body, rows = "", []
+    for summary in known:
+        account, name = summary.account, escape(summary.run.name)
+        title = f"{name}: {show_seconds(sum(account.seconds.values()))}"
+        title += f", {plural(len(account.starts), 'start')}"
+        if account.goodput is not None:
+            title += f", goodput {show_share(account.goodput, 1.0)}"
+        body += f'<p class="bar-title">{title}</p>'
+        body += stacked_bar(_segments(account.seconds), longest)
+        rows.append(row([name, *(number(account.seconds.get(k), show_seconds) for k in kinds)]))
+    body += table("Time of each run by kind", ["run", *map(_label, kinds)], rows)
+    body += _definitions([summary.account for summary in known])
+    return section("time", HEADING, body)
