@@ -295,7 +295,7 @@ def test_a_run(tmp_path, monkeypatch, capsys):
     assert said("stacks", "warning", "process-0.txt: Mon: saving step 3")
     Path("a/checkpoints/4/meta.json").write_text("{}")
     assert said(
-        "checkpoints", "warning", "step 4: a/checkpoints/4/meta.json is not what was written"
+        "checkpoints", "warning", "step 4: a/checkpoints/4/meta.json is damaged: its digest"
     )
     assert said("checkpoints", "ok", "step 2 is whole, and is where the run would resume")
     assert said("next", "ok", "the same command resumes at step 2")

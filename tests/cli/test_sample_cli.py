@@ -238,7 +238,8 @@ def test_a_model_that_takes_one_length_only_sees_rows_of_that_length(sample, fol
         (
             ["run", "--step", "best"],
             4,
-            "has no step with 'eval_loss'; its steps were not evaluated. Name one with --step.",
+            "has no step with the metric 'eval_loss', because no saved step was evaluated. "
+            "Choose a step with --step.",
         ),
         (["others"], 4, "--recipe others.py:recipe [its arguments]"),
         (
@@ -264,8 +265,8 @@ def test_a_model_that_takes_one_length_only_sees_rows_of_that_length(sample, fol
             "there is no argument --width 6; arguments of a recipe need --recipe",
         ),
         (["run", "--temprature", "1"], 2, "there is no argument --temprature"),
-        (["run", "--step", "7"], 4, "has no step 7; there are 0"),
-        (["nowhere"], 4, "nowhere is not there"),
+        (["run", "--step", "7"], 4, "has no step 7. Saved steps: 0."),
+        (["nowhere"], 4, "nowhere does not exist"),
         (["own"], 2, "--tokenizer FILE, or --tokenizer bytes"),
         (["hub", "--step", "3"], 2, "has neither steps nor averages"),
         (["run", "--average"], 4, "keeps no average"),

@@ -33,7 +33,7 @@ SEED = 3
 )
 def test_f03_every_flipped_bit_is_found(bench, straight, straight_plain, flips, commands):
     """The digests are checked for every flip; the whole command is started for some of them."""
-    from shardwise.files.durable import verify_manifest
+    from shardwise.files.manifest import verify_manifest
 
     run, rng = straight(*SHORT), seeded(SEED)
     with experiment("F03", "one bit flipped in a checkpoint", f"seed {SEED}") as row:

@@ -1,119 +1,168 @@
-"""What differs between the run that wrote a checkpoint and the one that takes it up: the same, resharded, or refused."""
+"""Compare the run that wrote a checkpoint with the run that resumes from it.
+
+A checkpoint carries a JSON description of its run. On resume it is compared with the description of
+the current run. Settings that only reshard the state may change freely. Settings that would make it
+a different run are refused, unless the user accepts them by name with `--accept`.
+"""
 
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from rich.table import Table
 
 from shardwise.errors import ConfigError
-from shardwise.text import columns
+from shardwise.text import Json, columns
 
-# What would make it another run, so that it is refused unless it is accepted by name.
+# Settings that would make it a different run, and what a change means. They need --accept.
 ACCEPTABLE = {
-    "data": "other data, or the same in another order",
+    "data": "other data, or the same data in another order",
     "lr": "another learning rate, or a schedule of another length",
     "optimizer": "another optimizer",
     "seed": "other random numbers",
-    "compute_dtype": "other arithmetic",
+    "compute_dtype": "another precision",
 }
+# Settings that may change between two starts of a run.
 HARMLESS = {
     "mesh": "resharded",
     "devices": "resharded",
-    "accumulate": "the same sums in other parts",
+    "accumulate": "same sums, split differently",
 }
+# How many values of one setting `report` lists, and how many `check_accepted` lists in all.
+VALUES_PER_SETTING = 4
+MAX_REFUSED = 12
 
 
 @dataclass(frozen=True)
-class Difference:
-    """One value that is not what it was."""
+class ChangedSetting:
+    """A value that differs between the saved run and the current one.
 
-    key: str  # a key of the descriptions, such as "data"
-    name: str  # the whole path to the value, such as "data/seed"
-    saved: Any
-    now: Any
+    Attributes:
+        key: the top-level key of the description, such as `data`.
+        name: the full path of the value, such as `data/seed`.
+        saved: the value of the run that wrote the checkpoint. None if it had none.
+        now: the value of the current run. None if it has none.
+    """
+
+    key: str
+    name: str
+    saved: object
+    now: object
 
     def verdict(self, accept: Collection[str]) -> str:
+        """Return what follows from the change: refused, accepted, resharded, or only logged.
+
+        Args:
+            accept: the keys that the user accepts.
+        """
         if self.key not in ACCEPTABLE:
-            return HARMLESS.get(self.key, "noted")
-        return (
-            f"accepted: {ACCEPTABLE[self.key]}"
-            if self.key in accept
-            else f"refused: --accept {self.key}"
-        )
+            return HARMLESS.get(self.key, "logged only")
+        if self.key in accept:
+            return f"accepted: {ACCEPTABLE[self.key]}"
+        return f"refused: --accept {self.key}"
 
 
-def compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """All values that differ between two descriptions of runs, as nested dictionaries. Numbers may differ by rounding."""
-    a, b = _flat(saved), _flat(now)
-    names = [*b, *(name for name in a if name not in b)]
-    found = [
-        Difference(name.split("/")[0], name, a.get(name), b.get(name))
-        for name in names
-        if not _equal(a.get(name), b.get(name))
-    ]
-    order = [*ACCEPTABLE, *HARMLESS]
-    return sorted(found, key=lambda d: order.index(d.key) if d.key in order else len(order))
+def compare(saved: Json, now: Json) -> list[ChangedSetting]:
+    """Return all values that differ between two descriptions of runs.
+
+    Args:
+        saved: the description in the checkpoint, as nested dictionaries.
+        now: the description of the current run.
+
+    Returns:
+        The differences. Settings that need to be accepted come first. Floating-point numbers are
+        equal if they agree to a relative error of 1e-5.
+    """
+    before = _flatten(saved)
+    after = _flatten(now)
+    changes = []
+    for name in dict.fromkeys([*after, *before]):
+        if not _equal(before.get(name), after.get(name)):
+            key = name.split("/")[0]
+            changes.append(ChangedSetting(key, name, before.get(name), after.get(name)))
+    order = {key: index for index, key in enumerate([*ACCEPTABLE, *HARMLESS])}
+    return sorted(changes, key=lambda change: order.get(change.key, len(order)))
 
 
-def check_accepted(differences: list[Difference], accept: Collection[str], place: str) -> None:
-    """Refuses what may not differ, all of it at once, with both values."""
+def check_accepted(changes: list[ChangedSetting], accept: Collection[str], place: str) -> None:
+    """Check that the user accepts every change that would make it a different run.
+
+    Args:
+        changes: the differences that `compare` found.
+        accept: the keys that the user accepts.
+        place: a name of the checkpoint, for the message.
+
+    Raises:
+        ConfigError: if any change is not accepted. The message lists all of them with both values.
+    """
     refused = [
-        difference
-        for difference in differences
-        if difference.key in ACCEPTABLE and difference.key not in accept
+        change for change in changes if change.key in ACCEPTABLE and change.key not in accept
     ]
     if not refused:
         return
-    keys = list(dict.fromkeys(difference.key for difference in refused))
-    flags, names = " ".join(f"--accept {key}" for key in keys), ", ".join(map(repr, keys))
+    keys = list(dict.fromkeys(change.key for change in refused))
+    flags = " ".join(f"--accept {key}" for key in keys)
+    names = ", ".join(map(repr, keys))
     raise ConfigError(
-        f"{place} was saved by a run that differs from this one:\n"
-        + _table(refused)
-        + f"\nIf that is meant, say {flags} (in Python: Run(accept=({names},)))."
+        f"{place} was saved by a run with different settings:\n{_text_table(refused)}\n"
+        f"To resume anyway, pass {flags} (in Python: Run(accept=({names},)))."
     )
 
 
-def report(differences: list[Difference], accept: Collection[str], title: str) -> Table | str:
-    """One screen: what is not as it was, and what follows from it."""
-    if not differences:
+def report(changes: list[ChangedSetting], accept: Collection[str], title: str) -> Table | str:
+    """Return a table of changes and their consequences that fits on one screen.
+
+    Args:
+        changes: the differences that `compare` found.
+        accept: the keys that the user accepts.
+        title: the title of the table.
+    """
+    if not changes:
         return f"{title}: nothing differs from the run that saved it"
     table = Table("", "saved", "now", "", title=title, title_justify="left")
-    for key in dict.fromkeys(difference.key for difference in differences):
-        rows = [difference for difference in differences if difference.key == key]
-        for row in rows[:4]:
-            table.add_row(row.name, _short(row.saved), _short(row.now), row.verdict(accept))
-        if len(rows) > 4:
-            table.add_row(f"{key}/...", f"{len(rows) - 4} more", "", rows[0].verdict(accept))
+    for key in dict.fromkeys(change.key for change in changes):
+        same_key = [change for change in changes if change.key == key]
+        for change in same_key[:VALUES_PER_SETTING]:
+            table.add_row(
+                change.name, _short(change.saved), _short(change.now), change.verdict(accept)
+            )
+        hidden = len(same_key) - VALUES_PER_SETTING
+        if hidden > 0:
+            table.add_row(f"{key}/...", f"{hidden} more", "", same_key[0].verdict(accept))
     return table
 
 
-def _table(differences: list[Difference], count: int = 12) -> str:
-    rows = [(d.name, _short(d.saved), _short(d.now)) for d in differences[:count]]
-    rest = f"\n  and {len(differences) - count} more" if len(differences) > count else ""
-    return columns([("", "saved", "now"), *rows]) + rest
+def _text_table(changes: list[ChangedSetting]) -> str:
+    lines = [
+        (change.name, _short(change.saved), _short(change.now)) for change in changes[:MAX_REFUSED]
+    ]
+    text = columns([("", "saved", "now"), *lines])
+    hidden = len(changes) - MAX_REFUSED
+    return f"{text}\n  and {hidden} more" if hidden > 0 else text
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _flatten(tree: Json, prefix: str = "") -> Json:
+    """Return nested dictionaries as a flat one with paths such as `data/seed` for keys."""
+    flat: Json = {}
     for key, value in tree.items():
-        flat |= (
-            _flat(value, f"{prefix}{key}/")
-            if isinstance(value, Mapping)
-            else {f"{prefix}{key}": value}
-        )
+        if isinstance(value, Mapping):
+            flat |= _flatten(dict(value), f"{prefix}{key}/")
+        else:
+            flat[f"{prefix}{key}"] = value
     return flat
 
 
-def _equal(a: Any, b: Any) -> bool:
+def _equal(a: object, b: object) -> bool:
     if isinstance(a, float) and isinstance(b, float):
         return math.isclose(a, b, rel_tol=1e-5)
-    return a == b or (
-        isinstance(a, list | tuple) and isinstance(b, list | tuple) and list(a) == list(b)
-    )
+    # JSON has no tuples: the saved value is a list.
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return list(a) == list(b)
+    return a == b
 
 
-def _short(value: Any, length: int = 60) -> str:
-    text = "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+def _short(value: object, length: int = 60) -> str:
+    if value is None:
+        return "-"
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return text if len(text) <= length else text[: length - 4] + " ..."

@@ -1,10 +1,26 @@
-"""Checkpoints of a state: plain Orbax, one directory for each step, whole or not there, and verified before they are used.
+"""Save and restore training states: one directory per step, complete or absent.
 
-    checkpoints/200/state/      what Orbax wrote: {step, params, other, opt_state}, readable without shardwise
-    checkpoints/200/meta.json   what the run was: data, mesh, versions, arguments, metrics
-    checkpoints/200/MANIFEST    a digest of every other file
+`shardwise.checkpoint.reader` documents the files of a step.
 
-A step is written under the name `200.tmp` and renamed when all of it is on the disk.
+How a step is saved, in this order:
+
+1. Check that the step does not exist and that it fits on the disk, and create `<step>.tmp`.
+2. Orbax writes the arrays to `<step>.tmp/state`. Every process writes its own shards. Where the
+   devices have room for a copy of the state, they copy it, and the copy moves to the host while
+   training continues. Otherwise `save` returns when the arrays are on the host.
+3. Every process computes digests of a share of the files and flushes them to disk.
+4. The first process writes `meta.json`, then `MANIFEST` with all digests, and flushes both and all
+   directories.
+5. The first process renames `<step>.tmp` to `<step>` and flushes the parent directory.
+6. Only then it deletes the old steps that `Keep` does not protect.
+
+A directory with a plain number as its name was therefore complete once, and its digests show
+whether it still is. A crash at any moment leaves a `.tmp` directory at worst, which the next start
+removes.
+
+Orbax's own `CheckpointManager` is not used, for three reasons that `docs/faults.md` measures. It
+has no digests, so most flipped bits restore silently. It keeps a list of steps in memory, which
+does not follow the directory. It deletes old steps before it knows that the new one is good.
 """
 
 import itertools
@@ -19,74 +35,123 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
 from shardwise.checkpoint.reader import (
+    ArrayLike,
+    orbax_errors,
     read_json,
     read_metric,
     read_step,
-    refused,
     saved_steps,
     show_leaf,
 )
 from shardwise.cluster.group import ProcessGroup, current_group, wait_for
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.files.durable import (
-    file_digest,
-    read_manifest,
-    sync,
-    write_digests,
-    write_manifest,
-    wrong_files,
-)
+from shardwise.files.durable import file_digest, sync
 from shardwise.files.failpoints import fail_point
+from shardwise.files.manifest import read_manifest, write_digests, write_manifest, wrong_files
 from shardwise.state import StateSpec, TrainState
-from shardwise.text import columns, show_bytes
-from shardwise.tree import named_leaves, num_bytes
+from shardwise.text import Json, columns, show_bytes
+from shardwise.tree import PyTree, named_leaves, num_bytes
 
-SHOWN = 24  # leaves that do not fit; the others are counted
-HEAD_START = (
-    0.05  # seconds that the loop gets, whose devices wait, before a save wants the interpreter too
-)
-NUMBERS = itertools.count()  # of the objects of this process that save; the same in all
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
+
+# How many mismatched leaves an error lists. The others are counted.
+MAX_LISTED = 24
+# Seconds that a background save waits before it starts. The training loop, whose devices are idle
+# at that moment, gets the interpreter first.
+HEAD_START = 0.05
+# Numbers the `Checkpoints` objects of a process. All processes create them in the same order.
+_OBJECTS = itertools.count()
 
 
 @dataclass(frozen=True)
 class Keep:
-    """Which steps outlive the next save. The newest always does."""
+    """Which steps survive the next save. The newest step always does.
+
+    Attributes:
+        last: keep this many of the newest steps. At least 1.
+        every: keep every step that is a multiple of this number. 0 keeps none for this reason.
+        best: keep this many steps with the best value of `metric`.
+        metric: the metric that ranks steps.
+        largest: whether a larger value of `metric` is better.
+
+    Example:
+        >>> keep = Keep(last=1, every=100, best=1)
+        >>> sorted(keep.chosen({90: 2.0, 95: 1.0, 100: 3.0, 110: 2.5}))
+        [95, 100, 110]
+    """
 
     last: int = 3
-    every: int = 0  # steps; 0: none for that reason
-    best: int = 0  # so many with the best `metric`
+    every: int = 0
+    best: int = 0
     metric: str = "eval_loss"
-    largest: bool = False  # whether more is better
+    largest: bool = False
 
     def __post_init__(self) -> None:
         if self.last < 1 or self.every < 0 or self.best < 0:
-            raise ConfigError(f"{self}: `last` must be at least 1, `every` and `best` at least 0.")
+            raise ConfigError(
+                f"{self}: `last` must be at least 1; `every` and `best` must be at least 0."
+            )
 
     def chosen(self, metrics: Mapping[int, float | None]) -> set[int]:
-        """The steps to keep, of those for which metrics are given."""
+        """Return the steps to keep.
+
+        Args:
+            metrics: the value of `metric` for every saved step, or None where it was not measured.
+        """
         steps = sorted(metrics)
-        valued = sorted(
-            ((value, step) for step, value in metrics.items() if value is not None),
-            reverse=self.largest,
-        )
-        return (
-            set(steps[-self.last :])
-            | {step for step in steps if self.every and step % self.every == 0}
-            | {step for _, step in valued[: self.best]}
-        )
+        measured = [(value, step) for step, value in metrics.items() if value is not None]
+        measured.sort(reverse=self.largest)
+        newest = set(steps[-self.last :])
+        periodic = {step for step in steps if self.every and step % self.every == 0}
+        best = {step for _, step in measured[: self.best]}
+        return newest | periodic | best
+
+
+@dataclass
+class _Save:
+    """A save in progress.
+
+    Attributes:
+        name: the name of this save among the processes.
+        step: the step.
+        metadata: the content of `meta.json`, without the step.
+        copies: the copy of the arrays on the devices, or nothing if Orbax has the arrays already.
+        It
+            is a list so that the only reference to the copy can be removed.
+        problem: what went wrong so far.
+    """
+
+    name: str
+    step: int
+    metadata: Json
+    copies: list[PyTree]
+    problem: str | None
 
 
 class Checkpoints:
-    """The checkpoints below a directory. Saving goes on in the background; `check` tells of a save that failed, `close` waits.
+    """The checkpoints in one directory. Saves run in the background.
 
-    The directory itself is the only record of what there is: nothing is remembered that a crash or another program could
-    make untrue.
+    The directory is the only list of steps. Nothing is remembered that a crash or another program
+    could make wrong. In a run with several processes, all of them call the same methods in the same
+    order.
+
+    Attributes:
+        directory: the directory that holds the steps.
+        keep: which steps survive the next save.
+        group: the processes of the run.
+
+    Example:
+        >>> with Checkpoints(Path("runs/a/checkpoints")) as checkpoints:  # doctest: +SKIP
+        ...     checkpoints.save(state, {"metrics": {"eval_loss": 1.0}})
+        ...     checkpoints.wait()
+        ...     state = checkpoints.restore(spec, checkpoints.latest())
     """
 
     def __init__(
@@ -94,96 +159,103 @@ class Checkpoints:
     ):
         self.directory = directory.resolve()
         self.keep = keep or Keep()
-        self.group = (group or current_group()).within(f"checkpoints{next(NUMBERS)}")
+        self.group = (group or current_group()).within(f"checkpoints{next(_OBJECTS)}")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardwise-save")
         self._pending: Future[None] | None = None
-        self._rounds = 0  # of everything that all processes do together
-        self._saving = ""  # the name of the save that goes on
+        # The number of operations so far that all processes carry out together.
+        self._rounds = 0
+        # The name of the save in progress.
+        self._saving = ""
 
     @cached_property
-    def _orbax(self) -> Any:
-        """Imported when the first state is saved or restored: a run that begins need not wait for it."""
+    def _orbax(self) -> "ocp.AsyncCheckpointer":
+        """The Orbax checkpointer, made at the first save or restore: importing Orbax is slow."""
         import orbax.checkpoint as ocp
 
-        options = ocp.options.AsyncOptions(barrier_sync_fn=self._meet)
+        options = ocp.options.AsyncOptions(barrier_sync_fn=self._barrier)
         return ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler(), async_options=options)
 
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def path(self, step: int) -> Path:
+        """Return the directory of a step. It may not exist."""
         return self.directory / str(step)
 
     def steps(self) -> list[int]:
-        """All steps that are there, from the oldest to the newest."""
+        """Return all steps in the directory, oldest first."""
         return saved_steps(self.directory) if self.directory.is_dir() else []
 
     def latest(self) -> int | None:
+        """Return the newest step in the directory, or None."""
         return max(self.steps(), default=None)
 
     def is_newest(self, step: int) -> bool:
-        """Whether this is the newest step on the disk, as the first process sees it."""
-        return bool(self.group.share(self._round(), self.latest() == step))
+        """Return whether this is the newest step on disk, as the first process sees it."""
+        return bool(self.group.share(self._next_round(), self.latest() == step))
 
     def clean(self) -> None:
-        """Removes what a crash has left half done. Only for the run that holds the lock of the directory."""
+        """Remove the temporary directories that a crash left. The caller must hold the lock."""
         if self.group.is_first:
             for path in self.directory.glob("*.tmp"):
                 shutil.rmtree(path)
 
-    def _round(self) -> str:
-        """A name for what all processes are about to do together."""
+    def _next_round(self) -> str:
+        """Return a name for the next operation that all processes carry out together."""
         self._rounds += 1
         return str(self._rounds)
 
     # Saving
 
-    def save(self, state: TrainState, metadata: Mapping[str, Any]) -> None:
-        """Starts to save; the state may be donated as soon as this returns. Waits for the save before, if it still goes on.
+    def save(self, state: TrainState, metadata: Mapping[str, object]) -> None:
+        """Start to save a state. It may be donated as soon as this returns.
 
-        Where the devices have room for it, they copy the state, and the copy goes to the host while training goes on.
+        Waits for the previous save if that is still running. An error of the background part is
+        raised by the next call of `check`, `wait`, `save` or `close`.
+
+        Args:
+            state: the state to save, under the number of its step.
+            metadata: the content of `meta.json`, without the step.
+
+        Raises:
+            CheckpointError: if the step exists already, does not fit on the disk, or cannot be
+                written.
         """
         self.wait()
-        step, tree = int(state.step), _tree(state)
-        self._saving = self._round()
-        temporary = self.path(step).with_suffix(".tmp")
+        step = int(state.step)
+        tree = _saved_tree(state)
+        self._saving = self._next_round()
+        temporary = self._temporary(step)
         size = sum(num_bytes(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree))
-        problem = self._begin(step, temporary, size) if self.group.is_first else None
-        if problem := self.group.share(f"{self._saving}/begin", problem):
+        problem = self._prepare(step, size) if self.group.is_first else None
+        problem = self.group.share(f"{self._saving}/begin", problem)
+        if problem:
             raise CheckpointError(problem)
-        copies: list[Any] = []
+        copies: list[PyTree] = []
         if all(self.group.union(f"{self._saving}/room", _has_room(tree))):
-            with suppress(jax.errors.JaxRuntimeError):  # room that is not in one piece
-                copies = [_copied(tree)]
+            # The copy can fail although there is room, if the free memory is fragmented.
+            with suppress(jax.errors.JaxRuntimeError):
+                copies = [_copy_on_devices(tree)]
         if not copies:
-            problem = self._hand_over(step, tree)
+            problem = self._start_orbax(step, tree)
             if problem is not None and self.group.count == 1:
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise CheckpointError(f"{self.path(step)} could not be saved: {problem}")
-        self._pending = self._thread.submit(
-            self._commit, self._saving, step, dict(metadata), copies, problem
-        )
+        save = _Save(self._saving, step, dict(metadata), copies, problem)
+        self._pending = self._thread.submit(self._commit, save)
 
-    def _hand_over(self, step: int, tree: Any) -> str | None:
-        """Returns when Orbax has all arrays on the host, with what went wrong."""
-        import orbax.checkpoint as ocp
+    def _temporary(self, step: int) -> Path:
+        return self.path(step).with_suffix(".tmp")
 
-        try:
-            self._orbax.save(
-                self.path(step).with_suffix(".tmp") / "state", args=ocp.args.StandardSave(tree)
-            )
-        except Exception as error:
-            return self._told(error)
-        return None
-
-    def _begin(self, step: int, temporary: Path, size: int) -> str | None:
-        """Makes room for a save; why that is not possible, or None."""
+    def _prepare(self, step: int, size: int) -> str | None:
+        """Create the temporary directory of a save. Return why that is not possible, or None."""
+        temporary = self._temporary(step)
         try:
             if self.path(step).exists():
-                return f"{self.path(step)} is there already; a checkpoint is never overwritten."
+                return f"{self.path(step)} already exists. A checkpoint is never overwritten."
             self.directory.mkdir(mode=0o700, exist_ok=True)
             self._check_space(size)
             if temporary.exists():
@@ -197,20 +269,49 @@ class Checkpoints:
             return f"{self.path(step)} could not be saved: {_cause(error)}"
         return None
 
+    def _check_space(self, needed: int) -> None:
+        free = shutil.disk_usage(self.directory).free
+        # Two percent and 64 KiB for metadata, on top of the arrays.
+        if free < needed * 1.02 + 2**16:
+            raise CheckpointError(
+                f"a checkpoint of {show_bytes(needed)} does not fit on the disk: "
+                f"{show_bytes(free)} free in {self.directory}. Free some space or keep fewer steps."
+            )
+
+    def _start_orbax(self, step: int, tree: PyTree) -> str | None:
+        """Return when Orbax has all arrays on the host: what went wrong, or None."""
+        import orbax.checkpoint as ocp
+
+        try:
+            self._orbax.save(self._temporary(step) / "state", args=ocp.args.StandardSave(tree))
+        except Exception as error:
+            return self._describe(error)
+        return None
+
     def check(self) -> bool:
-        """Whether a save has been finished since the last look; raises if it failed. Does not wait."""
+        """Return whether a save has finished since the last call. Does not wait.
+
+        Raises:
+            CheckpointError: if that save failed.
+        """
         done = self._pending is not None and self._pending.done()
         if done:
             self.wait()
         return done
 
     def wait(self) -> None:
-        """Until the save in the background is on the disk, or raises why it is not."""
-        pending, self._pending = self._pending, None
+        """Wait until the save in the background is on disk.
+
+        Raises:
+            CheckpointError: if it failed.
+        """
+        pending = self._pending
+        self._pending = None
         if pending is not None:
             pending.result()
 
     def close(self) -> None:
+        """Wait for the save in the background, and release the thread and Orbax."""
         try:
             self.wait()
         finally:
@@ -218,207 +319,259 @@ class Checkpoints:
             if "_orbax" in vars(self):
                 self._orbax.close()
 
-    def _commit(
-        self, name: str, step: int, metadata: dict[str, Any], copies: list[Any], problem: str | None
-    ) -> None:
-        """In the background: everything that makes a temporary directory a checkpoint. The first process does it, when all are ready."""
-        temporary = self.path(step).with_suffix(".tmp")
+    def _commit(self, save: _Save) -> None:
+        """Turn a temporary directory into a checkpoint. Runs in the background in every process.
+
+        The processes agree after each part, so that all of them see the same outcome.
+        """
+        temporary = self._temporary(save.step)
         digests: dict[str, str] = {}
-        if copies:
-            time.sleep(HEAD_START)
-            problem = self._hand_over(step, copies.pop())  # which frees the memory of the devices
-        try:
-            fail_point("checkpoint.arrays")
-            if problem is None:
-                self._orbax.wait_until_finished()
-                fail_point("checkpoint.written")
-        except Exception as error:
-            problem = self._told(error)
-            self.group.put(f"{name}/failed/{self.group.index}", problem)
-        problem = next(filter(None, self.group.union(f"{name}/arrays", problem)), None)
+        problem = self._finish_arrays(save)
         if problem is None:
-            try:
-                digests = write_digests(temporary / "state", self.group.index, self.group.count)
-            except OSError as error:
-                problem = self._told(error)
-            parts = self.group.union(f"{name}/digests", [digests, problem])
-            digests = {
-                f"state/{file}": digest for part, _ in parts for file, digest in part.items()
-            }
-            problem = next((told for _, told in parts if told), None)
+            digests, problem = self._flush_arrays(save)
         if problem is None and self.group.is_first:
-            try:
-                meta = temporary / "meta.json"
-                meta.write_text(
-                    json.dumps({"step": step, **metadata}, indent=2, default=str) + "\n"
-                )
-                sync(meta)
-                write_manifest(temporary, {**digests, meta.name: file_digest(meta)})
-                fail_point("checkpoint.rename")
-                os.rename(temporary, self.path(step))
-                sync(self.directory)
-            except Exception as error:
-                problem = self._told(error)
-        if int(name) > 2:  # the outcome before that is known to all who have come here
-            self.group.drop(str(int(name) - 2))
-        if problem := self.group.share(f"{name}/outcome", problem):
+            problem = self._publish(save, digests)
+        # Every process that got here knows the outcome of the save before the previous one.
+        if int(save.name) > 2:
+            self.group.drop(str(int(save.name) - 2))
+        problem = self.group.share(f"{save.name}/outcome", problem)
+        if problem:
             if self.group.is_first:
                 shutil.rmtree(temporary, ignore_errors=True)
-            raise CheckpointError(f"{self.path(step)} could not be saved: {problem}")
+            raise CheckpointError(f"{self.path(save.step)} could not be saved: {problem}")
         try:
             fail_point("checkpoint.renamed")
             if self.group.is_first:
                 self._delete_old()
         except OSError as error:
             raise CheckpointError(
-                f"step {step} is saved, but an older one could not be deleted: {_cause(error)}"
+                f"step {save.step} is saved, but an older step could not be deleted: "
+                f"{_cause(error)}"
             ) from error
 
-    def _meet(self, *, key: str, timeout_ms: int) -> None:
-        """How the processes wait for each other within Orbax: not for one that has failed."""
-        place = f"{self._saving}/{key.split('.')[0]}"
-        self.group.put(f"{place}/{self.group.index}", 1)
-        failed: dict[str, str] = {}
+    def _finish_arrays(self, save: _Save) -> str | None:
+        """Wait until the arrays of all processes are written. Return the first problem, or None."""
+        problem = save.problem
+        if save.copies:
+            time.sleep(HEAD_START)
+            # Removing the last reference here frees the device memory as soon as Orbax has copied
+            # it.
+            problem = self._start_orbax(save.step, save.copies.pop())
+        try:
+            fail_point("checkpoint.arrays")
+            if problem is None:
+                self._orbax.wait_until_finished()
+                fail_point("checkpoint.written")
+        except Exception as error:
+            problem = self._describe(error)
+            self.group.put(f"{save.name}/failed/{self.group.index}", problem)
+        return _first_problem(self.group.union(f"{save.name}/arrays", problem))
+
+    def _flush_arrays(self, save: _Save) -> tuple[dict[str, str], str | None]:
+        """Flush the arrays to disk. Return digests of all files, and the first problem or None."""
+        digests: dict[str, str] = {}
+        problem = None
+        try:
+            state = self._temporary(save.step) / "state"
+            digests = write_digests(state, self.group.index, self.group.count)
+        except OSError as error:
+            problem = self._describe(error)
+        shares = self.group.union(f"{save.name}/digests", [digests, problem])
+        merged = {f"state/{name}": digest for share, _ in shares for name, digest in share.items()}
+        return merged, _first_problem([share_problem for _, share_problem in shares])
+
+    def _publish(self, save: _Save, digests: dict[str, str]) -> str | None:
+        """Write `meta.json` and MANIFEST, flush everything, and rename the temporary directory."""
+        temporary = self._temporary(save.step)
+        try:
+            meta = temporary / "meta.json"
+            description = {"step": save.step, **save.metadata}
+            meta.write_text(json.dumps(description, indent=2, default=str) + "\n")
+            sync(meta)
+            write_manifest(temporary, {**digests, meta.name: file_digest(meta)})
+            fail_point("checkpoint.rename")
+            os.rename(temporary, self.path(save.step))
+            sync(self.directory)
+        except Exception as error:
+            return self._describe(error)
+        return None
+
+    def _barrier(self, *, key: str, timeout_ms: int) -> None:
+        """Wait for the other processes inside Orbax, but not for one that has failed already."""
+        folder = f"{self._saving}/{key.split('.')[0]}"
+        self.group.put(f"{folder}/{self.group.index}", 1)
+        failures: dict[str, str] = {}
 
         def is_over() -> bool:
-            failed.update(self.group.read(f"{self._saving}/failed"))
-            return bool(failed) or len(self.group.read(place)) == self.group.count
+            failures.update(self.group.read(f"{self._saving}/failed"))
+            return bool(failures) or len(self.group.read(folder)) == self.group.count
 
-        if not wait_for(is_over, timeout_ms / 1000) or failed:
-            raise RuntimeError(
-                next(
-                    iter(failed.values()),
-                    f"the others did not come within {timeout_ms / 1000:.0f} s",
-                )
-            )
+        seconds = timeout_ms / 1000
+        in_time = wait_for(is_over, seconds)
+        if failures:
+            raise RuntimeError(next(iter(failures.values())))
+        if not in_time:
+            raise RuntimeError(f"the other processes did not arrive within {seconds:.0f} s")
 
-    def _told(self, error: Exception) -> str:
-        where = "" if self.group.count == 1 else f"{self.group.name(self.group.index)}: "
-        return str(error) if isinstance(error, CheckpointError) else f"{where}{_cause(error)}"
-
-    def _check_space(self, needed: int) -> None:
-        free = shutil.disk_usage(self.directory).free
-        if free < needed * 1.02 + 2**16:
-            raise CheckpointError(
-                f"a checkpoint of {show_bytes(needed)} does not fit: {show_bytes(free)} are free for {self.directory}."
-            )
+    def _describe(self, error: Exception) -> str:
+        """Return an exception in one line, with the name of this process if there are several."""
+        if isinstance(error, CheckpointError):
+            return str(error)
+        if self.group.count == 1:
+            return _cause(error)
+        return f"{self.group.name(self.group.index)}: {_cause(error)}"
 
     def _delete_old(self) -> None:
-        for path in self.directory.glob("*.deleted.tmp"):  # what an earlier deletion has left
+        """Delete the steps that `keep` does not protect.
+
+        A step is renamed before it is deleted. An interrupted deletion therefore never leaves a
+        partial directory under the name of a step.
+        """
+        # An earlier deletion may have been interrupted.
+        for path in self.directory.glob("*.deleted.tmp"):
             shutil.rmtree(path)
         metrics = self.metrics() if self.keep.best else dict.fromkeys(self.steps())
         for step in set(metrics) - self.keep.chosen(metrics):
-            doomed = self.path(step).with_suffix(
-                ".deleted.tmp"
-            )  # a deletion that is cut short leaves no half checkpoint
-            os.rename(self.path(step), doomed)
+            deleted = self.path(step).with_suffix(".deleted.tmp")
+            os.rename(self.path(step), deleted)
             fail_point("checkpoint.delete")
-            shutil.rmtree(doomed)
+            shutil.rmtree(deleted)
 
     def metrics(self) -> dict[int, float | None]:
-        """What `keep.metric` was at each step; None where it was not measured, or is no number."""
+        """Return `keep.metric` of every step, or None where it was not measured."""
         return {step: read_metric(self.path(step), self.keep.metric) for step in self.steps()}
 
     # Reading
 
     def verify(self, step: int) -> list[str]:
-        """What is wrong with the files of a step; an empty list when they are as they were written."""
-        name, group = self._round(), self.group
-        expected, problems = group.share(
-            f"{name}/manifest", read_manifest(self.path(step)) if group.is_first else None
-        )
-        found = group.union(
-            f"{name}/files", wrong_files(self.path(step), expected, group.index, group.count)
-        )
-        return [*problems, *sorted(problem for part in found for problem in part)]
+        """Compare the files of a step with their digests. The processes share the work.
+
+        Returns:
+            One line per problem. An empty list means that the step is intact.
+        """
+        name = self._next_round()
+        group = self.group
+        manifest = read_manifest(self.path(step)) if group.is_first else None
+        digests, problems = group.share(f"{name}/manifest", manifest)
+        damaged = wrong_files(self.path(step), digests, group.index, group.count)
+        shares = group.union(f"{name}/files", damaged)
+        return [*problems, *sorted(problem for share in shares for problem in share)]
 
     def newest_good(self, warn: Callable[[str], None]) -> int | None:
-        """The newest step that passes `verify`. Damaged ones are put aside as `<step>.bad`; None if there are none at all."""
+        """Return the newest intact step. Damaged newer steps are renamed to `<step>.bad`.
+
+        Args:
+            warn: called with a message if there were damaged steps.
+
+        Returns:
+            The step, or None if the directory has no steps at all.
+
+        Raises:
+            CheckpointError: if all steps are damaged. A fresh start would silently lose the run.
+        """
         damaged: list[str] = []
-        steps, were_bad = self.group.share(
-            self._round(), [self.steps(), any(self.directory.glob("*.bad*"))]
-        )
+        had_damaged = any(self.directory.glob("*.bad*"))
+        steps, had_damaged = self.group.share(self._next_round(), [self.steps(), had_damaged])
         for step in reversed(steps):
             problems = self.verify(step)
             if not problems:
                 if damaged:
-                    warn(
-                        "\n".join(
-                            [*damaged, f"going back to step {step}, the newest that is whole."]
-                        )
-                    )
+                    fallback = f"going back to step {step}, the newest intact checkpoint."
+                    warn("\n".join([*damaged, fallback]))
                 return int(step)
-            aside = _unused(self.directory, f"{step}.bad")
+            aside = _unused_path(self.directory, f"{step}.bad")
             if self.group.is_first:
                 os.rename(self.path(step), aside)
             damaged.append(
-                f"checkpoint {step} is damaged and kept aside as {aside}: {_some(problems)}"
+                f"checkpoint {step} is damaged and was renamed to {aside}: {_summarize(problems)}"
             )
-        if damaged or were_bad:
-            found = damaged or [
-                f"there is no checkpoint in {self.directory} but damaged ones, kept aside as *.bad"
-            ]
-            raise CheckpointError(
-                "\n".join(found)
-                + "\nNo whole checkpoint is left. To start anew, choose another --out."
-            )
+        if not damaged and had_damaged:
+            damaged = [f"all checkpoints in {self.directory} are damaged and were renamed to *.bad"]
+        if damaged:
+            remedy = "No intact checkpoint is left. To start over, choose another --out."
+            raise CheckpointError("\n".join([*damaged, remedy]))
         return None
 
-    def metadata(self, step: int) -> dict[str, Any]:
-        """The JSON that was saved beside a state."""
+    def metadata(self, step: int) -> Json:
+        """Return the content of `meta.json` of a step."""
         return read_json(self.path(step) / "meta.json")
 
     def restore(self, spec: StateSpec, step: int) -> TrainState:
-        """The state of a step in the layout of `spec`, whatever mesh it was written on."""
+        """Read the state of a step in the layout of `spec`, whatever mesh it was written on.
+
+        Args:
+            spec: the abstract state of this run.
+            step: the step. Its files are not verified here; call `verify` before.
+
+        Raises:
+            CheckpointError: if the step does not match `spec` or cannot be read.
+        """
         import orbax.checkpoint as ocp
 
         self.wait()
         fail_point("restore")
         self.check_fits(spec, step)
-        wanted = _tree(spec.abstract)
-        with refused(self.path(step)):
+        wanted = _saved_tree(spec.abstract)
+        with orbax_errors(self.path(step)):
             restored = self._orbax.restore(
                 self.path(step) / "state", args=ocp.args.StandardRestore(wanted)
             )
-        # Buffers that Orbax made cannot be donated; copies can, and the first step then needs no second state.
-        copy = jax.jit(
-            lambda tree: jax.tree.map(jnp.copy, tree),
-            out_shardings=jax.tree.map(lambda leaf: leaf.sharding, wanted),
-        )
+        # Buffers that Orbax allocates cannot be donated. Copies can, so the first step does not
+        # need memory for a second state.
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted)
+        copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings)
         return TrainState(**copy(restored))
 
     def check_fits(self, spec: StateSpec, step: int) -> None:
-        """Compares the paths, shapes and dtypes of a step with those of `spec`, before anything is loaded."""
-        if problems := differences(
-            read_step(self.path(step)).leaves, named_leaves(_tree(spec.abstract))
-        ):
-            first = sorted(problems, key=lambda row: not row[0].startswith("params/"))[:SHOWN]
-            more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-            raise CheckpointError(
-                f"checkpoint {self.path(step)} does not fit this run:\n"
-                + columns([("path", "saved", "wanted"), *first])
-                + f"{more}\nNothing was loaded. Give the arguments the run had, or start from its weights with init_from in another --out."
-            )
+        """Compare paths, shapes and dtypes of a step with those of `spec`. No array is read.
+
+        Args:
+            spec: the abstract state of this run.
+            step: the step.
+
+        Raises:
+            CheckpointError: if they differ. The message lists the differences.
+        """
+        wanted = named_leaves(_saved_tree(spec.abstract))
+        mismatched = _mismatched_leaves(read_step(self.path(step)).leaves, wanted)
+        if not mismatched:
+            return
+        # Parameters first: they explain most differences in the optimizer state.
+        mismatched.sort(key=lambda leaf: not leaf[0].startswith("params/"))
+        table = columns([("path", "saved", "wanted"), *mismatched[:MAX_LISTED]])
+        hidden = len(mismatched) - MAX_LISTED
+        more = f"\n  and {hidden} more" if hidden > 0 else ""
+        raise CheckpointError(
+            f"checkpoint {self.path(step)} does not match this run:\n{table}{more}\n"
+            "Nothing was loaded. Use the arguments of the run that wrote it, or start from its "
+            "weights with init_from and another --out."
+        )
 
 
-def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """(path, saved, wanted) of leaves that are missing, too many, or of another shape or dtype.
+def _mismatched_leaves(
+    saved: Mapping[str, ArrayLike], wanted: Mapping[str, ArrayLike]
+) -> list[tuple[str, str, str]]:
+    """Return (path, saved, wanted) of leaves that are missing, unexpected, or differ.
 
-    Orbax names no path when shapes differ, and casts another dtype without a word.
+    Orbax names no path when shapes differ, and casts another dtype without a warning.
     """
 
-    def show(leaf: Any) -> str:
+    def show(leaf: ArrayLike | None) -> str:
         return "-" if leaf is None else show_leaf(leaf)
 
-    rows = [
+    pairs = [
         (path, show(saved.get(path)), show(wanted.get(path)))
         for path in sorted(saved.keys() | wanted.keys())
     ]
-    return [row for row in rows if row[1] != row[2]]
+    return [(path, before, after) for path, before, after in pairs if before != after]
 
 
-def _has_room(tree: Any) -> bool:
-    """Whether a copy of the arrays fits beside the most that the devices of this process ever held. CPUs do not tell."""
+def _has_room(tree: PyTree) -> bool:
+    """Return whether a copy of the arrays fits on the devices of this process.
+
+    A copy fits if it is no larger than the memory that was never in use so far. CPUs report no
+    memory statistics, so the answer is False there.
+    """
     needed: dict[jax.Device, int] = {}
     for leaf in jax.tree.leaves(tree):
         for shard in leaf.addressable_shards:
@@ -431,11 +584,12 @@ def _has_room(tree: Any) -> bool:
 
 
 @jax.jit
-def _copied(tree: Any) -> Any:
+def _copy_on_devices(tree: PyTree) -> PyTree:
     return jax.tree.map(jnp.copy, tree)
 
 
-def _tree(state: TrainState) -> dict[str, Any]:
+def _saved_tree(state: TrainState) -> dict[str, PyTree]:
+    """Return the tree that Orbax saves. Frozen weights are not part of it."""
     return {
         "step": state.step,
         "params": state.params,
@@ -444,20 +598,25 @@ def _tree(state: TrainState) -> dict[str, Any]:
     }
 
 
+def _first_problem(problems: list[str | None]) -> str | None:
+    return next((problem for problem in problems if problem), None)
+
+
 def _cause(error: Exception) -> str:
-    """In a line: TensorStore says much, and the fact last."""
+    """Return the reason for an exception in one line: TensorStore writes long messages."""
     text = str(error).strip().split("\n")[0] or type(error).__name__
     code = re.search(r"os_error_code='(\d+)'", text)
     return os.strerror(int(code[1])) if code else text
 
 
-def _unused(directory: Path, name: str) -> Path:
+def _unused_path(directory: Path, name: str) -> Path:
     names = [name, *(f"{name}.{number}" for number in range(1, 1000))]
     return next(
         directory / candidate for candidate in names if not (directory / candidate).exists()
     )
 
 
-def _some(problems: list[str], count: int = 3) -> str:
-    rest = f" and {len(problems) - count} more" if len(problems) > count else ""
-    return "; ".join(problems[:count]) + rest
+def _summarize(problems: list[str], count: int = 3) -> str:
+    text = "; ".join(problems[:count])
+    hidden = len(problems) - count
+    return f"{text} and {hidden} more" if hidden > 0 else text

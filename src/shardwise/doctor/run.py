@@ -11,7 +11,7 @@ from shardwise.checkpoint.reader import directory_bytes, saved_steps
 from shardwise.doctor.finding import Finding
 from shardwise.doctor.system import disk_finding
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.files.durable import verify_manifest
+from shardwise.files.manifest import verify_manifest
 from shardwise.files.lock import boot_id
 from shardwise.rundir.files import RunFiles, RunRecord
 from shardwise.text import show_bytes, show_seconds

@@ -1,1 +1,1 @@
-"""Durable file writes, the run directory lock, fail points, the user's cache directory."""
+"""Atomic file writes, manifests, the run directory lock, fail points, the cache folder."""

@@ -1,12 +1,21 @@
-"""The user's cache directory."""
+"""The cache directory of the current user."""
 
 import os
 from pathlib import Path
 
 
 def cache_folder(name: str) -> Path | None:
-    """Where this user keeps what can be made again; None for a user without a home. It need not exist."""
+    """Return the folder for cached files of one kind. It may not exist yet.
+
+    Args:
+        name: the kind of files, such as `"compilation"`.
+
+    Returns:
+        `$XDG_CACHE_HOME/shardwise/<name>`, or the same below `~/.cache`. None for a user without a
+        home directory.
+    """
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwise" / name
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:
         return None
+    return root / "shardwise" / name

@@ -1,4 +1,9 @@
-"""The lock of a run directory."""
+"""The lock of a run directory: at most one process writes to it.
+
+The lock is `flock` on the file `lock`, so the kernel releases it when its owner dies, however that
+happens. The JSON in the file serves people and one other purpose: the kernel of this machine cannot
+see a lock that a process on another machine holds, and the boot ID in the file tells them apart.
+"""
 
 import fcntl
 import json
@@ -8,51 +13,46 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from shardwise.errors import DirectoryInUseError
+from shardwise.text import Json
+
+# The longest content of a lock file, in bytes.
+MAX_LOCK = 4096
 
 
 @contextmanager
 def lock_directory(directory: Path, force: bool = False) -> Iterator[Callable[[], None]]:
-    """Only one process at a time gets past this for a directory; the lock dies with its owner, however that ends.
+    """Hold the lock of a run directory inside the `with` statement.
 
-    Gives the function that leaves it in order, for those who end without leaving the `with` statement.
-    `force` takes over the lock of another machine, where nobody can see from here whether its owner lives.
+    Args:
+        directory: the run directory. It must exist.
+        force: take over a lock that a process on another machine did not release. This machine
+            cannot see whether that process is still alive.
+
+    Yields:
+        A function that marks the lock as released, for code that ends the process without leaving
+        the `with` statement.
+
+    Raises:
+        DirectoryInUseError: if another process holds the lock, or if a process on another machine
+            did not release it and `force` is False.
     """
-    path = directory / "lock"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise _in_use(
-                directory, _owner(descriptor), "is used by", "Wait for it, or choose another --out."
-            ) from None
-        owner = _owner(descriptor)
-        job = os.environ.get(
-            "SHARDWISE_JOB"
-        )  # set by a scheduler that starts a run again, perhaps elsewhere, when it has ended
-        if (
-            owner
-            and owner.get("boot_id") != boot_id()
-            and not force
-            and not (job and owner.get("job") == job)
-        ):
-            raise _in_use(
-                directory,
-                owner,
-                "was last used, and not left in order, by",
-                "If that has ended, say --force-unlock.",
-            )
-        mine = {
+        _acquire(descriptor, directory, fcntl.LOCK_EX)
+        # A scheduler sets this variable when it may restart a run on another machine. The previous
+        # process of the same job has ended then.
+        job = os.environ.get("SHARDWISE_JOB")
+        _check_previous_owner(_read_owner(descriptor), directory, job, force)
+        owner = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "boot_id": boot_id(),
             "started": time.time(),
             "job": job,
         }
-        _write(descriptor, json.dumps(mine).encode())
+        _write(descriptor, json.dumps(owner).encode())
         try:
             yield lambda: _write(descriptor, b"")
         finally:
@@ -62,38 +62,64 @@ def lock_directory(directory: Path, force: bool = False) -> Iterator[Callable[[]
 
 
 def check_unlocked(directory: Path) -> None:
-    """Raises if a process of this machine holds the lock of the directory now."""
+    """Check that no process on this machine holds the lock of a run directory.
+
+    Raises:
+        DirectoryInUseError: if one does.
+    """
     try:
         descriptor = os.open(directory / "lock", os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
         return
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise _in_use(
-            directory, _owner(descriptor), "is used by", "Wait for it, or choose another --out."
-        ) from None
+        _acquire(descriptor, directory, fcntl.LOCK_SH)
     finally:
         os.close(descriptor)
 
 
-def _in_use(directory: Path, owner: dict[str, Any], fact: str, remedy: str) -> DirectoryInUseError:
-    age = (
-        f" since {time.time() - owner['started']:.0f} s"
-        if isinstance(owner.get("started"), float)
-        else ""
-    )
-    who = (
-        f"process {owner.get('pid', '?')} on {owner.get('host', '?')}{age}"
-        if owner
-        else "another process that is just starting"
-    )
-    return DirectoryInUseError(f"the run directory {directory} {fact} {who}. {remedy}")
-
-
-def _owner(descriptor: int) -> dict[str, Any]:
+def boot_id() -> str:
+    """Return an ID that is new after each boot of this machine, or its host name without one."""
     try:
-        content = json.loads(os.pread(descriptor, 4096, 0) or b"{}")
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _acquire(descriptor: int, directory: Path, kind: int) -> None:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = _describe(_read_owner(descriptor))
+        raise DirectoryInUseError(
+            f"the run directory {directory} is in use by {owner}. "
+            "Wait until it ends, or choose another directory with --out."
+        ) from None
+
+
+def _check_previous_owner(owner: Json, directory: Path, job: str | None, force: bool) -> None:
+    """Refuse a lock that a process on another machine wrote and did not release."""
+    same_machine = owner.get("boot_id") == boot_id()
+    same_job = job is not None and owner.get("job") == job
+    if owner and not (same_machine or same_job or force):
+        raise DirectoryInUseError(
+            f"the run directory {directory} was locked and not released by {_describe(owner)}. "
+            "If that process has ended, pass --force-unlock."
+        )
+
+
+def _describe(owner: Json) -> str:
+    if not owner:
+        return "another process that is just starting"
+    text = f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
+    if isinstance(owner.get("started"), float):
+        text += f", started {time.time() - owner['started']:.0f} s ago"
+    return text
+
+
+def _read_owner(descriptor: int) -> Json:
+    """Return the JSON in a lock file. It is empty if nobody holds the lock, or if it is no JSON."""
+    try:
+        content = json.loads(os.pread(descriptor, MAX_LOCK, 0) or b"{}")
     except (ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -102,10 +128,3 @@ def _owner(descriptor: int) -> dict[str, Any]:
 def _write(descriptor: int, content: bytes) -> None:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, content, 0)
-
-
-def boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()

@@ -1,4 +1,4 @@
-"""A checkpoint is plain Orbax, restores onto any mesh, and is refused with all differences at once."""
+"""A checkpoint is plain Orbax, restores onto any mesh, and is refused with all differences."""
 
 import shutil
 from dataclasses import replace
@@ -14,7 +14,8 @@ from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardwise import Checkpoints, Rules, abstract_state, checkpoint, init_state, make_mesh
+from shardwise import Checkpoints, Rules, abstract_state, init_state, make_mesh
+from shardwise.checkpoint import store
 from shardwise.checkpoint.store import Keep
 from shardwise.errors import CheckpointError
 from shardwise.tree import named_leaves
@@ -27,30 +28,29 @@ class Net(nnx.Module):
 
 
 def spec_for(mesh, devices=8, optimizer=None, **options):
-    rules = Rules(fsdp_min_size=16)
     return abstract_state(
         lambda rngs: Net(rngs, **options),
         optimizer or optax.adamw(1e-3),
         make_mesh(mesh, jax.devices()[:devices]),
-        rules,
+        Rules(fsdp_min_size=16),
     )
 
 
 @pytest.fixture
 def saved(tmp_path):
+    """The directory of one checkpoint, and its leaves by name."""
     state = init_state(spec_for("data=2,fsdp=4"), 5)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     checkpoints.save(state, {"step": 0})
     checkpoints.close()
-    return tmp_path / "checkpoints", {
-        name: np.asarray(leaf) for name, leaf in named_leaves(state).items()
-    }
+    leaves = {name: np.asarray(leaf) for name, leaf in named_leaves(state).items()}
+    return tmp_path / "checkpoints", leaves
 
 
 @pytest.mark.parametrize(
     ("mesh", "devices"), [("data=2,fsdp=4", 8), ("fsdp=8", 8), ("fsdp=2", 2), ("data=1", 1)]
 )
-def test_it_restores_to_the_bit_onto_any_mesh(saved, mesh, devices):
+def test_it_restores_bit_identical_onto_any_mesh(saved, mesh, devices):
     directory, leaves = saved
     spec = spec_for(mesh, devices)
     state = Checkpoints(directory).restore(spec, 0)
@@ -59,39 +59,42 @@ def test_it_restores_to_the_bit_onto_any_mesh(saved, mesh, devices):
         assert np.asarray(leaf).tobytes() == leaves[name].tobytes(), name
 
 
-def test_a_copy_on_the_devices_is_saved_while_training_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "_has_room", lambda tree: True)  # CPUs never say so
+def test_a_copy_on_the_devices_is_saved_while_training_continues(tmp_path, monkeypatch):
+    # CPUs report no memory statistics, so there is never room without this.
+    monkeypatch.setattr(store, "_has_room", lambda tree: True)
     spec = spec_for("data=2,fsdp=4")
     state = init_state(spec, 5)
     leaves = {name: np.array(leaf) for name, leaf in named_leaves(state).items()}
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         checkpoints.save(state, {})
+        # A train step that donates the state deletes its buffers too.
         for leaf in jax.tree.leaves(state):
-            leaf.delete()  # what a step does that takes the state over
+            leaf.delete()
         checkpoints.wait()
         restored = checkpoints.restore(spec, 0)
     for name, leaf in named_leaves(restored).items():
         assert np.asarray(leaf).tobytes() == leaves[name].tobytes(), name
 
 
-class Chip:
-    """A device with memory of its own."""
+class FakeDevice:
+    """A device that reports memory statistics."""
 
     def __init__(self, limit, peak):
         self.memory_stats = lambda: {"bytes_limit": limit, "peak_bytes_in_use": peak}
 
     def hold(self, size):
-        return SimpleNamespace(
-            addressable_shards=[SimpleNamespace(device=self, data=SimpleNamespace(nbytes=size))]
-        )
+        """Return an array of `size` bytes on this device."""
+        shard = SimpleNamespace(device=self, data=SimpleNamespace(nbytes=size))
+        return SimpleNamespace(addressable_shards=[shard])
 
 
-def test_room_is_what_was_never_in_use():
-    roomy, full = Chip(100, 60), Chip(100, 99)
-    assert checkpoint._has_room([roomy.hold(30), roomy.hold(10)])
-    assert not checkpoint._has_room([roomy.hold(30), roomy.hold(11)])
-    assert not checkpoint._has_room([roomy.hold(30), full.hold(2)])
-    assert not checkpoint._has_room({"x": jnp.ones(3)})  # on a CPU
+def test_there_is_room_for_as_much_as_was_never_in_use():
+    roomy, full = FakeDevice(100, 60), FakeDevice(100, 99)
+    assert store._has_room([roomy.hold(30), roomy.hold(10)])
+    assert not store._has_room([roomy.hold(30), roomy.hold(11)])
+    assert not store._has_room([roomy.hold(30), full.hold(2)])
+    on_cpu = {"x": jnp.ones(3)}
+    assert not store._has_room(on_cpu)
 
 
 def test_plain_orbax_reads_it(saved):
@@ -105,17 +108,16 @@ def test_plain_orbax_reads_it(saved):
     assert np.array_equal(tree["params"]["hidden"]["kernel"], leaves["params/hidden/kernel"])
 
 
-def test_what_does_not_fit_is_refused_with_all_differences(saved):
+def test_a_mismatch_is_refused_with_all_differences(saved):
     directory, _ = saved
+    other = spec_for("fsdp=8", width=64, optimizer=optax.sgd(0.1, momentum=0.9))
     with pytest.raises(CheckpointError) as error:
-        Checkpoints(directory).restore(
-            spec_for("fsdp=8", width=64, optimizer=optax.sgd(0.1, momentum=0.9)), 0
-        )
-    rows = [line.split("  ") for line in str(error.value).split("\n")]
-    rows = {tuple(part.strip() for part in row if part) for row in rows}
-    assert ("params/hidden/kernel", "float32[16, 32]", "float32[16, 64]") in rows
-    assert ("opt_state/0/mu/hidden/kernel", "float32[16, 32]", "-") in rows
-    assert ("opt_state/0/trace/hidden/kernel", "-", "float32[16, 64]") in rows
+        Checkpoints(directory).restore(other, 0)
+    lines = [line.split("  ") for line in str(error.value).split("\n")]
+    listed = {tuple(part.strip() for part in line if part) for line in lines}
+    assert ("params/hidden/kernel", "float32[16, 32]", "float32[16, 64]") in listed
+    assert ("opt_state/0/mu/hidden/kernel", "float32[16, 32]", "-") in listed
+    assert ("opt_state/0/trace/hidden/kernel", "-", "float32[16, 64]") in listed
 
 
 def test_another_dtype_is_refused_and_not_cast(saved):
@@ -130,19 +132,17 @@ def test_another_dtype_is_refused_and_not_cast(saved):
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_every_flipped_bit_and_every_cut_is_found(saved, data):
+def test_every_flipped_bit_and_every_truncation_is_found(saved, data):
     directory, _ = saved
-    files = sorted(
-        path for path in (directory / "0").rglob("*") if path.is_file() and path.stat().st_size
-    )
-    path = data.draw(st.sampled_from(files))
+    files = [path for path in (directory / "0").rglob("*") if path.is_file()]
+    path = data.draw(st.sampled_from(sorted(path for path in files if path.stat().st_size)))
     good = path.read_bytes()
-    position, bit = data.draw(st.integers(0, len(good) - 1)), data.draw(st.integers(0, 7))
-    damaged = (
-        bytes([*good[:position], good[position] ^ 1 << bit, *good[position + 1 :]])
-        if data.draw(st.booleans())
-        else good[:position]
-    )
+    position = data.draw(st.integers(0, len(good) - 1))
+    bit = data.draw(st.integers(0, 7))
+    if data.draw(st.booleans()):
+        damaged = bytes([*good[:position], good[position] ^ 1 << bit, *good[position + 1 :]])
+    else:
+        damaged = good[:position]
     path.write_bytes(damaged)
     try:
         assert Checkpoints(directory).verify(0)
@@ -151,39 +151,35 @@ def test_every_flipped_bit_and_every_cut_is_found(saved, data):
     assert Checkpoints(directory).verify(0) == []
 
 
-def test_files_that_are_missing_or_too_many_and_links_are_found(saved, tmp_path):
+def test_missing_and_unexpected_files_and_links_are_found(saved, tmp_path):
     directory, _ = saved
-    (directory / "0" / "more").write_text("")
-    assert Checkpoints(directory).verify(0) == [f"{directory / '0' / 'more'} does not belong to it"]
-    (directory / "0" / "more").unlink()
-    (directory / "0" / "meta.json").rename(tmp_path / "meta.json")
-    assert Checkpoints(directory).verify(0) == [f"{directory / '0' / 'meta.json'} is missing"]
-    (directory / "0" / "meta.json").symlink_to(tmp_path / "meta.json")
+    step = directory / "0"
+    (step / "more").write_text("")
+    assert Checkpoints(directory).verify(0) == [f"{step / 'more'} is not listed in MANIFEST"]
+    (step / "more").unlink()
+    (step / "meta.json").rename(tmp_path / "meta.json")
+    assert Checkpoints(directory).verify(0) == [f"{step / 'meta.json'} is missing"]
+    (step / "meta.json").symlink_to(tmp_path / "meta.json")
     assert "neither a file nor a directory" in Checkpoints(directory).verify(0)[0]
 
 
-def three(tmp_path, keep=None):
-    """Three small checkpoints, each with its own values."""
+def save_three(tmp_path, keep=None):
+    """Save three small checkpoints with different metrics. Return the spec and the checkpoints."""
     spec = spec_for("data=1", 1)
     state = init_state(spec, 5)
     with Checkpoints(tmp_path / "checkpoints", keep) as checkpoints:
-        for step in (10, 20, 30):
-            checkpoints.save(
-                replace(state, step=jnp.int32(step)),
-                {"metrics": {"eval_loss": {10: 1.0, 20: 2.0, 30: 3.0}[step]}},
-            )
+        for step, loss in {10: 1.0, 20: 2.0, 30: 3.0}.items():
+            checkpoints.save(replace(state, step=jnp.int32(step)), {"metrics": {"eval_loss": loss}})
     return spec, Checkpoints(tmp_path / "checkpoints", keep)
 
 
-def test_a_damaged_step_is_kept_aside_and_the_one_before_is_used(tmp_path):
-    _, checkpoints = three(tmp_path)
+def test_a_damaged_step_is_renamed_and_the_previous_one_is_used(tmp_path):
+    _, checkpoints = save_three(tmp_path)
     for name in ("040", "٤٠", "40.tmp", "forty", "-1"):
         (checkpoints.directory / name).mkdir()
     assert checkpoints.steps() == [10, 20, 30]
-    largest = max(
-        (checkpoints.path(30) / "state").rglob("*"),
-        key=lambda path: path.stat().st_size * path.is_file(),
-    )
+    files = (checkpoints.path(30) / "state").rglob("*")
+    largest = max(files, key=lambda path: path.stat().st_size * path.is_file())
     largest.write_bytes(largest.read_bytes()[:-1])
     warnings = []
     assert checkpoints.newest_good(warnings.append) == 20
@@ -193,46 +189,44 @@ def test_a_damaged_step_is_kept_aside_and_the_one_before_is_used(tmp_path):
     assert (checkpoints.directory / "30.bad").is_dir()
     for step in (10, 20):
         (checkpoints.path(step) / "MANIFEST").unlink()
-    for _ in range(2):  # also when nothing but what was kept aside is left: never a fresh start
-        with pytest.raises(CheckpointError, match="No whole checkpoint is left"):
+    # The second time only *.bad directories are left. That must not become a fresh start either.
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="No intact checkpoint is left"):
             checkpoints.newest_good(warnings.append)
 
 
 @settings(max_examples=200)
 @given(
-    st.dictionaries(st.integers(0, 50), st.none() | st.floats(allow_nan=False), min_size=1), st.integers(1, 4), st.integers(0, 7),
-    st.integers(0, 4), st.booleans(),
-)  # fmt: skip
+    metrics=st.dictionaries(st.integers(0, 50), st.none() | st.floats(allow_nan=False), min_size=1),
+    last=st.integers(1, 4),
+    every=st.integers(0, 7),
+    best=st.integers(0, 4),
+    largest=st.booleans(),
+)
 def test_the_newest_and_the_best_are_kept(metrics, last, every, best, largest):
     kept = Keep(last=last, every=every, best=best, largest=largest).chosen(metrics)
+    periodic = [step for step in metrics if every and step % every == 0]
     assert set(sorted(metrics)[-last:]) <= kept
-    assert all(step in kept for step in metrics if every and step % every == 0)
-    values = sorted((value for value in metrics.values() if value is not None), reverse=largest)[
-        :best
-    ]
-    assert (
-        sorted((v for s, v in metrics.items() if s in kept and v is not None), reverse=largest)[
-            : len(values)
-        ]
-        == values
-    )
-    assert len(kept) <= last + best + len([step for step in metrics if every and step % every == 0])
+    assert set(periodic) <= kept
+    measured = {step: value for step, value in metrics.items() if value is not None}
+    best_values = sorted(measured.values(), reverse=largest)[:best]
+    kept_values = sorted((measured[step] for step in kept & measured.keys()), reverse=largest)
+    assert kept_values[: len(best_values)] == best_values
+    assert len(kept) <= last + best + len(periodic)
 
 
-def test_retention_keeps_the_best_beside_the_newest(tmp_path):
-    _, checkpoints = three(tmp_path, Keep(last=1, best=1))
+def test_retention_keeps_the_best_and_the_newest(tmp_path):
+    _, checkpoints = save_three(tmp_path, Keep(last=1, best=1))
     assert checkpoints.steps() == [10, 30]
-    assert [
-        path.name for path in checkpoints.directory.iterdir() if not path.name.isdecimal()
-    ] == []
+    assert all(path.name.isdecimal() for path in checkpoints.directory.iterdir())
 
 
-def test_a_checkpoint_is_never_overwritten_and_a_full_disk_is_foreseen(tmp_path, monkeypatch):
-    spec, checkpoints = three(tmp_path)
+def test_a_checkpoint_is_never_overwritten_and_a_full_disk_is_predicted(tmp_path, monkeypatch):
+    spec, checkpoints = save_three(tmp_path)
     state = checkpoints.restore(spec, 30)
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         checkpoints.save(state, {})
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    with pytest.raises(CheckpointError, match=r"does not fit: 1000 B are free"):
+    with pytest.raises(CheckpointError, match=r"does not fit on the disk: 1000 B free"):
         checkpoints.save(replace(state, step=jnp.int32(40)), {})
     assert sorted(path.name for path in checkpoints.directory.iterdir()) == ["10", "20", "30"]

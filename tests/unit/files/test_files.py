@@ -1,4 +1,4 @@
-"""The lock of a run directory, and files that are whole or not there."""
+"""The lock of a run directory, atomic writes, and checks before the first write."""
 
 import json
 import os
@@ -23,7 +23,8 @@ with lock_directory(Path(sys.argv[1])):
 """
 
 
-def holder(directory):
+def start_holder(directory):
+    """Start a process that holds the lock for a minute."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(directory)], stdout=subprocess.PIPE, text=True
     )
@@ -31,11 +32,12 @@ def holder(directory):
     return process
 
 
-def test_a_second_process_is_told_who_holds_the_lock_and_a_killed_one_holds_nothing(tmp_path):
-    process = holder(tmp_path)
+def test_a_held_lock_names_its_owner_and_a_killed_owner_holds_nothing(tmp_path):
+    process = start_holder(tmp_path)
     for attempt in (lambda: lock_directory(tmp_path).__enter__(), lambda: check_unlocked(tmp_path)):
         with pytest.raises(
-            DirectoryInUseError, match=rf"is used by process {process.pid} on .* since \d+ s"
+            DirectoryInUseError,
+            match=rf"is in use by process {process.pid} on .*, started \d+ s ago",
         ):
             attempt()
     process.send_signal(signal.SIGKILL)
@@ -47,32 +49,18 @@ def test_a_second_process_is_told_who_holds_the_lock_and_a_killed_one_holds_noth
 
 
 def test_the_lock_of_another_machine_needs_force(tmp_path):
-    (tmp_path / "lock").write_text(
-        json.dumps({"pid": 1, "host": "far", "boot_id": "another", "started": time.time() - 60})
-    )
-    with (
-        pytest.raises(
-            DirectoryInUseError,
-            match=r"not left in order, by process 1 on far since 60 s\. .*--force-unlock",
-        ),
-        lock_directory(tmp_path),
-    ):
+    owner = {"pid": 1, "host": "far", "boot_id": "another", "started": time.time() - 60}
+    (tmp_path / "lock").write_text(json.dumps(owner))
+    message = r"locked and not released by process 1 on far, started 60 s ago\. .*--force-unlock"
+    with pytest.raises(DirectoryInUseError, match=message), lock_directory(tmp_path):
         pass
     with lock_directory(tmp_path, force=True):
         assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
 
 
 def test_a_job_takes_over_its_own_lock_from_another_machine(tmp_path, monkeypatch):
-    left = json.dumps(
-        {
-            "pid": 1,
-            "host": "far",
-            "boot_id": "another",
-            "started": time.time() - 60,
-            "job": "slurm-7",
-        }
-    )
-    (tmp_path / "lock").write_text(left)
+    owner = {"pid": 1, "host": "far", "boot_id": "another", "started": time.time() - 60}
+    (tmp_path / "lock").write_text(json.dumps({**owner, "job": "slurm-7"}))
     monkeypatch.setenv("SHARDWISE_JOB", "slurm-8")
     with pytest.raises(DirectoryInUseError), lock_directory(tmp_path):
         pass
@@ -81,15 +69,15 @@ def test_a_job_takes_over_its_own_lock_from_another_machine(tmp_path, monkeypatc
         assert json.loads((tmp_path / "lock").read_text())["job"] == "slurm-7"
 
 
-def test_a_lock_that_is_not_json_is_taken_over(tmp_path):
+def test_a_lock_file_that_is_not_json_is_taken_over(tmp_path):
     (tmp_path / "lock").write_text("[" * 5000)
     with lock_directory(tmp_path):
         pass
 
 
-def test_of_processes_that_start_together_one_gets_in(tmp_path):
+def test_one_of_several_processes_that_start_together_gets_the_lock(tmp_path):
     code = HOLD.replace("time.sleep(60)", "sys.stdin.read()")
-    many = [
+    processes = [
         subprocess.Popen(
             [sys.executable, "-c", code, str(tmp_path)],
             stdin=subprocess.PIPE,
@@ -100,19 +88,23 @@ def test_of_processes_that_start_together_one_gets_in(tmp_path):
     ]
     time.sleep(0.1)
     deadline = time.time() + 30
-    while sum(process.poll() is None for process in many) > 1 and time.time() < deadline:
+    while sum(process.poll() is None for process in processes) > 1 and time.time() < deadline:
         time.sleep(0.05)
-    alive = [process for process in many if process.poll() is None]
+    alive = [process for process in processes if process.poll() is None]
     assert len(alive) == 1
-    outputs = [process.communicate("")[1] for process in many]
-    assert sum("DirectoryInUseError" in text for text in outputs) == 5
+    errors = [process.communicate("")[1] for process in processes]
+    assert sum("DirectoryInUseError" in text for text in errors) == 5
 
 
-def test_writing_is_whole_and_a_bad_directory_is_named(tmp_path):
+def test_writes_replace_the_content_and_leave_no_temporary_file(tmp_path):
     write_atomically(tmp_path / "a", "one")
     write_atomically(tmp_path / "a", "two")
     assert (tmp_path / "a").read_text() == "two"
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "a").touch()
     with pytest.raises(CheckpointError, match=r"a/b/c cannot be written: Not a directory"):
         check_writable(tmp_path / "a" / "b" / "c")
     check_writable(tmp_path / "new" / "deeper")

@@ -26,7 +26,7 @@ from shardwise import (
     optim,
 )
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.files.durable import write_manifest
+from shardwise.files.manifest import write_manifest
 from shardwise.models.gpt import GPT
 from shardwise.optim.parts import evaluation_params
 from shardwise.tree import named_leaves
@@ -271,7 +271,7 @@ def test_a_flipped_bit_is_refused(copy):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    with pytest.raises(CheckpointError, match=f"{file.name} is not what was written"):
+    with pytest.raises(CheckpointError, match=f"{file.name} is damaged: its digest"):
         load_initial(InitFrom(copy), spec_for(), seed=0)
 
 
