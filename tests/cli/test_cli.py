@@ -64,7 +64,7 @@ def records(folder, run="a"):
     [
         (
             ["trian", "tiny.py"],
-            "there is no command 'trian'; there are train, plan, verify, explain",
+            "'trian' is not a command. The commands are train, plan, verify, explain",
         ),
         (["train"], "needs a recipe"),
         (["train", "tinny.py"], "there is no recipe file 'tinny.py'. Did you mean 'tiny.py'"),
@@ -88,7 +88,7 @@ def records(folder, run="a"):
         ),
         (
             ["train", "tiny.py", "--cpu-devices", "8", "--batch-size", "6"],
-            "a batch of 6 rows is not divisible by 8",
+            "a batch of 6 examples is not divisible by 8",
         ),
         (["train", "tiny.py", "--cpu-devices", "zero"], "--cpu-devices"),
         (["train", "tiny.py", "--cpu-devices", "0"], "at least 1"),

@@ -256,7 +256,7 @@ def test_mistakes_and_bad_data_are_named(tmp_path, tokenizer_json):
         (
             ["prepair", "latin.txt"],
             2,
-            "there is no command 'data prepair'; there are prepare, show. Did you mean 'prepare'",
+            "Did you mean 'prepare'?",
         ),
         (["show", "nothing"], 3, "there is no data file 'nothing/tokens.bin'"),
         (["show", "latin.txt", "--stepp", "3"], 2, "--stepp 3 is not known"),
@@ -385,7 +385,7 @@ def test_show_tells_of_prepared_data(tmp_path, tokenizer_json):
 
     np.arange(1000, dtype=np.uint16).tofile(tmp_path / "raw.bin")
     code, out, err = data(tmp_path, "show", "raw.bin", "--dtype", "uint16")
-    assert (code, "1,000 tokens (uint16), 1,000 different ones, the largest 999" in out) == (
+    assert (code, "1,000 tokens (uint16), 1,000 distinct, the largest is 999" in out) == (
         0,
         True,
     )
@@ -402,7 +402,7 @@ def test_show_tells_of_the_batch_of_a_step(tmp_path):
     args = ["show", recipe, "--data", "out", "--batch-size", "4", "--length", "16", "--pack"]
     code, out, err = data(tmp_path, *args, "--step", "3", "--rows", "2", "--json", "answer.json")
     assert code == 0, err
-    assert "the batch that makes step 3 of 200: batches(2)" in out
+    assert "the batch of step 3 of 200: batches(2)" in out
     answer = json.loads((tmp_path / "answer.json").read_text())
     assert answer["step"] == 3
     assert answer["arrays"]["inputs"]["shape"] == [4, 16]

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import main
+from shardwise.cli.options import shared_parser
+from shardwise.cli.sweep import _forwarded_options
 from shardwise.cli.sweep_grid import check_arguments, make_points, show_value, split_words
 from shardwise.errors import ConfigError
 from shardwise.files.lock import lock_directory
@@ -78,7 +80,7 @@ def test_a_grid_is_run_resumed_extended_and_compared(folder, monkeypatch, capsys
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 75, err
-    assert "the same command goes on with lr=0.1" in err
+    assert "the same command resumes at lr=0.1" in err
     record = json.loads((folder / "s" / "sweep.json").read_text())
     assert record["points"]["lr=0.1"]["code"] == 75
     assert "code" not in record["points"]["lr=1e+30"]
@@ -88,9 +90,9 @@ def test_a_grid_is_run_resumed_extended_and_compared(folder, monkeypatch, capsys
     code, out, err = sweep(folder, *args)
     assert code == 5, err
     assert "1 runs are new" in err
-    assert "[1 of 3] lr=0.1 goes on" in err
+    assert "[1 of 3] lr=0.1 resumes" in err
     assert "resuming s/lr=0.1 at step" in err
-    assert "[2 of 3] lr=1e+30 has failed: exit code 5: numbers not finite, or diverged" in err
+    assert "[2 of 3] lr=1e+30 failed: exit code 5: non-finite numbers, or diverged" in err
     assert [
         json.loads(line)["step"] for line in log.read_text().splitlines() if "eval_loss" not in line
     ] == list(range(1, 7))
@@ -112,15 +114,13 @@ def test_a_grid_is_run_resumed_extended_and_compared(folder, monkeypatch, capsys
     assert main(["sweep", "tiny.py", "--out", "s", *args, "--by", "eval_los"]) == 5
     err = capsys.readouterr().err
     assert "[1 of 3] lr=0.1 is done" in err
-    assert (
-        "lr=1e+30 has failed before (exit code 5: numbers not finite, or diverged); --retry" in err
-    )
+    assert "lr=1e+30 failed before (exit code 5: non-finite numbers, or diverged); --retry" in err
     assert "there are eval_loss, loss. Did you mean 'eval_loss'?" in err
 
     # another sweep is refused, and so is a second one beside it
     assert main(["sweep", "tiny.py", "--out", "s", "--lr", "0.1", "0.2", "--steps", "9"]) == 2
     err = capsys.readouterr().err
-    assert "s holds another sweep" in err
+    assert "s holds a different sweep" in err
     assert "fixed: --steps 6 --pause 0.1 before, --steps 9 now" in err
     with lock_directory(folder / "s"):
         assert main(["sweep", "tiny.py", "--out", "s", *args]) == 7
@@ -176,7 +176,7 @@ def test_a_killed_sweep_goes_on(folder):
     ("words", "said"),
     [
         (["3", "--lr", "1"], "'3' belongs to no argument"),
-        (["--lr", "1", "--lr", "2"], "--lr is given twice; put its values behind one"),
+        (["--lr", "1", "--lr", "2"], "--lr is given twice; Put all values after one"),
         (["--lr=1", "2", "--out", "a", "b"], "--out takes one directory"),
     ],
 )
@@ -225,6 +225,22 @@ def test_names_stay_in_the_directory_and_apart(folder):
     assert [
         show_value(text) for text in ("1e-4", "0.0001", "03", "1e12", "0.1234567891", "adam")
     ] == [*("0.0001", "0.0001", "3", "1e+12", "0.1234567891", "adam")]
+
+
+def test_every_option_of_train_reaches_the_runs_as_it_was_given():
+    given = [
+        *("--profile", "10:15", "--cpu-devices", "4", "--watchdog", "30.0", "--accept", "lr"),
+        *("--accept", "seed", "--track", "tensorboard", "--force-unlock", "--no-plan"),
+    ]
+    shared = shared_parser().parse_args(given)
+    forwarded = _forwarded_options(shared)
+    assert shared_parser().parse_args(forwarded) == shared
+    assert sorted(forwarded) == sorted(given)
+
+
+def test_options_of_process_groups_are_refused():
+    with pytest.raises(ConfigError, match="a sweep runs on one process"):
+        _forwarded_options(shared_parser().parse_args(["--process-id", "1"]))
 
 
 def test_a_recipe_without_out_is_refused(folder):

@@ -3,94 +3,65 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
-from shardwise.errors import ConfigError, Parser
-from shardwise.text import did_you_mean
-
-HELP = """\
-shardwise data prepare INPUT... --out DIR    text to a file of tokens; the same command goes on where it was stopped
-  INPUT              text files, .jsonl, .parquet, or directories of them
-  --out DIR          where tokens.bin, documents.bin and tokens.json go
-  --tokenizer FILE   a tokenizer.json; without it, every byte is a token
-  --field NAME       where the text is in .jsonl and .parquet; 'text' when not said
-  --end-token TEXT   ends every document; when not said, the usual one of the tokenizer; '' for none
-
-shardwise data show TARGET                   what is in prepared data, or in the batch of a step of a run
-  TARGET             a prepared directory, a .bin or .npy file of tokens, or a recipe with its arguments
-  --step N           recipe: the batch that makes step N, as metrics.jsonl counts them; 1 when not said
-  --rows K           how many rows or documents to show; 3 when not said
-  --dtype NAME       of a .bin file without a .json beside it
-"""
+from shardwise.cli.options import command_parser
+from shardwise.errors import ConfigError
+from shardwise.text import Json
 
 
-def main(args: list[str], options: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    """Runs `shardwise data ARGS`; returns what it found and the exit code."""
-    if (
-        not args
-        or {"-h", "--help"} & set(args[:1])
-        or ({"-h", "--help"} & set(args) and args[0] == "prepare")
-    ):
-        print(HELP, end="")
-        return {}, 0 if args else 2
-    verb, *rest = args
-    if verb not in VERBS:
-        raise ConfigError(
-            f"there is no command 'data {verb}'; there are {', '.join(VERBS)}.{did_you_mean(verb, VERBS)}"
-        )
-    return VERBS[verb](rest, options), 0
+def main(args: list[str], shared: argparse.Namespace) -> tuple[Json, int]:
+    """Run `shardwise data`; return what `--json` writes, and the exit code."""
+    parser = command_parser("data")
+    if not args:
+        print(parser.format_help(), end="")
+        return {}, 2
+    # `show` takes a recipe, whose arguments this parser does not know.
+    options, recipe_args = parser.parse_known_args(args)
+    if options.command == "prepare":
+        if recipe_args:
+            raise ConfigError(f"shardwise data prepare: unknown argument {' '.join(recipe_args)}.")
+        return _prepare(options), 0
+    return _show(options, recipe_args, shared), 0
 
 
-def _prepare(args: list[str], options: argparse.Namespace) -> dict[str, Any]:
+def _prepare(options: argparse.Namespace) -> Json:
     from shardwise.data.prepare import prepare
 
-    parser = Parser(
-        help_text=HELP, prog="shardwise data prepare", add_help=False, allow_abbrev=False
+    info, has_worked = prepare(
+        options.inputs,
+        options.out,
+        tokenizer=options.tokenizer,
+        field=options.field,
+        end_token=options.end_token,
     )
-    parser.add_argument("inputs", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--tokenizer", type=Path)
-    parser.add_argument("--field", default="text")
-    parser.add_argument("--end-token")
-    said = parser.parse_args(args)
-    info, worked = prepare(
-        said.inputs, said.out, tokenizer=said.tokenizer, field=said.field, end_token=said.end_token
-    )
-    state = "prepared" if worked else "nothing to do, this is finished:"
-    print(
-        f"{state} {info['tokens']:,} tokens ({info['dtype']}) in {info['documents']:,} documents: {said.out}",
-        file=sys.stderr,
-    )
-    if worked:
+    state = "prepared" if has_worked else "nothing to do, already prepared:"
+    size = f"{info['tokens']:,} tokens ({info['dtype']}) in {info['documents']:,} documents"
+    print(f"{state} {size}: {options.out}", file=sys.stderr)
+    if has_worked:
         print(
-            f"next:\n  shardwise data show {said.out}\n  shardwise train recipes/tokens_gpt.py --data {said.out}",
+            f"next:\n  shardwise data show {options.out}\n"
+            f"  shardwise train recipes/tokens_gpt.py --data {options.out}",
             file=sys.stderr,
         )
-    return {"out": str(said.out), **info}
+    return {"out": str(options.out), **info}
 
 
-def _show(args: list[str], options: argparse.Namespace) -> dict[str, Any]:
+def _show(options: argparse.Namespace, recipe_args: list[str], shared: argparse.Namespace) -> Json:
     from shardwise.cli.data_show import show_batch, show_tokens
 
-    parser = Parser(help_text=HELP, prog="shardwise data show", add_help=False, allow_abbrev=False)
-    parser.add_argument("target")
-    parser.add_argument("--step", type=int, default=1)
-    parser.add_argument("--rows", type=int, default=3)
-    parser.add_argument("--dtype")
-    said, rest = parser.parse_known_args(args)
-    if said.step < 1 or said.rows < 0:
+    if options.step < 1 or options.rows < 0:
         raise ConfigError(
-            f"--step {said.step} --rows {said.rows}: steps count from 1, as in metrics.jsonl, and rows from 0."
+            f"--step {options.step} --rows {options.rows}: steps count from 1, as in"
+            " metrics.jsonl, and --rows must not be negative."
         )
-    if said.target.partition(":")[0].endswith(".py"):
+    is_recipe = options.target.partition(":")[0].endswith(".py")
+    if is_recipe:
         return show_batch(
-            said.target, rest, said.step, said.rows, getattr(options, "cpu_devices", None)
+            options.target, recipe_args, options.step, options.rows, shared.cpu_devices
         )
-    if rest:
+    if recipe_args:
         raise ConfigError(
-            f"{' '.join(rest)} is not known for a file of tokens; there are --rows and --dtype."
+            f"unknown argument {' '.join(recipe_args)} for a file of tokens; there are --rows and"
+            " --dtype."
         )
-    return show_tokens(Path(said.target), said.rows, said.dtype)
-
-
-VERBS = {"prepare": _prepare, "show": _show}
+    return show_tokens(Path(options.target), options.rows, options.dtype)

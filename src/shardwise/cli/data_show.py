@@ -1,7 +1,7 @@
-"""What is in the data: statistics and text, of prepared tokens or of the batch of a step."""
+"""Statistics and examples of prepared tokens, or of the batch of a step."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -10,84 +10,156 @@ from shardwise.data.batches import as_batches
 from shardwise.data.files import SAMPLE_BLOCKS, TokenFile, open_tokens
 from shardwise.data.tokenizers import Bytes, FromFile, Tokenizer
 from shardwise.errors import DataError
+from shardwise.text import Json
 
-COUNTED = 2**26  # tokens that are counted at most, in blocks spread over the file
-TEXT = 400  # characters shown of a row or document
+# Tokens that are counted at most; in a larger file, in blocks spread evenly over it.
+MAX_COUNTED = 2**26
+COUNT_BLOCK = 2**22
+# A larger token number means that the file was read with the wrong dtype.
+MAX_VOCABULARY = 2**24
+# Tokens shown of an example or a document.
+MAX_SHOWN = 400
+# Tokens shown of a file without documents, from each position.
+EXCERPT = 100
+QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+
+Print = Callable[[str], None]
 
 
-def show_tokens(path: Path, rows: int, dtype: str | None = None) -> dict[str, Any]:
-    """Prints and returns what a file of tokens holds."""
+def _printer() -> Print:
+    """Return a print function that does not interpret text from files as markup."""
+    return Console(soft_wrap=True, highlight=False, markup=False).print
+
+
+# A file of tokens
+
+
+def show_tokens(path: Path, num_examples: int, dtype: str | None = None) -> Json:
+    """Print and return what a file of tokens contains.
+
+    Args:
+        path: a prepared directory, or a .bin or .npy file.
+        num_examples: documents or excerpts to show.
+        dtype: dtype of a .bin file without a .json file.
+    """
     file = open_tokens(path, dtype)
     tokenizer = tokenizer_of(file)
-    counts, counted = _count_tokens(file)
-    common = np.argsort(-counts, kind="stable")[:10]
+    say = _printer()
+    counts, num_counted = _count_tokens(file)
     largest = int(np.flatnonzero(counts)[-1])
-    answer: dict[str, Any] = {
+    answer: Json = {
         "path": str(file.path),
         "tokens": len(file),
         "dtype": str(file.dtype),
         "largest": largest,
     }
-    say = Console(soft_wrap=True, highlight=False, markup=False).print
+    num_distinct = int((counts > 0).sum())
     say(
-        f"{file.path}: {len(file):,} tokens ({file.dtype}), {int((counts > 0).sum()):,} different ones, the largest {largest}"
+        f"{file.path}: {len(file):,} tokens ({file.dtype}), {num_distinct:,} distinct,"
+        f" the largest is {largest}"
     )
-    if counted < len(file):
-        say(f"counted in {counted:,} tokens spread over the file")
+    if num_counted < len(file):
+        say(f"counted in {num_counted:,} tokens spread over the file")
     if tokenizer is not None:
         answer["tokenizer"] = {"name": tokenizer.name, "sha256": tokenizer.sha256}
-        say(
-            f"tokenizer: {tokenizer.name}"
-            + (f", sha256 {tokenizer.sha256[:16]}..." if tokenizer.sha256 else "")
-        )
-    answer["most_frequent"] = [
-        {
-            "token": int(token),
-            "share": counts[token] / counted,
-            "text": _text(tokenizer, np.array([token])),
-        }
-        for token in common
-        if counts[token]
-    ]
+        digest = f", sha256 {tokenizer.sha256[:16]}..." if tokenizer.sha256 else ""
+        say(f"tokenizer: {tokenizer.name}{digest}")
+    answer["most_frequent"] = _most_frequent(counts, num_counted, tokenizer)
     for entry in answer["most_frequent"]:
-        say(
-            f"  {entry['share']:6.2%}  token {entry['token']}"
-            + (f"  {entry['text']!r}" if tokenizer else "")
-        )
+        text = f"  {entry['text']!r}" if tokenizer else ""
+        say(f"  {entry['share']:6.2%}  token {entry['token']}{text}")
     if "document_offsets" in file.info:
-        lengths = np.diff(file.documents)
-        quantiles = {
-            f"{q:.0%}": int(np.quantile(lengths, q))
-            for q in (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
-        }
-        answer |= {"documents": len(lengths), "document_tokens": quantiles}
-        say(
-            f"{len(lengths):,} documents; tokens in a document: "
-            + ", ".join(f"{name} {value:,}" for name, value in quantiles.items())
-        )
-        chosen = np.unique(np.linspace(0, len(lengths) - 1, rows).astype(int)).tolist()
-        spans = {f"document {n}": file[file.documents[n] : file.documents[n + 1]] for n in chosen}
+        answer |= _document_lengths(file, say)
+        excerpts = _document_excerpts(file, num_examples)
     else:
-        starts = np.unique(np.linspace(0, max(len(file) - 100, 0), rows).astype(int)).tolist()
-        spans = {f"tokens from {start} on": file[start : start + 100] for start in starts}
+        excerpts = _plain_excerpts(file, num_examples)
     answer["examples"] = []
-    for name, tokens in spans.items():
-        text = _text(tokenizer, tokens[:TEXT])
+    for name, tokens in excerpts.items():
+        text = _decode(tokenizer, tokens[:MAX_SHOWN])
         answer["examples"].append({"name": name, "tokens": len(tokens), "text": text})
         say(f"\n{name}, {len(tokens):,} tokens:\n{text}")
     return answer
 
 
+def _most_frequent(counts: np.ndarray, total: int, tokenizer: Tokenizer | None) -> list[Json]:
+    top = np.argsort(-counts, kind="stable")[:10]
+    return [
+        {
+            "token": int(token),
+            "share": counts[token] / total,
+            "text": _decode(tokenizer, np.array([token])),
+        }
+        for token in top
+        if counts[token]
+    ]
+
+
+def _document_lengths(file: TokenFile, say: Print) -> Json:
+    lengths = np.diff(file.documents)
+    quantiles = {f"{q:.0%}": int(np.quantile(lengths, q)) for q in QUANTILES}
+    shown = ", ".join(f"{name} {value:,}" for name, value in quantiles.items())
+    say(f"{len(lengths):,} documents; tokens per document: {shown}")
+    return {"documents": len(lengths), "document_tokens": quantiles}
+
+
+def _document_excerpts(file: TokenFile, count: int) -> dict[str, np.ndarray]:
+    num_documents = len(file.documents) - 1
+    chosen = np.unique(np.linspace(0, num_documents - 1, count).astype(int)).tolist()
+    return {f"document {n}": file[file.documents[n] : file.documents[n + 1]] for n in chosen}
+
+
+def _plain_excerpts(file: TokenFile, count: int) -> dict[str, np.ndarray]:
+    last = max(len(file) - EXCERPT, 0)
+    starts = np.unique(np.linspace(0, last, count).astype(int)).tolist()
+    return {f"tokens from {start}": file[start : start + EXCERPT] for start in starts}
+
+
+def _count_tokens(file: TokenFile) -> tuple[np.ndarray, int]:
+    """Return how often each token occurs, and the number of tokens that were counted."""
+    array = file.array()
+    if len(array) <= MAX_COUNTED:
+        size = COUNT_BLOCK
+        starts = range(0, len(array), size)
+    else:
+        size = MAX_COUNTED // SAMPLE_BLOCKS
+        starts = range(0, len(array) - size, (len(array) - size) // SAMPLE_BLOCKS + 1)
+    counts = np.zeros(0, np.int64)
+    num_counted = 0
+    for start in starts:
+        block = array[start : start + size]
+        largest = int(block.max())
+        if largest >= MAX_VOCABULARY:
+            raise DataError(
+                f"'{file.path}' has token {largest} near position {start}, which is larger than any"
+                f" vocabulary. Is its dtype really {file.dtype}? Set it with --dtype."
+            )
+        block_counts = np.bincount(block, minlength=len(counts))
+        block_counts[: len(counts)] += counts
+        counts = block_counts
+        num_counted += len(block)
+    return counts, num_counted
+
+
+# The batch of a step
+
+
 def show_batch(
-    target: str, args: list[str], step: int, rows: int, cpu_devices: int | None = None
-) -> dict[str, Any]:
-    """Prints and returns what the batch that makes `step` holds, in the run that a recipe gives."""
+    target: str, args: list[str], step: int, num_examples: int, cpu_devices: int | None = None
+) -> Json:
+    """Print and return what the batch of a step contains.
+
+    Args:
+        target: a recipe, `file.py` or `file.py:function`.
+        args: its arguments.
+        step: which step, counted from 1 as in metrics.jsonl.
+        num_examples: examples to show.
+        cpu_devices: number of virtual CPU devices; None leaves the devices alone.
+    """
+    from shardwise.mesh import use_cpu_devices
     from shardwise.recipe import bind_recipe, find_recipe, load_recipe, make_run
 
     path, function = find_recipe(target)
     if cpu_devices is not None:
-        from shardwise.mesh import use_cpu_devices
-
         use_cpu_devices(cpu_devices)
     recipe = load_recipe(path, function)
     run = make_run(recipe, bind_recipe(recipe, args, prog=f"shardwise data show {target}"))
@@ -95,127 +167,108 @@ def show_batch(
     batch = batches(step - 1)
     if not isinstance(batch, dict):
         raise DataError(
-            f"the batch is a {type(batch).__name__}; show can tell of dictionaries of arrays."
+            f"the batch is a {type(batch).__name__}; `shardwise data show` needs a dictionary of"
+            " arrays."
         )
-    say = Console(soft_wrap=True, highlight=False, markup=False).print
-    say(f"the batch that makes step {step} of {run.steps}: batches({step - 1})")
-    answer: dict[str, Any] = {"step": step, "arrays": {}, "rows": []}
-    for name, array in batch.items():
-        array = np.asarray(array)
-        entry: dict[str, Any] = {"shape": list(array.shape), "dtype": str(array.dtype)}
-        if array.size and array.dtype.kind in "iufb":
-            numbers = array.astype(np.float64)
-            entry |= {
-                "min": numbers.min(),
-                "mean": numbers.mean(),
-                "max": numbers.max(),
-                "finite": bool(np.isfinite(numbers).all()),
-            }
-        answer["arrays"][name] = entry
-        say(
-            f"  {name}: "
-            + ", ".join(
-                f"{key} {value:.6g}" if isinstance(value, float) else f"{key} {value}"
-                for key, value in entry.items()
-            )
-        )
+    arrays = {name: np.asarray(array) for name, array in batch.items()}
+    say = _printer()
+    say(f"the batch of step {step} of {run.steps}: batches({step - 1})")
+    answer: Json = {"step": step, "arrays": {}, "rows": []}
+    for name, array in arrays.items():
+        statistics = answer["arrays"][name] = _array_statistics(array)
+        say(f"  {name}: " + ", ".join(f"{key} {_show(v)}" for key, v in statistics.items()))
     tokenizer = _tokenizer_in(getattr(batches, "source", None))
-    for row in range(min(rows, len(next(iter(batch.values()))))):
-        shown = _row({name: np.asarray(array)[row] for name, array in batch.items()}, tokenizer)
-        answer["rows"].append(shown)
-        say(f"\nrow {row}")
-        for segment in shown.get("segments", []):
+    batch_size = len(next(iter(arrays.values())))
+    for index in range(min(num_examples, batch_size)):
+        example = _show_example({name: a[index] for name, a in arrays.items()}, tokenizer)
+        answer["rows"].append(example)
+        say(f"\nexample {index}")
+        for segment in example.get("segments", []):
             say(f"  {segment['name']}, {segment['tokens']} tokens:\n{segment['text']}")
-        for name, text in shown.get("values", {}).items():
+        for name, text in example.get("values", {}).items():
             say(f"  {name}: {text}")
     return answer
 
 
-def _row(row: dict[str, np.ndarray], tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """The documents in a row as text, if it has inputs and the tokenizer is known; else its values."""
-    if tokenizer is None or "inputs" not in row:
-        return {
-            "values": {
-                name: np.array2string(array, threshold=20, edgeitems=5)
-                for name, array in row.items()
-            }
+def _array_statistics(array: np.ndarray) -> Json:
+    statistics: Json = {"shape": list(array.shape), "dtype": str(array.dtype)}
+    if array.size and array.dtype.kind in "iufb":
+        values = array.astype(np.float64)
+        statistics["min"] = values.min()
+        statistics["mean"] = values.mean()
+        statistics["max"] = values.max()
+        statistics["finite"] = bool(np.isfinite(values).all())
+    return statistics
+
+
+def _show(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _show_example(example: Mapping[str, np.ndarray], tokenizer: Tokenizer | None) -> Json:
+    """Return the documents of an example as text if possible, otherwise its values."""
+    if tokenizer is None or "inputs" not in example:
+        values = {
+            name: np.array2string(array, threshold=20, edgeitems=5)
+            for name, array in example.items()
         }
-    inputs, ids = row["inputs"], row.get("segment_ids")
-    starts = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist()] if ids is not None else [0]
+        return {"values": values}
+    inputs = example["inputs"]
+    segment_ids = example.get("segment_ids")
+    starts = [0]
+    if segment_ids is not None:
+        starts += (np.flatnonzero(np.diff(segment_ids)) + 1).tolist()
     ends = [*starts[1:], len(inputs)]
-    names = [f"document at {start}" if ids is not None else "text" for start in starts]
     segments = [
         {
-            "name": name,
+            "name": "text" if segment_ids is None else f"document at {start}",
             "start": start,
             "tokens": end - start,
-            "text": _text(tokenizer, inputs[start:end][:TEXT]),
+            "text": _decode(tokenizer, inputs[start:end][:MAX_SHOWN]),
         }
-        for name, start, end in zip(names, starts, ends, strict=True)
+        for start, end in zip(starts, ends, strict=True)
     ]
     return {"segments": segments}
 
 
+# Tokenizers
+
+
 def tokenizer_of(file: TokenFile) -> Tokenizer | None:
-    """The tokenizer that a prepared file was made with; bytes are their own."""
+    """Return the tokenizer that a prepared file was made with; bytes need none.
+
+    Raises:
+        DataError: if the tokenizer.json next to the file is a different one.
+    """
     known = file.info.get("tokenizer")
     if known is None:
         return Bytes() if file.dtype == np.uint8 else None
     if known["sha256"] is None:
         return Bytes()
-    tokenizer = FromFile(file.path.with_name("tokenizer.json"))
+    path = file.path.with_name("tokenizer.json")
+    tokenizer = FromFile(path)
     if tokenizer.sha256 != known["sha256"]:
-        raise DataError(
-            f"'{file.path.with_name('tokenizer.json')}' is not the tokenizer that '{file.path}' was made with."
-        )
+        raise DataError(f"'{path}' is not the tokenizer that '{file.path}' was prepared with.")
     return tokenizer
 
 
-def _tokenizer_in(source: Any) -> Tokenizer | None:
-    """Of the first token file, or array of bytes, in a source and the sources that it is made of."""
-    inner = [
-        getattr(source, "source", None),
-        *(part for _, part, _ in getattr(source, "_parts", ())),
-    ]
+def _tokenizer_in(source: object) -> Tokenizer | None:
+    """Return the tokenizer of the first token file or byte array in a source, also if nested."""
     tokens = getattr(source, "tokens", None)
     if isinstance(tokens, TokenFile):
         return tokenizer_of(tokens)
     if isinstance(tokens, np.ndarray) and tokens.dtype == np.uint8:
         return Bytes()
-    return next(
-        (
-            found
-            for part in inner
-            if part is not None and (found := _tokenizer_in(part)) is not None
-        ),
-        None,
-    )
+    inner = [getattr(source, "source", None)]
+    inner += [part for _, part, _ in getattr(source, "_parts", ())]
+    for nested in inner:
+        tokenizer = None if nested is None else _tokenizer_in(nested)
+        if tokenizer is not None:
+            return tokenizer
+    return None
 
 
-def _text(tokenizer: Tokenizer | None, tokens: np.ndarray) -> str:
-    return (
-        tokenizer.decode(tokens)
-        if tokenizer is not None
-        else " ".join(map(str, np.asarray(tokens)[:40]))
-    )
-
-
-def _count_tokens(file: TokenFile) -> tuple[np.ndarray, int]:
-    """How often each token occurs, in all of the file or in evenly spaced blocks of it, and in how many tokens that is."""
-    array = file.array()
-    if len(array) <= COUNTED:
-        starts, size = range(0, len(array), 2**22), 2**22
-    else:
-        size = COUNTED // SAMPLE_BLOCKS
-        starts = range(0, len(array) - size, (len(array) - size) // SAMPLE_BLOCKS + 1)
-    counts, counted = np.zeros(0, np.int64), 0
-    for start in starts:
-        block = array[start : start + size]
-        if int(block.max()) >= 2**24:
-            raise DataError(
-                f"'{file.path}' has token {int(block.max())} near number {start}; that is no vocabulary. Is {file.dtype} its dtype?"
-            )
-        part = np.bincount(block, minlength=len(counts))
-        part[: len(counts)] += counts
-        counts, counted = part, counted + len(block)
-    return counts, counted
+def _decode(tokenizer: Tokenizer | None, tokens: np.ndarray) -> str:
+    if tokenizer is None:
+        return " ".join(map(str, np.asarray(tokens)[:40]))
+    return str(tokenizer.decode(tokens))

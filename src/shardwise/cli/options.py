@@ -8,6 +8,7 @@ the function with its options here.
 """
 
 import argparse
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import NoReturn
 from shardwise.checkpoint.reader import step_name
 from shardwise.checkpoint.resume import ACCEPTABLE
 from shardwise.errors import ConfigError
+from shardwise.text import did_you_mean
 from shardwise.trackers.base import TRACKERS
 
 ABOUT = "shardwise trains any Flax NNX model on any device mesh."
@@ -29,7 +31,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise the message with the usage line instead of exiting."""
-        raise ConfigError(f"{self.prog}: {message}\n{self.format_usage().strip()}")
+        hint = ""
+        choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if choice:
+            hint = did_you_mean(choice[1], [name.strip(" '") for name in choice[2].split(",")])
+        raise ConfigError(f"{self.prog}: {message}.{hint}\n{self.format_usage().strip()}")
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):

@@ -188,7 +188,7 @@ def _plan(
     ]
     if mine.html is not None:
         mine.html.write_text(
-            plan_page(plan.as_json(), rows, f"{target} on {on.name}", command), encoding="utf-8"
+            plan_page(plan, rows, f"{target} on {on.name}", command), encoding="utf-8"
         )
         console.print(f"page: {mine.html}", highlight=False, soft_wrap=True)
     if plan.fits:
@@ -209,7 +209,7 @@ def _as_asked(recipe: Recipe, on: Target) -> Candidate:
         ("remat", recipe.value("remat")),
         ("loss_chunks", recipe.value("loss_chunks")),
     ):
-        candidate = candidate.but(name, value) if value is not None else candidate
+        candidate = candidate.with_option(name, value) if value is not None else candidate
     return candidate
 
 
@@ -226,7 +226,7 @@ def _largest(
     shards = num_batch_shards(make_mesh(asked.mesh, on.devices), run.rules) * run.accumulate
 
     def compile_rows(rows: int) -> Plan:
-        candidate = asked.but("batch_size", rows)
+        candidate = asked.with_option("batch_size", rows)
         with shown.status(f"compiling for {on.name}, {rows} rows a batch"):
             plan = compile_one(candidate, recipe.run(candidate))
         shown.print(
@@ -241,7 +241,7 @@ def _largest(
         console.print(f"not even {rows} rows a batch fit {on.name}.", highlight=False)
         return None, asked
     show_plan(console, plan)
-    return plan, asked.but("batch_size", rows)
+    return plan, asked.with_option("batch_size", rows)
 
 
 def largest_batch(
@@ -539,11 +539,11 @@ def _remedies(recipe: Recipe, candidate: Candidate) -> list[tuple[str, Candidate
 
     found: list[tuple[str, Candidate]] = []
     if recipe.value("loss_chunks") == 1:
-        found.append((label("loss_chunks", 8), candidate.but("loss_chunks", 8)))
+        found.append((label("loss_chunks", 8), candidate.with_option("loss_chunks", 8)))
     remats = recipe.choices("remat")[1:]
-    found += [(label("remat", value), candidate.but("remat", value)) for value in remats]
+    found += [(label("remat", value), candidate.with_option("remat", value)) for value in remats]
     parts = [candidate["accumulate"] * k for k in (2, 8)]
-    found += [(label("accumulate", value), candidate.but("accumulate", value)) for value in parts]
+    found += [(label("accumulate", value), candidate.with_option("accumulate", value)) for value in parts]
     sizes = {
         name: int(size) for name, size in (part.split("=") for part in candidate.mesh.split(","))
     }
@@ -557,7 +557,7 @@ def _remedies(recipe: Recipe, candidate: Candidate) -> list[tuple[str, Candidate
         found.append((label("mesh", mesh), replace(candidate, mesh=mesh)))
         if remats:
             both = f"{label('mesh', mesh)} {label('remat', remats[-1])}"
-            found.append((both, replace(candidate.but("remat", remats[-1]), mesh=mesh)))
+            found.append((both, replace(candidate.with_option("remat", remats[-1]), mesh=mesh)))
     return found
 
 
