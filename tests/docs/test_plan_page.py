@@ -40,7 +40,7 @@ def test_too_large_is_answered_as_shown():
 def test_the_code_of_the_page_runs(tmp_path):
     (said,) = run_page(PAGE, tmp_path, {"run": make_run("data=8")}, languages=("python",)).printed
     assert "fsdp=8 " in said
-    assert said.count("on each device") == 3
+    assert said.count("per device") == 3
 
 
 def test_the_links_lead_somewhere():

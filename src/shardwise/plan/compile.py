@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -98,8 +98,7 @@ def plan_run(
     lowered = traced.lower()
     file = None
     if cache is not None:
-        about = (run.unit, _batch_shapes(prepared.step), _planned_leaves(prepared))
-        file = cache / f"{_digest(lowered, target, about)}.json"
+        file = cache / f"{_digest(lowered, target, _known_fields(run, prepared))}.json"
         known = _load(file)
         if known is not None:
             return replace(known, options=all_options)
@@ -133,9 +132,8 @@ def compile_run(run: Run, prepared: Prepared) -> tuple[Plan, Prepared]:
     traced = prepared.step.trace()
     kernels = count_kernels(traced.jaxpr.jaxpr)
     lowered = traced.lower()
-    jitted = prepared.step.function
     try:
-        program = lowered.compile()
+        step = prepared.step.compile(lowered)
     except jax.errors.JaxRuntimeError as error:
         if not _is_too_large(error):
             raise
@@ -144,18 +142,11 @@ def compile_run(run: Run, prepared: Prepared) -> tuple[Plan, Prepared]:
     # The compiler prints the final program only for GPUs. A TPU program can only be read from the
     # dump of its compilation, which a run does without.
     is_readable = target.chip is not None and target.platform == "gpu"
-    parsed = parse(program.as_text(), kernels) if is_readable else None
-    compiled = Compiled(parsed, _reported_memory(program, prepared), [])
+    assert step.program is not None
+    program = parse(step.program.as_text() or "", kernels) if is_readable else None
+    compiled = Compiled(program, _reported_memory(step.program, prepared), [])
     plan = make_plan(run, prepared, target, compiled, time.perf_counter() - start)
-
-    def function(state, batch):  # type: ignore[no-untyped-def]
-        try:
-            return program(state, batch)
-        except TypeError:
-            # A batch of another shape than the first is compiled when it comes.
-            return jitted(state, batch)
-
-    return plan, replace(prepared, step=replace(prepared.step, function=function))
+    return plan, replace(prepared, step=step)
 
 
 def check_fits(plan: Plan) -> None:
@@ -180,11 +171,11 @@ def plan_cache() -> Path | None:
     return cache_folder("plans")
 
 
-def _digest(lowered: Lowered, target: Target, about: object) -> str:
+def _digest(lowered: Lowered, target: Target, known: Mapping[str, object]) -> str:
     """Return a digest of everything that a plan depends on, as the name of its cache file.
 
-    These are the program, the target, the compiler with its flags, and the code of shardwise that
-    builds the step and reads what the compiler wrote.
+    These are the program, the target, the fields that are known before compiling, the compiler with
+    its flags, and the code of shardwise that builds the step and reads what the compiler wrote.
     """
     folder = Path(__file__).parent
     # Named by an object in each file, so that a moved module is still found.
@@ -193,7 +184,7 @@ def _digest(lowered: Lowered, target: Target, about: object) -> str:
     compilers = [package_version(name) for name in ("jax", "jaxlib", "libtpu")]
     flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
     devices = [target.name, target.kind, str(target.limit), *map(str, target.devices)]
-    parts = [lowered.as_text(), *devices, *compilers, *flags, str(about)]
+    parts = [lowered.as_text(), *devices, *compilers, *flags, str(known)]
     parts += [source.read_text() for source in sources]
     return text_digest("\n".join(parts))[:32]
 
@@ -425,26 +416,44 @@ def make_plan(
         chip=target.chip.name if target.chip else target.kind,
         mesh=dict(spec.mesh.shape),
         options={"accumulate": run.accumulate},
-        batch=_batch_shapes(prepared.step),
-        items=_num_items(run, prepared.step),
-        unit=run.unit,
-        num_params=spec.num_params,
         memory=compiled.memory,
         limit=target.limit,
         fits=compiled.memory.peak <= target.limit,
         buffers=compiled.buffers,
         flops=counted.flops,
-        model_flops=prepared.flops,
         bytes=counted.bytes,
         traffic=sorted(counted.traffic.values(), key=lambda traffic: -traffic.bytes),
         times=_times(counted) if program is not None and target.chip is not None else None,
-        peak_flops=prepared.peak_flops,
-        leaves=_planned_leaves(prepared),
         unknown_kernels=counted.unknown_kernels,
         compile_seconds=seconds,
         # Linux reports KiB.
         compile_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0,
+        **_known_fields(run, prepared),
     )
+
+
+class _KnownFields(TypedDict):
+    """The fields of a plan that are known before the step is compiled."""
+
+    batch: dict[str, tuple[int, ...]]
+    items: int
+    unit: str
+    num_params: int
+    model_flops: float
+    peak_flops: float | None
+    leaves: list[PlannedLeaf]
+
+
+def _known_fields(run: Run, prepared: Prepared) -> _KnownFields:
+    return {
+        "batch": _batch_shapes(prepared.step),
+        "items": _num_items(run, prepared.step),
+        "unit": run.unit,
+        "num_params": prepared.spec.num_params,
+        "model_flops": prepared.flops,
+        "peak_flops": prepared.peak_flops,
+        "leaves": [_planned_leaf(placement) for placement in prepared.spec.params.values()],
+    }
 
 
 def _times(counted: Estimate) -> Times:
@@ -478,10 +487,6 @@ def _num_items(run: Run, step: TrainStep) -> int:
         if leaf.ndim == 2 and jnp.issubdtype(leaf.dtype, jnp.integer):
             lengths.append(leaf.shape[1])
     return step.layout.rows * max(lengths, default=1)
-
-
-def _planned_leaves(prepared: Prepared) -> list[PlannedLeaf]:
-    return [_planned_leaf(placement) for placement in prepared.spec.params.values()]
 
 
 def _planned_leaf(placement: Placement) -> PlannedLeaf:

@@ -1,15 +1,18 @@
-"""Which mesh: every way to lay the run on a number of devices, the promising ones compiled, the best first.
+"""Search for the fastest mesh: consider all meshes of a number of devices, compile a few.
 
-A candidate is a mesh with options of the recipe (rematerialization, accumulation). Before anything is compiled, exact arithmetic on
-the abstract state drops what cannot fit. Of the rest the one that should be fastest is compiled next; each answer corrects what is
-expected of the others, in time and in memory. Accumulation, which only saves memory, is tried where memory lacks.
+A candidate is a mesh with options of the recipe (rematerialization, accumulation). Before anything
+is compiled, exact arithmetic on the abstract state drops the candidates that cannot fit. Then the
+candidate with the shortest expected time is compiled, over and over. Each plan corrects what is
+expected of the others, in time and in memory. Accumulation, which only saves memory, is tried where
+memory is short.
 """
 
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from enum import StrEnum
+from typing import TypeAlias
 
 from jax.sharding import Mesh
 
@@ -17,50 +20,106 @@ from shardwise.axes import BATCH, FSDP, SEARCHED
 from shardwise.data import as_batches
 from shardwise.errors import ConfigError
 from shardwise.mesh import make_mesh, show_sizes
-from shardwise.plan.plan import Plan
+from shardwise.plan.plan import OptionValue, Plan
 from shardwise.plan.roofline import axis_rate
 from shardwise.plan.target import Target
 from shardwise.run import Run, describe_state
 from shardwise.sharding import num_batch_shards
 from shardwise.state import StateSpec
 from shardwise.step import num_rows
-from shardwise.text import show_bytes
+from shardwise.text import Json, show_bytes
 
-SAVING = "accumulate"  # the option that never makes a step faster
-HOPE = 0.85  # of the shortest computing time known, that what was not compiled yet may take
+# The option that saves memory and never makes a step faster.
+SAVING = "accumulate"
+# An uncompiled candidate may compute in this fraction of the best known compute time.
+OPTIMISM = 0.85
+# An uncompiled candidate is assumed to need at least this fraction of the memory for temporaries
+# that a similar compiled candidate suggests.
+MEMORY_OPTIMISM = 0.9
+# The search ends when no candidate is expected to run in less than this multiple of the best time.
+CLOSE_ENOUGH = 1.02
+# Share of the collectives along an axis that no computation hides, before a plan shows it.
+DEFAULT_WAITED = 0.5
+
+
+class Status(StrEnum):
+    """What became of a candidate. The order is that of the ranking."""
+
+    COMPILED = "compiled"
+    TOO_LARGE = "too large"
+    NOT_COMPILED = "not compiled"
+    PRUNED = "pruned"
+    REFUSED = "refused"
+
+
+_RANK = {status: rank for rank, status in enumerate(Status)}
 
 
 @dataclass(frozen=True)
 class Candidate:
-    mesh: str
-    options: tuple[tuple[str, Any], ...] = ()  # such as (("accumulate", 2), ("remat", "block"))
+    """A mesh with options of the recipe.
 
-    def __getitem__(self, name: str) -> Any:
+    Attributes:
+        mesh: the mesh, such as "data=4,model=2".
+        options: names and values, sorted, such as `(("accumulate", 2), ("remat", "block"))`.
+    """
+
+    mesh: str
+    options: tuple[tuple[str, OptionValue], ...] = ()
+
+    def __getitem__(self, name: str) -> OptionValue:
         return dict(self.options).get(name)
 
-    def but(self, name: str, value: Any) -> "Candidate":
-        return replace(self, options=tuple(sorted({**dict(self.options), name: value}.items())))
+    def with_option(self, name: str, value: OptionValue) -> "Candidate":
+        """Return the candidate with one option changed or added."""
+        return replace(self, options=_sorted({**dict(self.options), name: value}))
+
+
+def _sorted(options: Mapping[str, OptionValue]) -> tuple[tuple[str, OptionValue], ...]:
+    return tuple((name, options[name]) for name in sorted(options))
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A candidate and what came of it."""
+    """A candidate and what became of it.
+
+    Attributes:
+        candidate: the candidate.
+        status: what became of it.
+        why: the reason, for any status but `COMPILED`.
+        plan: its plan, if it was compiled.
+        expected: expected seconds per step before it was compiled.
+    """
 
     candidate: Candidate
-    status: str  # "compiled", "too large", "pruned", "not compiled", "refused"
+    status: Status
     why: str = ""
     plan: Plan | None = None
-    expected: float = math.inf  # seconds of a step, before it is compiled
+    expected: float = math.inf
 
-    def as_json(self) -> dict[str, Any]:
+    @property
+    def seconds(self) -> float:
+        """Planned seconds per step, or infinity."""
+        if self.plan is None or self.plan.times is None:
+            return math.inf
+        return self.plan.times.total
+
+    @property
+    def peak(self) -> float:
+        """Planned peak memory of a device in bytes, or infinity."""
+        return self.plan.memory.peak if self.plan is not None else math.inf
+
+    def as_json(self) -> Json:
+        """Return the entry as a row of the ranking, with None for unknown figures."""
         plan = self.plan
+        times = plan.times if plan else None
         return {
             "mesh": self.candidate.mesh,
             "options": dict(self.candidate.options),
             "status": self.status,
             "why": self.why,
-            "seconds": plan.times.total if plan and plan.times else None,
-            "bound": plan.times.bound if plan and plan.times else None,
+            "seconds": times.total if times else None,
+            "bound": times.bound if times else None,
             "peak": plan.memory.peak if plan else None,
             "items_per_second": plan.items_per_second if plan else None,
             "mfu": plan.mfu if plan else None,
@@ -70,308 +129,374 @@ class Entry:
 
 @dataclass
 class Search:
-    """The state of a search: `entries` is what is known so far, at any moment."""
+    """The results of a search. They are valid at any moment, so an interruption loses nothing.
+
+    Attributes:
+        entries: the entries so far.
+        num_candidates: number of candidates that are left after exact arithmetic.
+        num_compiled: number of candidates that were compiled.
+    """
 
     entries: dict[Candidate, Entry] = field(default_factory=dict)
-    num_candidates: int = 0  # that exact arithmetic leaves
+    num_candidates: int = 0
     num_compiled: int = 0
 
     @property
     def ranking(self) -> list[Entry]:
-        """Best first: what fits by its time, then what does not, then what was not compiled."""
-        order = {"compiled": 0, "too large": 1, "not compiled": 2, "pruned": 3, "refused": 4}
+        """All entries, best first: by status, then by time."""
         return sorted(
             self.entries.values(),
-            key=lambda e: (order[e.status], _seconds(e), e.expected, _peak(e)),
+            key=lambda entry: (_RANK[entry.status], entry.seconds, entry.expected, entry.peak),
         )
 
     @property
     def best(self) -> Entry | None:
-        first = next(iter(self.ranking), None)
-        return first if first is not None and first.status == "compiled" else None
+        """The fastest candidate that was compiled and fits, or None."""
+        ranking = self.ranking
+        return ranking[0] if ranking and ranking[0].status == Status.COMPILED else None
+
+    @property
+    def waiting(self) -> list[Entry]:
+        """The entries that could be compiled next."""
+        return [entry for entry in self.entries.values() if entry.status == Status.NOT_COMPILED]
+
+    def add(self, entry: Entry) -> None:
+        """Add an entry, or replace that of the same candidate."""
+        self.entries[entry.candidate] = entry
+
+
+MakeRun: TypeAlias = Callable[[Candidate], Run]
+MakePlan: TypeAlias = Callable[[Candidate, Run], Plan]
 
 
 def find_meshes(num_devices: int, axes: Sequence[str] = SEARCHED) -> list[str]:
-    """All meshes over `axes` that use every device; axes of size 1 are left out."""
+    """Return all meshes over `axes` that use every device. Axes of size 1 are omitted.
 
-    def factor(left: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
-        if len(axes) == 1:
-            yield {axes[0]: left}
-            return
-        for size in (d for d in range(1, left + 1) if left % d == 0):
-            for rest in factor(left // size, axes[1:]):
-                yield {axes[0]: size, **rest}
+    Example:
+        >>> find_meshes(2)
+        ['model=2', 'fsdp=2', 'data=2']
+    """
+    meshes = []
+    for sizes in _factorizations(num_devices, len(axes)):
+        mesh = {name: size for name, size in zip(axes, sizes, strict=True) if size > 1}
+        meshes.append(show_sizes(mesh or {axes[0]: 1}))
+    return list(dict.fromkeys(meshes))
 
-    found = []
-    for sizes in factor(num_devices, axes):
-        kept = {name: size for name, size in sizes.items() if size > 1} or {axes[0]: 1}
-        found.append(show_sizes(kept))
-    return list(dict.fromkeys(found))
+
+def _factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Yield all ways to write a number as a product of `count` factors, in order."""
+    if count == 1:
+        yield (number,)
+        return
+    for factor in range(1, number + 1):
+        if number % factor == 0:
+            for rest in _factorizations(number // factor, count - 1):
+                yield (factor, *rest)
 
 
 def search(
-    make: Callable[[Candidate], Run],
-    compile_one: Callable[[Candidate, Run], Plan],
+    make: MakeRun,
+    compile_one: MakePlan,
     target: Target,
     meshes: Sequence[str],
-    options: Mapping[str, Sequence[Any]],
+    options: Mapping[str, Sequence[OptionValue]],
     *,
     budget: int | None = None,
     found: Search | None = None,
     tell: Callable[[Search, Candidate], None] = lambda search, candidate: None,
 ) -> Search:
-    """Compiles candidates until none that is left should beat the best, or `budget` are compiled (by default a third of all, or more
-    if nothing fits so far).
+    """Compile candidates until no other is expected to be faster than the best one.
 
-    make: the run of a candidate. compile_one: its plan. options: the values of each. tell: called before each compilation.
-    `found` is filled while this goes on, so that an interruption loses nothing.
+    Args:
+        make: returns the run of a candidate.
+        compile_one: returns the plan of a candidate and its run.
+        target: the devices to plan for.
+        meshes: the meshes to consider.
+        options: the values of each option to consider.
+        budget: maximum number of compilations. By default a third of the candidates, and more
+            while nothing fits.
+        found: the results, filled during the search. A new one by default.
+        tell: called before each compilation.
+
+    Returns:
+        The results: `found`, if it was given.
     """
-    found = found if found is not None else Search()
-    guess = _Guess(target)
-    free = {name: values for name, values in options.items() if name != SAVING}
-    first = {name: values[:1] for name, values in options.items() if name == SAVING}
-    for mesh in meshes:
-        for values in itertools.product(*{**first, **free}.values()):
-            chosen = dict(zip({**first, **free}, values, strict=True))
-            if not _consider(
-                Candidate(mesh, tuple(sorted(chosen.items()))), make, target, guess, found
-            ):
-                break  # it is the mesh that cannot work
-    possible = sum(entry.status == "not compiled" for entry in found.entries.values())
-    found.num_candidates = possible * len(options.get(SAVING, [1]))
-    third = max(1, math.ceil(found.num_candidates / 3))
-    while found.num_compiled < (budget or third) or (budget is None and found.best is None):
-        waiting = [entry for entry in found.entries.values() if entry.status == "not compiled"]
-        if not waiting:
+    result = found if found is not None else Search()
+    searcher = _Searcher(make, compile_one, target, options, result, _Predictor(target))
+    searcher.consider_all(meshes)
+    limit = budget or max(1, math.ceil(result.num_candidates / 3))
+    while result.num_compiled < limit or (budget is None and result.best is None):
+        entry = min(result.waiting, key=lambda entry: entry.expected, default=None)
+        if entry is None:
             break
-        entry = min(waiting, key=lambda e: e.expected)
-        if found.best is not None and entry.expected > _seconds(found.best) * 1.02:
+        best = result.best
+        if best is not None and entry.expected > best.seconds * CLOSE_ENOUGH:
             break
-        candidate = entry.candidate
-        tell(found, candidate)
-        run = make(candidate)
-        try:
-            plan = compile_one(candidate, run)
-        except ConfigError as error:
-            found.entries[candidate] = Entry(candidate, "refused", str(error))
-            continue
-        found.num_compiled += 1
-        if plan.fits:
-            found.entries[candidate] = Entry(candidate, "compiled", "", plan, entry.expected)
-        else:
-            lacking = f"needs {show_bytes(plan.memory.peak)} of {show_bytes(plan.limit)}"
-            found.entries[candidate] = Entry(candidate, "too large", lacking, plan, entry.expected)
-            _save_more(candidate, make, target, guess, found, options)
-        guess.learn(candidate, plan)
-        for other in [e for e in found.entries.values() if e.status == "not compiled"]:
-            if guess.is_too_large(other.candidate):
-                found.entries[other.candidate] = replace(
-                    other, status="pruned", why="should be too large, like those that were compiled"
-                )
-                _save_more(other.candidate, make, target, guess, found, options)
-            else:
-                found.entries[other.candidate] = replace(
-                    other, expected=guess.seconds(other.candidate)
-                )
-    for other in [e for e in found.entries.values() if e.status == "not compiled"]:
-        slower = found.best is not None and other.expected > _seconds(found.best)
-        found.entries[other.candidate] = replace(
-            other, why="should be slower" if slower else "not reached"
-        )
-    return found
-
-
-def _save_more(
-    candidate: Candidate,
-    make: Callable[[Candidate], Run],
-    target: Target,
-    guess: "_Guess",
-    found: Search,
-    options: Mapping[str, Sequence[Any]],
-) -> None:
-    """The same candidate with the next value of the option that saves memory."""
-    values = list(options.get(SAVING, ()))
-    for value in values[values.index(candidate[SAVING]) + 1 :][:1] if values else []:
-        if (other := candidate.but(SAVING, value)) not in found.entries:
-            _consider(other, make, target, guess, found)
-
-
-def _consider(
-    candidate: Candidate,
-    make: Callable[[Candidate], Run],
-    target: Target,
-    guess: "_Guess",
-    found: Search,
-) -> bool:
-    """Enters a candidate as one to compile, unless it cannot work; False if that is the mesh's fault, whatever the options."""
-    try:
-        run = make(candidate)
-        mesh = make_mesh(candidate.mesh, target.devices)
-    except ConfigError as error:
-        found.entries[candidate] = Entry(candidate, "refused", str(error).splitlines()[0])
-        return True
-    try:
-        spec = describe_state(replace(run, mesh=mesh))
-    except ConfigError as error:
-        found.entries[candidate] = Entry(candidate, "refused", str(error).splitlines()[0])
-        return False
-    rows, shards = _rows(run), num_batch_shards(mesh, run.rules)
-    if rows < shards * run.accumulate:
-        parts = f"{shards} devices{f' in {run.accumulate} parts' if run.accumulate > 1 else ''}"
-        found.entries[candidate] = Entry(
-            candidate, "refused", f"a batch of {rows} rows cannot be split over {parts}"
-        )
-        return True
-    state = float(spec.bytes_per_device)
-    if state > target.limit:
-        why = (
-            f"parameters and optimizer alone take {show_bytes(state)} of {show_bytes(target.limit)}"
-        )
-        found.entries[candidate] = Entry(candidate, "pruned", why)
-        return False
-    guess.know(candidate, run, spec, rows / shards, state)
-    found.entries[candidate] = Entry(candidate, "not compiled", expected=guess.seconds(candidate))
-    return True
+        tell(result, entry.candidate)
+        searcher.compile(entry)
+    searcher.explain_waiting()
+    return result
 
 
 @dataclass(frozen=True)
-class _Known:
-    """What is known of a candidate before it is compiled: sizes on one device."""
+class _Searcher:
+    """The steps of a search; see `search` for the fields."""
+
+    make: MakeRun
+    compile_one: MakePlan
+    target: Target
+    options: Mapping[str, Sequence[OptionValue]]
+    result: Search
+    predictor: "_Predictor"
+
+    def consider_all(self, meshes: Sequence[str]) -> None:
+        """Add all candidates with the least accumulation."""
+        values = {
+            name: list(choices[:1] if name == SAVING else choices)
+            for name, choices in self.options.items()
+        }
+        for mesh in meshes:
+            for chosen in itertools.product(*values.values()):
+                options = dict(zip(values, chosen, strict=True))
+                if not self.consider(Candidate(mesh, _sorted(options))):
+                    # The mesh itself cannot work.
+                    break
+        num_saving = len(self.options.get(SAVING, [1]))
+        self.result.num_candidates = len(self.result.waiting) * num_saving
+
+    def consider(self, candidate: Candidate) -> bool:
+        """Add a candidate, unless it cannot work.
+
+        Returns:
+            False if the mesh cannot work with any options.
+        """
+        try:
+            run = self.make(candidate)
+            mesh = make_mesh(candidate.mesh, self.target.devices)
+        except ConfigError as error:
+            self._refuse(candidate, str(error).splitlines()[0])
+            return True
+        try:
+            spec = describe_state(replace(run, mesh=mesh))
+        except ConfigError as error:
+            self._refuse(candidate, str(error).splitlines()[0])
+            return False
+        examples = num_rows(as_batches(run.data)(0))
+        shards = num_batch_shards(mesh, run.rules)
+        if examples < shards * run.accumulate:
+            parts = f" in {run.accumulate} parts" if run.accumulate > 1 else ""
+            why = f"a batch of {examples} examples cannot be sharded over {shards} devices{parts}"
+            self._refuse(candidate, why)
+            return True
+        state_bytes = float(spec.bytes_per_device)
+        limit = self.target.limit
+        if state_bytes > limit:
+            needed = f"{show_bytes(state_bytes)} of {show_bytes(limit)}"
+            why = f"parameters and optimizer alone need {needed}"
+            self.result.add(Entry(candidate, Status.PRUNED, why))
+            return False
+        self.predictor.add(candidate, run, spec, examples / shards)
+        expected = self.predictor.seconds(candidate)
+        self.result.add(Entry(candidate, Status.NOT_COMPILED, expected=expected))
+        return True
+
+    def _refuse(self, candidate: Candidate, why: str) -> None:
+        self.result.add(Entry(candidate, Status.REFUSED, why))
+
+    def compile(self, entry: Entry) -> None:
+        """Compile a candidate and update what is expected of the others."""
+        candidate = entry.candidate
+        try:
+            plan = self.compile_one(candidate, self.make(candidate))
+        except ConfigError as error:
+            self._refuse(candidate, str(error))
+            return
+        self.result.num_compiled += 1
+        if plan.fits:
+            self.result.add(replace(entry, status=Status.COMPILED, plan=plan))
+        else:
+            why = f"needs {show_bytes(plan.memory.peak)} of {show_bytes(plan.limit)}"
+            self.result.add(replace(entry, status=Status.TOO_LARGE, why=why, plan=plan))
+            self._save_memory(candidate)
+        self.predictor.learn(candidate, plan)
+        self._update_waiting()
+
+    def _update_waiting(self) -> None:
+        for entry in self.result.waiting:
+            if self.predictor.is_too_large(entry.candidate):
+                why = "expected to be too large, judging by those that were compiled"
+                self.result.add(replace(entry, status=Status.PRUNED, why=why))
+                self._save_memory(entry.candidate)
+            else:
+                expected = self.predictor.seconds(entry.candidate)
+                self.result.add(replace(entry, expected=expected))
+
+    def _save_memory(self, candidate: Candidate) -> None:
+        """Consider the same candidate with the next value of the option that saves memory."""
+        values = list(self.options.get(SAVING, ()))
+        if not values:
+            return
+        following = values[values.index(candidate[SAVING]) + 1 :]
+        if following:
+            other = candidate.with_option(SAVING, following[0])
+            if other not in self.result.entries:
+                self.consider(other)
+
+    def explain_waiting(self) -> None:
+        """Note why the remaining candidates were not compiled."""
+        best = self.result.best
+        for entry in self.result.waiting:
+            is_slower = best is not None and entry.expected > best.seconds
+            why = "expected to be slower" if is_slower else "not reached"
+            self.result.add(replace(entry, why=why))
+
+
+# The options of a candidate that change what is computed.
+_Kind: TypeAlias = tuple[OptionValue, ...]
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What is known about a candidate before it is compiled. Sizes are those of one device.
+
+    Attributes:
+        mesh: the mesh.
+        kind: the options that change what is computed.
+        num_tensor: number of devices along the axes that do not shard the batch.
+        used_bytes: bytes of the parameters in the layout in which the loss uses them.
+        stored_bytes: bytes of the gradients in the layout in which parameters are stored.
+        state_bytes: bytes of the training state.
+        examples: examples of one micro-batch.
+        accumulate: number of micro-batches.
+    """
 
     mesh: Mesh
-    kind: tuple[Any, ...]  # the options that change what is computed
-    others: int  # devices along axes that do not split the batch
-    used: float  # bytes of the parameters where the loss uses them
-    cut: float  # bytes of the gradients as they are kept
-    state: float
-    rows: float  # of one part, if the batch is worked off in parts
+    kind: _Kind
+    num_tensor: int
+    used_bytes: float
+    stored_bytes: float
+    state_bytes: float
+    examples: float
     accumulate: int
 
 
-class _Guess:
-    """How long a candidate should take: what computing takes elsewhere, and bytes along each axis over the rate of its links."""
+class _Predictor:
+    """Predicts the time and memory of candidates from the plans of others.
+
+    The time of a candidate is that of its computation, taken from a plan that computes the same,
+    plus the time to move the bytes that each mesh axis implies over its links.
+    """
 
     def __init__(self, target: Target):
         self.target = target
-        self.known: dict[Candidate, _Known] = {}
-        self.computing: dict[
-            tuple[tuple[Any, ...], int], float
-        ] = {}  # (kind, others) -> seconds without waiting
-        self.temporaries: list[tuple[_Known, float]] = []
-        self.per_row: float | None = (
-            None  # bytes along the axes that do not split the batch, for each row of a device
-        )
-        self.waited: dict[str, float] = {}  # share of an axis' exchanges that nothing covers
+        self.sizes: dict[Candidate, _Sizes] = {}
+        # (kind, num_tensor) -> seconds of a step without waiting for collectives.
+        self.computing: dict[tuple[_Kind, int], float] = {}
+        self.temporaries: list[tuple[_Sizes, float]] = []
+        # Bytes along the axes that do not shard the batch, for each example of a device.
+        self.bytes_per_example = 0.0
+        # Share of the collectives along each axis that no computation hides.
+        self.waited: dict[str, float] = {}
 
-    def know(
-        self, candidate: Candidate, run: Run, spec: StateSpec, rows: float, state: float
-    ) -> None:
-        width = 2 if run.compute_dtype in ("bfloat16", "float16") else 4
-        used = sum(
-            math.prod(spec.at_use(path).shard_shape(p.shape)) * width
-            for path, p in spec.params.items()
-        )
-        cut = sum(
-            math.prod(spec.sharding(p.spec).shard_shape(p.shape)) * width
-            for p in spec.params.values()
-        )
-        others = math.prod(
-            size for name, size in spec.mesh.shape.items() if name not in run.rules.batch
-        )
-        kind = tuple(value for name, value in candidate.options if name != SAVING)
-        self.known[candidate] = _Known(
-            spec.mesh, kind, others, used, cut, state, rows / run.accumulate, run.accumulate
+    def add(self, candidate: Candidate, run: Run, spec: StateSpec, examples: float) -> None:
+        """Add a candidate with `examples` examples per device."""
+        item_bytes = 2 if run.compute_dtype in ("bfloat16", "float16") else 4
+        used = stored = 0
+        for path, placement in spec.params.items():
+            used += math.prod(spec.at_use(path).shard_shape(placement.shape))
+            stored += math.prod(spec.sharding(placement.spec).shard_shape(placement.shape))
+        axes = spec.mesh.shape.items()
+        self.sizes[candidate] = _Sizes(
+            mesh=spec.mesh,
+            kind=tuple(value for name, value in candidate.options if name != SAVING),
+            num_tensor=math.prod(size for name, size in axes if name not in run.rules.batch),
+            used_bytes=used * item_bytes,
+            stored_bytes=stored * item_bytes,
+            state_bytes=float(spec.bytes_per_device),
+            examples=examples / run.accumulate,
+            accumulate=run.accumulate,
         )
 
     def seconds(self, candidate: Candidate) -> float:
-        known, chip = self.known[candidate], self.target.chip
-        total = self._computing(known)
-        for axis, size in known.mesh.shape.items():
-            if size == 1 or chip is None:
+        """Return the expected seconds per step of a candidate."""
+        sizes, chip = self.sizes[candidate], self.target.chip
+        total = self._compute_seconds(sizes)
+        if chip is None:
+            return total
+        for axis, size in sizes.mesh.shape.items():
+            if size == 1:
                 continue
             if axis in FSDP:
-                moved = 3 * known.used * known.accumulate
+                # Parameters are gathered for the forward and for the backward pass, and gradients
+                # reduced, once for each micro-batch.
+                moved = 3 * sizes.used_bytes * sizes.accumulate
             elif axis in BATCH:
-                moved = 2 * known.cut
+                # An all-reduce of the gradients sends each byte twice.
+                moved = 2 * sizes.stored_bytes
             else:
-                moved = (self.per_row or 0.0) * known.rows * known.accumulate
-            total += (
-                self.waited.get(axis, 0.5)
-                * moved
-                * (size - 1)
-                / size
-                / axis_rate(known.mesh, chip, axis)
-            )
+                moved = self.bytes_per_example * sizes.examples * sizes.accumulate
+            waited = self.waited.get(axis, DEFAULT_WAITED)
+            total += waited * moved * (size - 1) / size / axis_rate(sizes.mesh, chip, axis)
         return total
 
-    def _computing(self, known: _Known) -> float:
-        """As known for the same kind and cut; else in proportion, where another kind is known for both cuts; else a hope."""
-        if not self.computing:
-            return (
-                known.others * 1e-3
-            )  # nothing is known yet: those that cut only the batch come first
-        if (seconds := self.computing.get((known.kind, known.others))) is not None:
-            return seconds
-        for (kind, others), seconds in self.computing.items():
-            if kind == known.kind:
-                for other in {kind for kind, _ in self.computing}:
-                    here, there = (
-                        self.computing.get((other, known.others)),
-                        self.computing.get((other, others)),
-                    )
-                    if here is not None and there is not None:
-                        return seconds * here / there
-        return HOPE * min(self.computing.values())
+    def _compute_seconds(self, sizes: _Sizes) -> float:
+        """Return the expected seconds of computation.
+
+        They are known for the same options and the same tensor parallelism. Otherwise they scale as
+        they do for other options that are known for both. Otherwise they are an optimistic guess,
+        so that the candidate is tried.
+        """
+        known = self.computing
+        if not known:
+            # Candidates that only shard the batch come first.
+            return sizes.num_tensor * 1e-3
+        if (sizes.kind, sizes.num_tensor) in known:
+            return known[sizes.kind, sizes.num_tensor]
+        for (kind, num_tensor), seconds in known.items():
+            if kind != sizes.kind:
+                continue
+            for other in {kind for kind, _ in known}:
+                here = known.get((other, sizes.num_tensor))
+                there = known.get((other, num_tensor))
+                if here is not None and there is not None:
+                    return seconds * here / there
+        return OPTIMISM * min(known.values())
 
     def is_too_large(self, candidate: Candidate) -> bool:
-        """Whether even the least that can be hoped for, temporaries that shrink with rows and cuts, exceeds the memory."""
-        known = self.known[candidate]
-        least = max(
-            (
-                size * min(1.0, known.rows / k.rows) * min(1.0, k.others / known.others)
-                for k, size in self.temporaries
-                if k.kind == known.kind
-            ),
-            default=0.0,
-        )
-        return known.state + 0.9 * least > self.target.limit
+        """Return whether a candidate should not fit even under optimistic assumptions.
+
+        These are that temporaries shrink in proportion to the examples and the tensor parallelism
+        of a device.
+        """
+        sizes = self.sizes[candidate]
+        least = 0.0
+        for other, size in self.temporaries:
+            if other.kind == sizes.kind:
+                by_examples = min(1.0, sizes.examples / other.examples)
+                by_tensor = min(1.0, other.num_tensor / sizes.num_tensor)
+                least = max(least, size * by_examples * by_tensor)
+        return sizes.state_bytes + MEMORY_OPTIMISM * least > self.target.limit
 
     def learn(self, candidate: Candidate, plan: Plan) -> None:
-        known = self.known[candidate]
-        self.temporaries.append((known, plan.memory.temporaries))
-        if (
-            plan.times is None or not plan.fits
-        ):  # the times of what does not fit are coarser: the compiler gave up on it
+        """Learn from the plan of a candidate."""
+        sizes = self.sizes[candidate]
+        self.temporaries.append((sizes, plan.memory.temporaries))
+        # The compiler stops optimizing a program that does not fit, so its times are too coarse.
+        if plan.times is None or not plan.fits:
             return
-        key = (known.kind, known.others)
-        self.computing[key] = min(
-            plan.times.arithmetic + plan.times.memory, self.computing.get(key, math.inf)
-        )
-        inner = {name for name, size in known.mesh.shape.items() if size > 1 and name not in BATCH}
-        moved = sum(
-            t.bytes * (2.0 if t.kind == "all-reduce" else 1.0)
-            for t in plan.traffic
-            if set(t.axes.split("*")) <= inner
-        )
+        key = (sizes.kind, sizes.num_tensor)
+        seconds = plan.times.arithmetic + plan.times.memory
+        self.computing[key] = min(seconds, self.computing.get(key, math.inf))
+        axes = sizes.mesh.shape.items()
+        tensor_axes = {name for name, size in axes if size > 1 and name not in BATCH}
+        moved = 0.0
+        for traffic in plan.traffic:
+            if set(traffic.axes.split("*")) <= tensor_axes:
+                moved += traffic.bytes * (2.0 if traffic.kind == "all-reduce" else 1.0)
         if moved:
-            self.per_row = moved / known.rows / known.accumulate
-        for axis in known.mesh.axis_names:
-            spent = [t for t in plan.traffic if t.axes == axis]
-            if (seconds := sum(t.seconds for t in spent)) > 0:
-                self.waited[axis] = sum(t.waited for t in spent) / seconds
-
-
-def _rows(run: Run) -> int:
-    return num_rows(as_batches(run.data)(0))
-
-
-def _seconds(entry: Entry) -> float:
-    return (
-        entry.plan.times.total
-        if entry.plan is not None and entry.plan.times is not None
-        else math.inf
-    )
-
-
-def _peak(entry: Entry) -> float:
-    return entry.plan.memory.peak if entry.plan is not None else math.inf
+            self.bytes_per_example = moved / sizes.examples / sizes.accumulate
+        for axis in sizes.mesh.axis_names:
+            along = [traffic for traffic in plan.traffic if traffic.axes == axis]
+            total = sum(traffic.seconds for traffic in along)
+            if total > 0:
+                self.waited[axis] = sum(traffic.waited for traffic in along) / total

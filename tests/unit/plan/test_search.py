@@ -112,14 +112,14 @@ def test_what_cannot_work_is_not_compiled_and_says_why(one):
     found = search(make, compile_one, replace(target, limit=1e5), [*find_meshes(8), "expert=8"], {})
     whys = {e.candidate.mesh: (e.status, e.why) for e in found.entries.values()}
     assert whys["data=8"][0] == "pruned"
-    assert "parameters and optimizer alone take" in whys["data=8"][1]
+    assert "parameters and optimizer alone need" in whys["data=8"][1]
     assert whys["expert=8"][0] == "refused"
     assert found.best is None
     few = search(
         lambda c: replace(make(c), data=make_run(rows=4).data), compile_one, target, ["data=8"], {}
     )
     assert (
-        "a batch of 4 rows cannot be split over 8 devices" in next(iter(few.entries.values())).why
+        "a batch of 4 examples cannot be sharded over 8 devices" in next(iter(few.entries.values())).why
     )
 
 
@@ -140,7 +140,7 @@ def test_an_interruption_keeps_what_is_known(one):
 
 
 def test_a_candidate_is_known_by_its_options():
-    one = Candidate("data=8").but("remat", "block").but("accumulate", 2)
+    one = Candidate("data=8").with_option("remat", "block").with_option("accumulate", 2)
     assert one == Candidate("data=8", (("accumulate", 2), ("remat", "block")))
     assert one["remat"] == "block"
     assert one["nothing"] is None
