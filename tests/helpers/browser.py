@@ -1,52 +1,72 @@
-"""Looking at a page in a real browser."""
+"""Look at a page in a real browser."""
 
 from selenium.webdriver import ActionChains
 from selenium.webdriver.common.by import By
 
-HOSTILE = "</script><script>window.hacked=1</script>\"'><img src=x onerror=window.hacked=1><b onmouseover=window.hacked=1>&amp;"
+HOSTILE = (
+    "</script><script>window.hacked=1</script>\"'><img src=x onerror=window.hacked=1>"
+    "<b onmouseover=window.hacked=1>&amp;"
+)
 
 
 def text(browser, selector):
+    """Return the visible text of an element."""
     return browser.find_element(By.CSS_SELECTOR, selector).text
 
 
 def texts(browser, selector):
+    """Return the text content of all elements, visible or not."""
     return browser.execute_script(
         "return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent)", selector
     )
 
 
 def press(browser, *keys):
+    """Press keys on the focused element."""
     ActionChains(browser).send_keys(*keys).perform()
 
 
+def press_tab_until(browser, is_reached, limit=60):
+    """Press Tab until `is_reached` accepts the focused element, and return that element."""
+    for _ in range(limit):
+        ActionChains(browser).send_keys("\ue004").perform()
+        element = browser.switch_to.active_element
+        if is_reached(element):
+            return element
+    raise AssertionError(f"not reached by pressing Tab {limit} times")
+
+
 def too_wide(browser):
+    """Return by how many pixels the page is wider than the window."""
     return browser.execute_script(
         "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
     )
 
 
 def overlapping(browser):
-    """Words in the drawings that lie on each other."""
+    """Return pairs of texts in drawings that overlap each other."""
     return browser.execute_script("""
-        const words = [...document.querySelectorAll("svg text")].map((e) => [e.textContent, e.getBoundingClientRect()]);
-        const meet = (a, b) => a.width && b.width && Math.min(a.right, b.right) - Math.max(a.left, b.left) > 0.5
+        const texts = [...document.querySelectorAll("svg text")]
+            .map((e) => [e.textContent, e.getBoundingClientRect()]);
+        const overlap = (a, b) => a.width && b.width
+            && Math.min(a.right, b.right) - Math.max(a.left, b.left) > 0.5
             && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 0.5;
-        return words.flatMap(([t, a], i) => words.slice(i + 1).filter(([, b]) => meet(a, b)).map(([u]) => [t, u]));""")
+        return texts.flatMap(([t, a], i) =>
+            texts.slice(i + 1).filter(([, b]) => overlap(a, b)).map(([u]) => [t, u]));""")
 
 
 def contrast(one, other):
-    lights = []
-    for colour in (one, other):
-        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        linear = [
-            part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
-        ]
-        lights.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05)
-    return max(lights) / min(lights)
+    """Return the contrast ratio of two colors like "#1c2126", as WCAG defines it."""
+    luminances = []
+    for color in (one, other):
+        channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        luminances.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05)
+    return max(luminances) / min(luminances)
 
 
 def set_screen(browser, width=1280, dark=False, media=""):
+    """Emulate a screen: its width in pixels, its color scheme, and "print" for paper."""
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}

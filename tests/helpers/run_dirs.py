@@ -1,4 +1,4 @@
-"""Writes run directories as a run would leave them."""
+"""Write run directories as a run would leave them."""
 
 import json
 import math
@@ -16,10 +16,12 @@ PHASES = {
 
 
 def lines(path, records):
+    """Write records as a file of JSON lines."""
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def step(n, begun=T0, **more):
+    """Return the record of a step of a start that began at `begun` and took 10 s to start up."""
     known = {
         "loss": 5 / n,
         "grad_norm": 1.0,
@@ -33,7 +35,7 @@ def step(n, begun=T0, **more):
 
 
 def plan(mesh, leaves):
-    devices = math.prod(mesh.values())
+    """Return a plan as JSON: 0.25 s per step, 1,024 tokens/s, MFU 0.4, 708 B of 1 GB."""
     memory = {
         "parameters": 100.0,
         "optimizer": 200.0,
@@ -41,27 +43,35 @@ def plan(mesh, leaves):
         "batch": 8.0,
         "temporaries": 400.0,
     }
-    known = {
+    times = {
+        "total": 0.25,
+        "arithmetic": 0.05,
+        "memory": 0.15,
+        "network": {"fsdp": 0.05},
+        "bound": "memory",
+    }
+    return {
         "target": "cpu",
         "chip": "cpu",
         "mesh": mesh,
         "options": {"accumulate": 1},
+        "batch": {"inputs": [8, 32]},
         "items": 256,
         "unit": "tokens",
         "num_params": 1000,
-    }
-    known |= {
-        "num_devices": devices,
+        "num_devices": math.prod(mesh.values()),
         "memory": memory,
         "peak": 708.0,
         "limit": 1e9,
+        "fits": True,
         "buffers": [],
+        "flops": 5e8,
+        "model_flops": 1e9,
+        "bytes": 1e6,
+        "traffic": [],
+        "times": times,
+        "peak_flops": 1e10,
         "leaves": leaves,
-    }
-    return known | {
-        "times": {"total": 0.25, "bound": "memory"},
-        "items_per_second": 1024.0,
-        "mfu": 0.4,
     }
 
 
@@ -77,7 +87,13 @@ LEAF = {
 
 
 def make_run(path, steps=40, again=True):
-    """Two starts: the first reached step 25, the second went on from 20."""
+    """Make a run with two starts: the first reached step 25, the second resumed from step 20.
+
+    Args:
+        path: the directory to make.
+        steps: the last step.
+        again: whether phases.jsonl exists, which tells how many steps were repeated.
+    """
     path.mkdir()
     records = [step(n) if n <= 20 else step(n, T0 + 100) for n in range(1, steps + 1)]
     lines(

@@ -295,7 +295,8 @@ def _value_near(series: Series, step: float) -> str:
     """Return the value of a curve at a step, or a dash if it has no point there."""
     distances = np.abs(np.asarray(series.x) - step)
     nearest = int(np.argmin(distances))
-    if distances[nearest] > max(0.5, series.steps_per_point):
+    # A point of a thinned curve stands for the steps around it, any other for its own step only.
+    if distances[nearest] > (0.5 if series.low is None else series.steps_per_point):
         return NONE
     text = show_number(series.y[nearest])
     if series.low is not None and series.high is not None:
