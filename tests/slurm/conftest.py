@@ -1,4 +1,7 @@
-"""A whole Slurm on this machine, from Debian's packages: one node of two CPUs, its daemons started for the tests and ended with them."""
+"""A Slurm cluster on this machine, from Debian's packages: one node with two CPUs.
+
+Its daemons are started for the tests and ended with them.
+"""
 
 import getpass
 import os
@@ -15,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-LIMIT = 240  # seconds that anything may take before it counts as hung
+# Seconds after which anything counts as hung.
+TIMEOUT = 240
 
 CONF = """\
 ClusterName=tests
@@ -25,7 +29,7 @@ SlurmdPort={node}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
-# A job that is started again waits until its old credentials have expired, 120 s if nothing is said.
+# A requeued job waits until its old credentials have expired, by default 120 s.
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool
@@ -42,7 +46,7 @@ SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=10
 MinJobAge=3600
-# JAX takes the coordinator's port from the number of the job; two workers of pytest have a Slurm each.
+# JAX derives the coordinator's port from the job id; two pytest workers have a Slurm each.
 FirstJobId={first}
 NodeName=localhost NodeHostname={host} NodeAddr=127.0.0.1 CPUs=2
 PartitionName=tests Nodes=localhost Default=YES MaxTime=INFINITE
@@ -51,11 +55,13 @@ PartitionName=tests Nodes=localhost Default=YES MaxTime=INFINITE
 
 @dataclass(frozen=True)
 class Slurm:
+    """A running cluster."""
+
     folder: Path
     environment: dict[str, str]
 
     def call(self, *words: object, cwd: Path | None = None) -> str:
-        """A command of Slurm; what it says."""
+        """Run a command of Slurm and return its output."""
         ended = subprocess.run(
             [str(word) for word in words],
             env=self.environment,
@@ -78,6 +84,8 @@ class Slurm:
 
 @dataclass(frozen=True)
 class Submitted:
+    """A job that `sbatch` has accepted."""
+
     slurm: Slurm
     number: int
     folder: Path
@@ -89,7 +97,7 @@ class Submitted:
         )
 
     def show(self, field: str) -> str:
-        """A field of `scontrol show job`, such as JobState, Restarts, ExitCode."""
+        """Return a field of `scontrol show job`, such as JobState, Restarts or ExitCode."""
         found = re.search(
             rf"\b{field}=(\S+)", self.slurm.call("scontrol", "show", "job", self.number)
         )
@@ -97,17 +105,17 @@ class Submitted:
         return found[1]
 
     def wait_for(self, condition: Callable[[], object], what: str) -> None:
-        deadline = time.monotonic() + LIMIT
+        deadline = time.monotonic() + TIMEOUT
         while not condition():
             assert time.monotonic() < deadline, (
-                f"{what} did not come in {LIMIT} s; {self.show('JobState')}: {self.log[-3000:]}"
+                f"{what} did not happen within {TIMEOUT} s; {self.show('JobState')}: {self.log[-3000:]}"
             )
             time.sleep(0.2)
 
     def end(self) -> str:
-        """The state in which the job has ended."""
-        going = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED")
-        self.wait_for(lambda: self.show("JobState") not in going, "the end of the job")
+        """Wait for the end of the job and return its state."""
+        unfinished = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED")
+        self.wait_for(lambda: self.show("JobState") not in unfinished, "the end of the job")
         return self.show("JobState")
 
 
@@ -122,7 +130,8 @@ def slurm(tmp_path_factory):
         f"{', '.join(missing)} not found: `make slurm` installs Debian's packages of Slurm"
     )
     folder = tmp_path_factory.mktemp("slurm")
-    folder.chmod(0o755)  # munge wants its socket reachable
+    # munge requires that its socket can be reached.
+    folder.chmod(0o755)
     (folder / "state").mkdir()
     (folder / "spool").mkdir()
     config = folder / "slurm.conf"
@@ -214,12 +223,12 @@ def _wait(condition: Callable[[], object], running: list[subprocess.Popen], fold
     deadline = time.monotonic() + 60
     while not condition():
         alive = all(process.poll() is None for process in running)
-        told = "\n".join(
+        output = "\n".join(
             f"{path.name}: {path.read_text(errors='replace')[-2000:]}"
             for path in sorted(folder.glob("*.out"))
         )
-        assert alive, f"a daemon has ended:\n{told}"
-        assert time.monotonic() < deadline, f"Slurm is not ready after 60 s:\n{told}"
+        assert alive, f"a daemon has ended:\n{output}"
+        assert time.monotonic() < deadline, f"Slurm is not ready after 60 s:\n{output}"
         time.sleep(0.1)
 
 

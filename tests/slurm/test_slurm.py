@@ -1,4 +1,4 @@
-"""The written script on a real Slurm: accepted, run, started again after a signal, a time limit or a loss, and not after a mistake."""
+"""The job script on a real Slurm: it runs, and restarts after a signal, a time limit or a loss."""
 
 import json
 import os
@@ -16,7 +16,7 @@ STEPS = 20
 
 
 def job(*more, processes=1, **changes):
-    """A run of some seconds, with a checkpoint at every fifth step."""
+    """Return a job of a few seconds with a checkpoint every 5 steps."""
     mesh = ("--cpu-devices", "1", "--mesh", f"data={processes}")
     command = (
         "train",
@@ -34,19 +34,19 @@ def job(*more, processes=1, **changes):
 
 
 def steps_of(folder):
-    """The steps that the run has written down, in their order."""
+    """Return the steps in metrics.jsonl, in order."""
     path = folder / "run" / "metrics.jsonl"
-    entries = (
-        [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-        if path.exists()
-        else []
-    )
-    return [entry["step"] for entry in entries if "grad_norm" in entry]
+    if not path.exists():
+        return []
+    # The last line may be incomplete.
+    lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
+    records = [json.loads(line) for line in lines]
+    return [record["step"] for record in records if "grad_norm" in record]
 
 
 def tasks_of(submitted):
-    """The process of each task, by its number."""
-    found = {}
+    """Return the process id of each task, by the index of the task."""
+    tasks = {}
     for process in sorted(int(path.name) for path in Path("/proc").glob("[0-9]*")):
         try:
             text = Path(f"/proc/{process}/environ").read_text(errors="replace")
@@ -57,8 +57,8 @@ def tasks_of(submitted):
             environment.get("SLURM_SUBMIT_DIR") == str(submitted.folder)
             and "SLURM_STEP_NODELIST" in environment
         ):
-            found.setdefault(int(environment["SLURM_PROCID"]), process)
-    return found
+            tasks.setdefault(int(environment["SLURM_PROCID"]), process)
+    return tasks
 
 
 def wait_for_step(submitted, step):
@@ -67,11 +67,11 @@ def wait_for_step(submitted, step):
 
 def wait_for_restart(submitted, code):
     submitted.wait_for(lambda: "shardwise job: " in submitted.log, "the end of the first start")
-    assert f"(exit code {code}); it goes on with start 2" in submitted.log
+    assert f"(exit code {code}); resuming with start 2" in submitted.log
 
 
 def check_done(submitted, starts):
-    """It has ended well after so many starts, and no step is missing or written down twice."""
+    """Check that the job succeeded after `starts` starts, with every step logged once."""
     assert submitted.end() == "COMPLETED", submitted.log
     assert submitted.show("Restarts") == str(starts - 1), submitted.log
     assert submitted.log.count("shardwise job: done") == 1
@@ -88,13 +88,13 @@ def test_sbatch_accepts_the_script(slurm, tmp_path):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_it_runs(slurm, tmp_path, processes):
+def test_the_job_runs(slurm, tmp_path, processes):
     submitted = slurm.submit(jobfiles.slurm(job(processes=processes)), tmp_path)
     check_done(submitted, starts=1)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_signal_stops_it_and_it_goes_on(slurm, tmp_path, processes):
+def test_the_job_resumes_after_a_signal(slurm, tmp_path, processes):
     submitted = slurm.submit(jobfiles.slurm(job("--pause", "0.3", processes=processes)), tmp_path)
     wait_for_step(submitted, 7)
     slurm.call("scancel", "--signal=TERM", submitted.number)
@@ -102,8 +102,9 @@ def test_a_signal_stops_it_and_it_goes_on(slurm, tmp_path, processes):
     check_done(submitted, starts=2)
 
 
-def test_the_time_limit_is_heard_before_it_comes(slurm, tmp_path):
-    # Slurm looks at time limits every 30 s, and signals up to 60 s early: with a minute, some time in the first half of each start.
+def test_the_job_saves_before_the_time_limit(slurm, tmp_path):
+    # Slurm checks time limits every 30 s and signals up to 60 s early. With a limit of a minute the
+    # signal comes in the first half of each start.
     text = jobfiles.slurm(job("--pause", "2.5"))
     submitted = slurm.submit(text, tmp_path, "--time=1", "--signal=TERM@10")
     wait_for_restart(submitted, 75)
@@ -111,7 +112,7 @@ def test_the_time_limit_is_heard_before_it_comes(slurm, tmp_path):
     check_done(submitted, starts=2)
 
 
-def test_a_lost_process_ends_the_others_and_all_start_again(slurm, tmp_path):
+def test_all_processes_restart_after_one_is_lost(slurm, tmp_path):
     submitted = slurm.submit(jobfiles.slurm(job("--pause", "0.3", processes=2)), tmp_path)
     wait_for_step(submitted, 7)
     os.kill(tasks_of(submitted)[1], signal.SIGKILL)
@@ -120,26 +121,26 @@ def test_a_lost_process_ends_the_others_and_all_start_again(slurm, tmp_path):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_mistake_ends_it(slurm, tmp_path, processes):
+def test_an_invalid_argument_ends_the_job(slurm, tmp_path, processes):
     submitted = slurm.submit(
         jobfiles.slurm(job("--no-such-argument", "1", processes=processes)), tmp_path
     )
     assert submitted.end() == "FAILED"
     assert submitted.show("ExitCode") == "2:0"
     assert submitted.show("Restarts") == "0"
-    assert "exit code 2 would come again" in submitted.log
+    assert "exit code 2 would occur again" in submitted.log
 
 
-def test_the_number_of_starts_has_an_end(slurm, tmp_path):
+def test_restarts_are_limited(slurm, tmp_path):
     submitted = slurm.submit(jobfiles.slurm(job("--pause", "0.3", restarts=0)), tmp_path)
     wait_for_step(submitted, 7)
     slurm.call("scancel", "--signal=TERM", submitted.number)
     assert submitted.end() == "FAILED"
     assert submitted.show("ExitCode") == "75:0"
-    assert "Handed in again, it goes on" in submitted.log
+    assert "ending after 0 restarts. Submit it again to resume." in submitted.log
 
 
-def test_a_job_that_is_cancelled_stays_so(slurm, tmp_path):
+def test_a_cancelled_job_is_not_restarted(slurm, tmp_path):
     submitted = slurm.submit(jobfiles.slurm(job("--pause", "0.3")), tmp_path)
     wait_for_step(submitted, 7)
     slurm.call("scancel", submitted.number)

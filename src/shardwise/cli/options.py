@@ -215,14 +215,20 @@ def _verify(parser: Parser) -> None:
 
 def _launch(parser: Parser) -> None:
     parser.add_argument(
-        "--processes", type=int, default=1, metavar="N", help="processes per node (default: 1)"
+        "--processes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes in total (default: 1); GPUs are divided among them, and --cpu-devices"
+        " applies to each",
     )
     parser.add_argument(
         "--restarts",
         type=int,
         default=0,
         metavar="N",
-        help="restart up to N times after exit code 6: a process was lost or hung",
+        help="restart all processes up to N times when one is lost or stuck (exit code 6) or was"
+        " stopped (75); gives up after 3 consecutive starts without a new checkpoint",
     )
     parser.add_argument(
         "--write", choices=["slurm", "k8s"], help="write a job file instead of starting processes"
@@ -237,7 +243,11 @@ def _launch(parser: Parser) -> None:
         "--memory", default="", metavar="SIZE", help="memory per node, for example 64G"
     )
     parser.add_argument(
-        "--hours", type=float, default=24.0, metavar="H", help="time limit of the job (default: 24)"
+        "--hours",
+        type=float,
+        default=24.0,
+        metavar="H",
+        help="time limit of one start (slurm; default: 24); a longer run resumes in the next",
     )
     parser.add_argument("--name", default="shardwise", help="name of the job")
     parser.add_argument("--image", default="", help="container image (k8s)")
@@ -499,16 +509,20 @@ def _sweep(parser: Parser) -> None:
 
 def _doctor(parser: Parser) -> None:
     parser.add_argument(
-        "run", nargs="?", type=Path, metavar="RUN", help="a run directory to look at"
+        "run",
+        nargs="?",
+        type=Path,
+        metavar="RUN",
+        help="check this run directory instead: its lock, checkpoints, errors and next step",
     )
     parser.add_argument(
         "--timeout",
         type=float,
         default=90.0,
         metavar="S",
-        help="seconds that the trial of the devices may take (default: 90)",
+        help="seconds that each stage of the device check may take (default: 90)",
     )
-    parser.add_argument("--no-devices", action="store_true", help="do not try the devices")
+    parser.add_argument("--no-devices", action="store_true", help="do not check the devices")
 
 
 COMMANDS = (

@@ -23,7 +23,7 @@ from jax._src.clusters import ClusterEnv
 from jax._src.lib import _jax  # type: ignore[attr-defined]
 
 from shardwise.cluster.signals import on_abort, print_last_words
-from shardwise.errors import ConfigError, LostError
+from shardwise.errors import ConfigError, ExitCode, LostError
 from shardwise.files.lock import boot_id
 from shardwise.runtime import filter_native_output
 from shardwise.text import Json
@@ -304,7 +304,7 @@ def _join(
 
     def exit_unjoined() -> NoReturn:
         print_last_words(failure(f"not all of them arrived within {JOIN_TIMEOUT} s"))
-        os._exit(int(LostError.exit_code))
+        os._exit(ExitCode.LOST)
 
     # If the others do not join in time, JAX aborts this process from C++.
     on_abort(exit_unjoined)

@@ -1,6 +1,9 @@
-"""`shardwise launch`: the processes of a run on this machine, looked after as one; or a job file for a cluster."""
+"""Runs the processes of one run on this machine, and restarts them together.
 
-import argparse
+Several programs on one machine behave as one: signals go to all of them, their output is merged
+under one progress bar, and when one fails the others are ended.
+"""
+
 import ctypes
 import json
 import os
@@ -10,189 +13,164 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 from rich.console import Console
+from rich.progress import TaskID
 from rich.text import Text
 
-from shardwise.cluster.jobfiles import Job, kubernetes, slurm
 from shardwise.cluster.signals import noted_signals
 from shardwise.console import progress_bar
-from shardwise.errors import ConfigError, Parser
+from shardwise.errors import ConfigError, ExitCode
+from shardwise.text import Json
 
-HELP = """\
-shardwise launch --processes N [--restarts R] -- train RECIPE [arguments]    on this machine
-shardwise launch --write slurm|k8s [--nodes M] [--processes N] [--to FILE] ... -- train RECIPE [arguments]
-
-  --processes N    processes in all; GPUs are divided among them, --cpu-devices is for each
-  --restarts R     start all of them again, up to R times, when one is lost or stuck (exit code 6) or was asked to stop (75);
-                   gives up sooner when three starts in a row have reached no new checkpoint
-  --write KIND     write a job file instead: slurm or k8s; to FILE, or to the screen
-  --nodes M --gpus G --cpus C --memory 64G --hours H --name NAME --image IMAGE --volume CLAIM    of that job
-"""
-AGAIN = (6, 75)  # exit codes that another start may mend
-TOLD = (1, 2, 3, 4, 5, 7)  # and those that it would not
-PATIENCE = 20.0  # seconds that processes have to end by themselves when one of them has ended with an error
-QUICK = 0.5  # and when one was killed: the others have nothing to save
-
-
-def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns the exit code of the group."""
-    words = list(argv)
-    if "--" not in words:
-        if {"-h", "--help"} & set(words):
-            print(HELP, end="")
-            return 0
-        raise ConfigError(f"after -- comes the command that each process runs.\n{HELP}")
-    at = words.index("--")
-    options, command = _parse(words[:at]), words[at + 1 :]
-    if command[:1] != ["train"]:
-        raise ConfigError(f"only `train` runs on several processes, not '{' '.join(command[:1])}'.")
-    if options.write is not None:
-        return _write(options, command)
-    return Launcher(command, options.processes, options.restarts).run()
-
-
-def _parse(words: list[str]) -> argparse.Namespace:
-    parser = Parser(help_text=HELP, prog="shardwise launch", add_help=False, allow_abbrev=False)
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--restarts", type=int, default=0)
-    parser.add_argument("--write", choices=["slurm", "k8s"])
-    parser.add_argument("--to", type=Path)
-    parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--gpus", type=int, default=0)
-    parser.add_argument("--cpus", type=int, default=0)
-    parser.add_argument("--memory", default="")
-    parser.add_argument("--hours", type=float, default=24.0)
-    parser.add_argument("--name", default="shardwise")
-    parser.add_argument("--image", default="")
-    parser.add_argument("--volume", default="")
-    options = parser.parse_args(words)
-    if options.processes < 1 or options.restarts < 0:
-        raise ConfigError(
-            f"--processes {options.processes} --restarts {options.restarts}: at least 1, and at least 0."
-        )
-    return options
-
-
-def _write(options: argparse.Namespace, command: list[str]) -> int:
-    names = ("nodes", "processes", "gpus", "cpus", "memory", "hours", "name", "image", "volume")
-    job = Job(command=tuple(command), **{name: getattr(options, name) for name in names})
-    text = slurm(job) if options.write == "slurm" else kubernetes(job)
-    if options.to is None:
-        print(text, end="")
-    else:
-        options.to.write_text(text)
-        how = (
-            f"sbatch {options.to}" if options.write == "slurm" else f"kubectl apply -f {options.to}"
-        )
-        print(f"{options.to} is written; start it with: {how}", file=sys.stderr)
-    return 0
+# Exit codes after which another start may succeed.
+RETRIED = (ExitCode.LOST, ExitCode.STOPPED)
+# Exit codes of errors that would occur again.
+FINAL = (
+    ExitCode.FAILURE,
+    ExitCode.CONFIG,
+    ExitCode.DATA,
+    ExitCode.CHECKPOINT,
+    ExitCode.NUMERICS,
+    ExitCode.IN_USE,
+)
+# Give up when this many consecutive starts have reached no new checkpoint.
+MAX_STALLED = 3
+# Seconds that processes have to end by themselves after one has ended with an error,
+PATIENCE = 20.0
+# and after one was killed: then the others have nothing to save.
+SHORT_PATIENCE = 0.5
+# Seconds for which a message is not repeated when another process prints it too.
+REPEAT_AFTER = 30.0
 
 
 @dataclass
 class Launcher:
-    """Starts a group of processes, and starts it again."""
+    """Starts a group of processes, and restarts all of them when one is lost or stuck.
+
+    Attributes:
+        command: the words after `shardwise`, for all processes.
+        processes: the number of processes.
+        restarts: how often to restart them at most.
+        console: where to print.
+        signals: the signals that the launcher has received.
+        starts: for each start the step that it resumed from; None until that is known.
+        total: the number of steps of the run.
+        started: the time of the launch, which names the run directory.
+    """
 
     command: list[str]
     processes: int
     restarts: int
     console: Console = field(default_factory=lambda: Console(stderr=True, highlight=False))
-    signals: list[int] = field(default_factory=list)  # that came for the launcher
-    starts: list[int | None] = field(
-        default_factory=list
-    )  # the step that each start went on from, when it got that far
-    total: int = 0  # steps of the run
+    signals: list[int] = field(default_factory=list)
+    starts: list[int | None] = field(default_factory=list)
+    total: int = 0
     started: str = field(default_factory=lambda: time.strftime("%Y%m%d-%H%M%S"))
 
     def run(self) -> int:
-        with noted_signals() as self.signals:  # passed on to the processes by `_run_once`
+        """Run the processes until they finish, fail, or are stopped.
+
+        Returns:
+            The exit code of the group, as `group_code` defines it.
+        """
+        with noted_signals() as self.signals:
             while True:
                 code = self._run_once()
                 attempt = len(self.starts)
-                if code not in AGAIN or self.signals or attempt > self.restarts:
+                if code not in RETRIED or self.signals or attempt > self.restarts:
                     return code
-                if attempt >= 3 and len(set(self.starts[-3:])) == 1:
-                    where = (
-                        f"step {self.starts[-1]}" if self.starts[-1] is not None else "the start"
-                    )
+                recent = self.starts[-MAX_STALLED:]
+                if len(recent) == MAX_STALLED and len(set(recent)) == 1:
+                    step = self.starts[-1]
+                    place = "the start" if step is None else f"step {step}"
                     self.say(
-                        f"three starts in a row have come to no checkpoint after {where}: giving up."
+                        f"{MAX_STALLED} consecutive starts have reached no checkpoint after "
+                        f"{place}: giving up."
                     )
                     return code
-                stalled = len([s for s in self.starts if s == self.starts[-1]]) - 1
-                pause = min(2.0**stalled, 60.0) if stalled else 0.0
-                when = f"in {pause:.0f} s" if pause else "now"
-                self.say(
-                    f"starting all processes again {when} ({attempt} of {self.restarts} restarts)"
-                )
-                end = time.monotonic() + pause
-                while time.monotonic() < end and not self.signals:
-                    time.sleep(0.1)
+                self._pause(attempt)
                 if self.signals:
                     return code
 
+    def _pause(self, attempt: int) -> None:
+        """Wait before a restart: longer each time if no checkpoint was reached."""
+        stalled = self.starts.count(self.starts[-1]) - 1
+        pause = min(2.0**stalled, 60.0) if stalled else 0.0
+        when = f"in {pause:.0f} s" if pause else "now"
+        self.say(f"restarting all processes {when} (restart {attempt} of {self.restarts})")
+        deadline = time.monotonic() + pause
+        while time.monotonic() < deadline and not self.signals:
+            time.sleep(0.1)
+
     def say(self, text: str) -> None:
+        """Print a line of the launcher itself."""
         self.console.print(Text(f"shardwise launch: {text}"), soft_wrap=True)
 
     def _run_once(self) -> int:
-        """One life of the group; its exit code."""
+        """Start all processes, wait for their end, and return the exit code of the group."""
         self.starts.append(None)
-        heard = len(self.signals)
-        with _Bar(self.console) as bar:
-            children = [
-                self._start(index, port, bar)
-                for port in [free_port()]
-                for index in range(self.processes)
-            ]
-            first_end: float | None = None
-            patience = PATIENCE
-            while any(child.poll() is None for child in children):
-                time.sleep(0.05)
-                for number in self.signals[heard:]:
-                    heard += 1
-                    for child in children:
-                        with suppress(ProcessLookupError):
-                            child.send_signal(number)
-                bad = [code for child in children if (code := child.poll()) not in (None, 0, 75)]
-                if bad and first_end is None:
-                    first_end = time.monotonic()
-                    patience = QUICK if any(code < 0 for code in bad) else PATIENCE
-                    for index, child in enumerate(children):
-                        if (code := child.poll()) is not None and code < 0:
-                            self.say(f"process {index} was ended by {signal.Signals(-code).name}")
-                if first_end is not None and time.monotonic() > first_end + patience:
-                    for child in children:
-                        child.kill()
-            for thread in bar.readers:
+        num_received = len(self.signals)
+        port = free_port()
+        with _Output(self.console) as output:
+            children = [self._start(index, port, output) for index in range(self.processes)]
+            self._supervise(children, num_received)
+            for thread in output.readers:
                 thread.join(timeout=2.0)
         return group_code([child.returncode for child in children])
 
-    def _start(self, index: int, port: int, bar: "_Bar") -> subprocess.Popen[bytes]:
-        where = [
-            "--coordinator",
-            f"127.0.0.1:{port}",
-            "--num-processes",
-            str(self.processes),
-            "--process-id",
-            str(index),
-        ]
-        options = where if self.processes > 1 else []
+    def _supervise(self, children: list[subprocess.Popen[bytes]], num_received: int) -> None:
+        """Wait until all processes have ended; pass on signals, and kill them if one has failed.
+
+        Args:
+            children: the processes.
+            num_received: the number of signals that came before the processes were started.
+        """
+        kill_at = float("inf")
+        while any(child.poll() is None for child in children):
+            time.sleep(0.05)
+            for number in self.signals[num_received:]:
+                num_received += 1
+                for child in children:
+                    with suppress(ProcessLookupError):
+                        child.send_signal(number)
+            codes = [child.poll() for child in children]
+            failed = {
+                i: code
+                for i, code in enumerate(codes)
+                if code not in (None, ExitCode.DONE, ExitCode.STOPPED)
+            }
+            if failed and kill_at == float("inf"):
+                killed = {i: code for i, code in failed.items() if code is not None and code < 0}
+                kill_at = time.monotonic() + (SHORT_PATIENCE if killed else PATIENCE)
+                for index, code in killed.items():
+                    self.say(f"process {index} was ended by {signal.Signals(-code).name}")
+            if time.monotonic() > kill_at:
+                for child in children:
+                    child.kill()
+
+    def _start(self, index: int, port: int, output: "_Output") -> subprocess.Popen[bytes]:
+        """Start one process, and the threads that read its output and its progress."""
+        options: list[str] = []
+        if self.processes > 1:
+            options += ["--coordinator", f"127.0.0.1:{port}"]
+            options += ["--num-processes", str(self.processes), "--process-id", str(index)]
         environment = {
             **os.environ,
             "SHARDWISE_STARTED": self.started,
             "COLUMNS": str(max(self.console.width - 5, 40)),
-            **self._devices(index),
+            **self._visible_devices(index),
         }
         reading, writing = os.pipe()
         if index == 0:
-            environment["SHARDWISE_PROGRESS"] = (
-                f"{writing}:bar" if self.console.is_terminal else str(writing)
-            )
+            # The first process reports its progress here; "bar" asks for every step.
+            suffix = ":bar" if self.console.is_terminal else ""
+            environment["SHARDWISE_PROGRESS"] = f"{writing}{suffix}"
         child = subprocess.Popen(
             [sys.executable, "-m", "shardwise.cli", *options, *self.command],
             stdin=subprocess.DEVNULL,
@@ -200,122 +178,135 @@ class Launcher:
             stderr=subprocess.STDOUT,
             env=environment,
             pass_fds=(writing,),
-            start_new_session=True,  # Ctrl-C reaches the launcher alone, which passes it on once
+            # Ctrl-C reaches only the launcher, which passes it on once.
+            start_new_session=True,
             preexec_fn=end_with_parent,
         )
         os.close(writing)
         assert child.stdout is not None
-        bar.read(child.stdout, lambda line: bar.show(index, line))
-        bar.read(os.fdopen(reading, "rb"), lambda line: self._progress(line, bar))
+        output.read(child.stdout, lambda line: output.show(index, line))
+        output.read(os.fdopen(reading, "rb"), lambda line: self._take_progress(line, output))
         return child
 
-    def _progress(self, line: bytes, bar: "_Bar") -> None:
-        """What the first process tells: where it begins, and how far it is."""
+    def _take_progress(self, line: bytes, output: "_Output") -> None:
+        """Handle a report of the first process: where it starts, and how far it is."""
         with suppress(ValueError, KeyError):
-            told = json.loads(line)
-            if "start" in told:
-                self.starts[-1], self.total = int(told["start"]), int(told["steps"])
-            bar.update(told, self.total)
+            report = json.loads(line)
+            if "start" in report:
+                self.starts[-1] = int(report["start"])
+                self.total = int(report["steps"])
+            output.update(report, self.total)
 
-    def _devices(self, index: int) -> dict[str, str]:
-        """The GPUs of this machine, divided."""
-        if (
-            self.processes == 1
-            or "--cpu-devices" in self.command
-            or os.environ.get("JAX_PLATFORMS") == "cpu"
-        ):
+    def _visible_devices(self, index: int) -> dict[str, str]:
+        """Return the variable that gives a process its share of the GPUs of this machine."""
+        uses_cpu = "--cpu-devices" in self.command or os.environ.get("JAX_PLATFORMS") == "cpu"
+        if self.processes == 1 or uses_cpu:
             return {}
-        given = os.environ.get("CUDA_VISIBLE_DEVICES")
-        gpus = (
-            given.split(",")
-            if given
-            else [str(i) for i, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
-        )
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible:
+            gpus = visible.split(",")
+        else:
+            count = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+            gpus = [str(number) for number in range(count)]
         if len(gpus) % self.processes:
             raise ConfigError(
                 f"{len(gpus)} GPUs cannot be divided among {self.processes} processes."
             )
-        each = len(gpus) // self.processes
-        return (
-            {"CUDA_VISIBLE_DEVICES": ",".join(gpus[index * each : (index + 1) * each])}
-            if each
-            else {}
-        )
+        share = len(gpus) // self.processes
+        if not share:
+            return {}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[index * share : (index + 1) * share])}
 
 
 def free_port() -> int:
-    """One that nobody uses now, on the loopback interface."""
+    """Return a port of the loopback interface that nobody uses now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def group_code(codes: Sequence[int]) -> int:
-    """The exit code of a group: what one of them has told, else 6 for one that was lost, 75 when all were stopped, 0 when all are done."""
-    told = [code for code in codes if code in TOLD]
-    if told:
-        return told[0]
-    if set(codes) <= {0, 75}:
+    """Return the exit code of a group from those of its processes.
+
+    An error that one of them has reported comes first; then 6 if one was lost, 75 if all were
+    stopped, and 0 if all are done.
+
+    Example:
+        >>> group_code([0, 75]), group_code([3, 6]), group_code([-9, 0])
+        (75, 3, 6)
+    """
+    final = [code for code in codes if code in FINAL]
+    if final:
+        return final[0]
+    if set(codes) <= {ExitCode.DONE, ExitCode.STOPPED}:
         return max(codes)
-    return 6
+    return ExitCode.LOST
 
 
-class _Bar:
-    """What the processes print, each line with the number of its process, above one bar of progress."""
+class _Output:
+    """Prints the output of all processes above one progress bar.
+
+    Each line starts with the index of its process. The bar is shown only on a terminal.
+    """
 
     def __init__(self, console: Console):
         self.console = console
-        self.progress = progress_bar(console)
-        self.task: Any = None
         self.readers: list[threading.Thread] = []
-        self._said: dict[bytes, float] = {}
+        self._progress = progress_bar(console)
+        self._task: TaskID | None = None
+        # When each line was last printed.
+        self._printed: dict[bytes, float] = {}
         self._lock = threading.Lock()
 
-    def __enter__(self) -> "_Bar":
+    def __enter__(self) -> "_Output":
         if self.console.is_terminal:
-            self.progress.start()
-            self.task = self.progress.add_task("starting", total=None, status="")
+            self._progress.start()
+            self._task = self._progress.add_task("starting", total=None, status="")
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        if self.task is not None:
-            self.progress.stop()
+    def __exit__(self, *_: object) -> None:
+        if self._task is not None:
+            self._progress.stop()
 
-    def read(self, stream: Any, take: Any) -> None:
+    def read(self, stream: IO[bytes], handle: Callable[[bytes], None]) -> None:
+        """Call `handle` for each line of a stream, in a new thread."""
+
         def work() -> None:
             with stream:
                 for line in stream:
-                    take(line)
+                    handle(line)
 
         self.readers.append(threading.Thread(target=work, daemon=True))
         self.readers[-1].start()
 
     def show(self, index: int, line: bytes) -> None:
+        """Print a line of a process, unless another process has just printed the same message."""
         with self._lock:
             now = time.monotonic()
-            if not line.strip() or (
-                line.startswith(b"shardwise: ") and now - self._said.get(line, -60.0) < 30
-            ):
-                return  # the same words from another process
-            self._said[line] = now
-            text = Text(f"[{index}] ", style="dim") + Text.from_ansi(
-                line.decode(errors="replace").rstrip("\n")
+            is_repeated = (
+                line.startswith(b"shardwise: ")
+                and now - self._printed.get(line, -2 * REPEAT_AFTER) < REPEAT_AFTER
             )
-            self.console.print(text, soft_wrap=True)
+            if is_repeated or not line.strip():
+                return
+            self._printed[line] = now
+            text = Text.from_ansi(line.decode(errors="replace").rstrip("\n"))
+            self.console.print(Text(f"[{index}] ", style="dim") + text, soft_wrap=True)
 
-    def update(self, told: dict[str, Any], total: int) -> None:
-        if self.task is not None:
-            step = told.get("step", told.get("start"))
-            self.progress.update(
-                self.task,
+    def update(self, report: Json, total: int) -> None:
+        """Move the bar to the step of a progress report."""
+        if self._task is not None:
+            self._progress.update(
+                self._task,
                 description="training",
                 total=total,
-                completed=step,
-                status=told.get("text", ""),
+                completed=report.get("step", report.get("start")),
+                status=report.get("text", ""),
             )
 
 
 def end_with_parent() -> None:
-    """In the child: when the launcher dies, however that comes, it is asked to stop. Linux only."""
+    """Ask the kernel to send SIGTERM to this process when its parent dies. Linux only."""
+    set_parent_death_signal = 1
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)

@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TypeAlias
 
-from shardwise.errors import Stopped
+from shardwise.errors import ExitCode
 
-# EX_TEMPFAIL: a scheduler must not mistake an unfinished run for a finished one.
-EXIT_STOPPED = Stopped.exit_code
+EXIT_STOPPED = ExitCode.STOPPED
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
@@ -51,7 +50,7 @@ class Stop:
         if self.may_exit and (self.at_once or self.requested):
             if self.at_once:
                 text = self.last_words
-                code = int(EXIT_STOPPED)
+                code = int(ExitCode.STOPPED)
             else:
                 text = "stopped at once by a second signal; earlier checkpoints are intact."
                 code = 128 + number

@@ -1,8 +1,8 @@
-"""Watches over the processes of a run: all stop and save at the same step, a lost one is named, a stuck one ends them all.
+"""Watches over the processes of a run.
 
-Every process says twice a second how far it is, and hears what is asked of it. Being stuck is judged by what is done, not by
-the clock alone: only those who are furthest behind can be, and in a phase whose length nobody knows (compiling, loading, saving,
-evaluating) only one that neither computes nor reads nor writes.
+All processes stop and save at the same step, a lost process is named, and a stuck one ends them
+all. Every process publishes its progress twice per second and reads what is asked of it. See
+README.md in this directory for the whole picture.
 """
 
 import faulthandler
@@ -15,24 +15,60 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import NamedTuple, NoReturn
 
-from shardwise.cluster.group import HEARTBEAT_TIMEOUT as HEARTBEAT
-from shardwise.cluster.group import ProcessGroup, split_address, wait_for
+from shardwise.cluster.agreement import STOP, Agreement
+from shardwise.cluster.group import HEARTBEAT_TIMEOUT, ProcessGroup, split_address, wait_for
 from shardwise.cluster.signals import Stop, on_abort, print_last_words
-from shardwise.errors import LostError, ShardwiseError, Stopped
+from shardwise.cluster.stuck import BEAT, Beat, Progress, StuckDetector
+from shardwise.errors import ExitCode, ShardwiseError
 from shardwise.files.failpoints import fail_point
+from shardwise.rundir.phases import Phase
+from shardwise.text import Json
 
-BEAT = 0.5  # seconds
-LIMIT = 300.0  # seconds without progress, or ten times the longest step if that is more
-FIRST_STEP = "first step"
-NUMBERS = itertools.count()  # of the watches of this process; the same in all
-GONE = "lost: killed, stopped or cut off. The same command resumes."
+# Seconds without progress after which several processes count as stuck, by default.
+DEFAULT_LIMIT = 300.0
+# Numbers the watches of this process; all processes create them in the same order.
+NUMBERS = itertools.count()
+LOST = "lost: killed, suspended or disconnected. The same command resumes."
+
+
+class _Departure(NamedTuple):
+    """How a process has ended."""
+
+    code: int
+    reason: str
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether the others must end too, with the same code."""
+        return self.code not in (ExitCode.DONE, ExitCode.STOPPED)
 
 
 class Watch:
-    """What `fit` tells of its progress, and asks. Alone, without a limit, nothing runs in the background."""
+    """Receives the progress of a run, and answers whether to stop or save.
+
+    Use it as a context manager around the run. A single process without a limit has no background
+    thread.
+
+    Args:
+        group: the processes of the run.
+        stop: set by signals.
+        limit: seconds without progress after which the run ends with exit code 6; 0 means never.
+            None means 300 for several processes and never for one.
+        began: when the process started, on the monotonic clock; now if None.
+
+    Attributes:
+        group: the processes of the run, with keys of this watch.
+        stop: the `Stop` from the arguments.
+        folder: the run directory, where the stacks of stuck processes are written. None writes
+            them to stderr.
+        code: the exit code of this process, once it is known.
+        start: `(phase, time)` of each phase up to the first step, on the monotonic clock.
+    """
 
     def __init__(
         self,
@@ -41,358 +77,326 @@ class Watch:
         limit: float | None = None,
         began: float | None = None,
     ):
-        self.group, self.stop = group.within(f"watch{next(NUMBERS)}"), stop
-        self.limit = limit if limit is not None else (LIMIT if group.count > 1 else 0.0)
-        self.folder: Path | None = None  # the run directory, where stacks are written
-        self.code: int | None = None  # what this process ends with, when that is known
-        self._count = 0  # of phases and ticks: the same sequence in all processes
-        self._phase, self._is_quick = "starting", False
-        self._moved = self._heard = self._began = time.monotonic()
-        self.start: list[tuple[str, float]] = [
-            ("importing", self._began if began is None else began)
-        ]  # phases up to the first step
-        self._rounds, self._is_asking = 0, False  # of questions who lives
-        self._longest = 0.0  # tick to tick
-        self._used = (0.0, 0)
-        self._asked: set[str] = set()
-        self._gates: dict[str, int] = {}  # not to be passed before it is agreed where
-        self._agreed: dict[str, int] = {}
-        self._moving = threading.Lock()
-        self._hurry = threading.Event()
-        self._looks_since_left = 0
+        if limit is None:
+            limit = DEFAULT_LIMIT if group.count > 1 else 0.0
+        self.group = group.within(f"watch{next(NUMBERS)}")
+        self.stop = stop
+        self.folder: Path | None = None
+        self.code: int | None = None
+        self.agreement = Agreement(self.group)
+        self.progress = Progress(limit)
+        self.detector = StuckDetector(self.group, limit)
+        now = time.monotonic()
+        self.start: list[tuple[str, float]] = [(Phase.IMPORTING, now if began is None else began)]
+        # When the coordinator last answered.
+        self._answered = now
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._lock = threading.Lock()
-        self._seen: dict[
-            int, tuple[Any, float]
-        ] = {}  # the last beat of each process, and when it came
-        self._behind, self._waited_since = (
-            -1,
-            -float("inf"),
-        )  # the least count of all, and when it rose to that
+        self._end_lock = threading.Lock()
+        # Looks since a process has failed: this one may be about to report the same itself.
+        self._looks_since_failure = 0
+        # Rounds of asking the coordinator which processes are alive.
+        self._rounds = 0
+        self._is_asking = False
 
-    # What the run tells
+    # Called by the run, on the main thread.
 
     def phase(self, text: str) -> None:
-        """What is done now takes as long as it takes. All processes call it in the same order."""
-        self._move(text, is_quick=False)
-        if self.start[-1][0] != FIRST_STEP:
-            self.start.append((FIRST_STEP if text.startswith("step ") else text, self._moved))
+        """Enter a phase of unknown length. All processes must call it in the same order."""
+        self.agreement.advance()
+        self.progress.enter(text, is_step=False)
+        if self.start[-1][0] != Phase.FIRST_STEP:
+            name = Phase.FIRST_STEP if Phase.of(text) is Phase.STEP else text
+            self.start.append((name, self.progress.moved))
 
     def tick(self, text: str) -> None:
-        """A step has begun, and takes about as long as the others. All processes call it in the same order."""
-        if self._is_quick:
-            self._longest = max(self._longest, time.monotonic() - self._moved)
-        self._move(text, is_quick=True)
+        """Enter a step, which takes about as long as the others do.
 
-    def _move(self, text: str, is_quick: bool) -> None:
-        with self._moving:
-            self._count += 1
-        self._phase, self._is_quick, self._moved = text, is_quick, time.monotonic()
-
-    # What it asks
+        All processes must call it in the same order.
+        """
+        self.agreement.advance()
+        self.progress.enter(text, is_step=True)
 
     def ask(self, what: str) -> None:
-        """That all do `what`, "stop" or "save", at the same point: the first that none of them can have passed."""
-        name = what if what == "stop" else f"{what}{self._count}"
-        self._asked.add(name)
-        if self.group.count == 1:
-            self._agreed.setdefault(name, self._count)
-        else:
-            self.group.put(f"ask/{name}", 1)
-            self._hurry.set()
+        """Ask that all processes "stop" or "save" at the same point. Does not block."""
+        self.agreement.request(what)
 
     def is_stopping(self) -> bool:
-        """Whether all stop here."""
+        """Return whether all processes stop here. May wait briefly for an agreement."""
         if self.stop.requested and self.group.count == 1:
-            self.ask("stop")
-        self._wait_for_agreement()
-        return self._agreed.get("stop", self._count + 1) <= self._count
+            self.ask(STOP)
+        return self.agreement.is_stopping()
 
     def takes_save(self) -> bool:
-        """Whether all save here although no step says so."""
-        self._wait_for_agreement()
-        due = [
-            name
-            for name, at in self._agreed.items()
-            if name.startswith("save") and at <= self._count
-        ]
-        for name in due:
-            self._agreed[name] = sys.maxsize
-        return bool(due)
+        """Return whether all processes save here because one asked for it.
 
-    def _wait_for_agreement(self) -> None:
-        """At the gate. It is short: the background agrees, whatever the processes are at."""
-        wait_for(
-            lambda: all(
-                name in self._agreed or self._count < gate
-                for name, gate in list(self._gates.items())
-            )
-        )
+        May wait briefly for an agreement. Returns True once per request.
+        """
+        return self.agreement.takes_save()
 
-    def _agree(self) -> bool:
-        """In the background: each process says where it is and promises to wait at the next point; the furthest decides.
-        Whether nothing is left to be agreed."""
-        self._asked |= self.group.read("ask").keys()
-        for name in self._asked - self._gates.keys():
-            with self._moving:
-                here = self._count
-                self._gates[name] = here + 1
-            self.group.put(f"at/{name}/{self.group.index}", here)
-        for name in self._gates.keys() - self._agreed.keys():
-            places = self.group.read(f"at/{name}")
-            if len(places) == self.group.count:
-                self._agreed[name] = max(places.values()) + 1
-        return self._gates.keys() <= self._agreed.keys()
-
-    # The background
+    # Beginning and end.
 
     def __enter__(self) -> "Watch":
+        """Start the background threads."""
         if self.group.count > 1:
             self._answer_aborts()
-            self.stop.before_exit.append(lambda: self.leave(Stopped.exit_code))
-            self._start(self._guard, "guard")
-        if self.limit or self.group.count > 1:
-            self._start(self._watch, "watch")
+            self.stop.before_exit.append(lambda: self.leave(ExitCode.STOPPED))
+            self._start_thread(self._guard, "guard")
+        if self.progress.limit or self.group.count > 1:
+            self._start_thread(self._watch, "watch")
         return self
 
-    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
-        """All leave together: in order, or because of what one of them tells."""
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Leave together with the others: in order, or because one of them has failed."""
         if self.group.count == 1:
             self._closing.set()
-            return
-        if error is None:
-            fail_point("end")
-            self.phase("waiting for all to end")
-            self.group.put(f"end/{self.group.index}", None)
-            wait_for(
-                lambda: (
-                    len(self.group.read("end").keys() | self.group.read("left").keys())
-                    == self.group.count
-                )
-            )
-            self.leave(0)
-            for thread in self._threads:  # none of them should meet the end of Python inside JAX
-                thread.join(timeout=2 * BEAT)
-            return
-        if isinstance(error, ShardwiseError):
-            self.leave(error.exit_code, str(error))
-            with suppress(Exception):  # the coordinator is gone
-                if not self.group.is_first and wait_for(
-                    lambda: self.left().get(0) == (error.exit_code, str(error)), 2 * BEAT
-                ):
-                    os._exit(error.exit_code)  # the first process says the same
-            return
-        if not isinstance(error, KeyboardInterrupt | SystemExit):
-            time.sleep(
-                HEARTBEAT + 6 * BEAT
-            )  # it may follow from the loss of another process: then that is told, and this is the end
-        self.leave(
-            1 if not isinstance(error, SystemExit) else int(error.code or 0),
-            f"{type(error).__name__}: {error}",
-        )
+        elif error is None:
+            self._leave_together()
+        elif isinstance(error, ShardwiseError):
+            self._leave_with(error)
+        else:
+            # The error may follow from the loss of another process. If so, the watch reports that
+            # loss and ends this process during the wait.
+            if not isinstance(error, KeyboardInterrupt | SystemExit):
+                time.sleep(HEARTBEAT_TIMEOUT + 6 * BEAT)
+            self.leave(_exit_code(error), f"{type(error).__name__}: {error}")
 
-    def _start(self, target: Callable[[], None], name: str) -> None:
-        self._threads.append(threading.Thread(target=target, daemon=True, name=f"shardwise-{name}"))
-        self._threads[-1].start()
+    def _leave_together(self) -> None:
+        """Wait until all processes have come to the end, then leave."""
+        fail_point("end")
+        self.phase(Phase.WAITING_TO_END)
+        self.group.put(f"end/{self.group.index}", None)
+        wait_for(
+            lambda: (
+                len(self.group.read("end").keys() | self.group.read("left").keys())
+                == self.group.count
+            )
+        )
+        self.leave(ExitCode.DONE)
+        # No thread should be inside JAX when Python shuts down.
+        for thread in self._threads:
+            thread.join(timeout=2 * BEAT)
+
+    def _leave_with(self, error: ShardwiseError) -> None:
+        """Leave because of an error that the caller will print.
+
+        If the first process has the same error, this one exits here without printing it again.
+        """
+        departure = _Departure(error.exit_code, str(error))
+        self.leave(departure.code, departure.reason)
+        # Reading fails if the coordinator is gone.
+        with suppress(Exception):
+            if not self.group.is_first and wait_for(
+                lambda: self.left().get(0) == departure, 2 * BEAT
+            ):
+                os._exit(departure.code)
+
+    def _start_thread(self, target: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=target, daemon=True, name=f"shardwise-{name}")
+        self._threads.append(thread)
+        thread.start()
+
+    # The background thread that publishes progress and reads what the others publish.
 
     def _watch(self) -> None:
-        looked, is_agreed = 0.0, True
+        looked = 0.0
+        is_agreed = True
         while not self._closing.is_set():
-            self._hurry.wait(BEAT if is_agreed else BEAT / 20)
-            self._hurry.clear()
+            self.agreement.wake_up.wait(BEAT if is_agreed else BEAT / 20)
+            self.agreement.wake_up.clear()
             try:
-                is_agreed = self.group.count == 1 or self._agree()
+                is_agreed = self.group.count == 1 or self.agreement.agree()
                 if time.monotonic() - looked >= BEAT:
                     looked = time.monotonic()
                     self._look()
             except Exception:
                 if self.group.count == 1:
                     raise
-                continue  # the coordinator is gone, perhaps; the guard tells
+                # The coordinator may be gone; `_guard` reports that.
+                continue
 
     def _look(self) -> None:
-        mine = self._beat()
-        self.group.put(f"beat/{self.group.index}", mine)
-        beats = (
-            {int(i): beat for i, beat in self.group.read("beat").items()}
-            if self.group.index < 2
-            else {}
-        )
+        """Publish a beat, read the news, and act on them."""
+        mine = self.progress.beat(self.agreement.count)
+        self.group.put(f"beat/{self.group.index}", asdict(mine))
+        beats = {self.group.index: mine}
+        # Two processes judge, so that one of them is left if the other is stuck or lost.
+        if self.group.index < 2:
+            for index, beat in self.group.read("beat").items():
+                beats[int(index)] = Beat(**beat)
         news = self.group.read("news")
         left = self.left()
-        self._heard = time.monotonic()
-        text = self._judge(beats or {self.group.index: mine})
-        if self.stop.requested and "stop" not in self._asked and self.group.count > 1:
-            self.ask("stop")
-        if "stop" in self._asked and not self.stop.requested:
+        self._answered = time.monotonic()
+        verdict = self.detector.judge(beats)
+        self._pass_on_stop()
+        self._follow_failures(left)
+        self._check_alive(news, left)
+        self._end_if_stuck(news, verdict)
+
+    def _pass_on_stop(self) -> None:
+        """Tell the others about a signal to this process, or this process about theirs."""
+        if self.stop.requested and not self.agreement.is_stop_requested and self.group.count > 1:
+            self.ask(STOP)
+        if self.agreement.is_stop_requested and not self.stop.requested:
+            # The first process prints the message.
             if not self.group.is_first:
-                self.stop.last_words = ""  # the first process says it
+                self.stop.last_words = ""
             self.stop.take(signal.SIGTERM)
-        self._looks_since_left += any(
-            code and code != Stopped.exit_code for code, _ in left.values()
-        )
-        for index, (code, words) in left.items():
-            if (
-                code and code != Stopped.exit_code and self._looks_since_left > 3
-            ):  # this process may be about to say the same
-                self.end(
-                    code, f"{self.group.name(index)} ended: {words}" if self.group.is_first else ""
-                )
+
+    def _follow_failures(self, left: dict[int, _Departure]) -> None:
+        """End this process if another one has failed."""
+        failures = {index: departure for index, departure in left.items() if departure.is_failure}
+        self._looks_since_failure += bool(failures)
+        for index, departure in failures.items():
+            if self._looks_since_failure > 3:
+                text = f"{self.group.name(index)} ended: {departure.reason}"
+                self.end(departure.code, text if self.group.is_first else "")
+
+    def _check_alive(self, news: Json, left: dict[int, _Departure]) -> None:
+        """Find out whether a silent process is dead or only busy.
+
+        The coordinator knows, but it answers only when all living processes have asked. A note
+        under "news" therefore starts a round in which all of them ask.
+        """
         rounds = sum(name.startswith("lives") for name in news)
         if self._rounds < rounds:
-            self._rounds, self._is_asking = rounds, True
-            self._start(self._ask_lives, "lives")
+            self._rounds = rounds
+            self._is_asking = True
+            self._start_thread(self._ask_who_lives, "lives")
         if self.group.index < 2 and self.group.count > 1:
-            self._suspect(left, rounds)
+            silent = [
+                index
+                for index in range(self.group.count)
+                if index not in left and self.detector.seconds_since_beat(index) > 4 * BEAT
+            ]
+            if silent and self._rounds == rounds and not self._is_asking:
+                self.group.put(f"news/lives{rounds}", 1)
+
+    def _end_if_stuck(self, news: Json, verdict: str) -> None:
+        """End this process if one of them has judged that the run is stuck."""
         if "stuck" in news:
             self._write_stacks()
-            self.end(LostError.exit_code, news["stuck"])
-        if text:
-            self.group.put("news/stuck", text)
+            self.end(ExitCode.LOST, news["stuck"])
+        if verdict:
+            self.group.put("news/stuck", verdict)
             if self.group.count == 1:
                 self._write_stacks()
-                self.end(LostError.exit_code, text)
-
-    def _beat(self) -> dict[str, Any]:
-        """How far this process is, and for how long it has done nothing."""
-        used = (time.process_time(), _bytes_moved())
-        if not self._is_quick and (
-            used[0] - self._used[0] > 0.1 * BEAT or used[1] - self._used[1] > 2**16
-        ):
-            self._moved = time.monotonic()
-        self._used = used
-        limit = max(self.limit, 10 * self._longest) if self._is_quick else self.limit
-        return {
-            "count": self._count,
-            "phase": self._phase,
-            "idle": time.monotonic() - self._moved,
-            "limit": limit,
-        }
-
-    def _judge(self, beats: dict[int, Any]) -> str:
-        """Who is stuck, in words; "" if nobody is."""
-        now = time.monotonic()
-        for index, beat in beats.items():
-            if index not in self._seen or self._seen[index][0] != beat:
-                self._seen[index] = (beat, now)
-        behind = min(beat["count"] for beat in beats.values())
-        last = {index: beat for index, beat in beats.items() if beat["count"] == behind}
-        if (
-            behind != self._behind
-        ):  # whoever has waited for others falls behind only when they have passed it
-            self._behind, self._waited_since = behind, now if self._behind >= 0 else -float("inf")
-        idle = {
-            index: min(beat["idle"] + now - self._seen[index][1], now - self._waited_since)
-            for index, beat in last.items()
-        }
-        if (
-            not self.limit
-            or len(beats) < self.group.count
-            or not all(idle[index] > beat["limit"] for index, beat in last.items())
-        ):
-            return ""
-        seconds, phase = min(idle.values()), next(iter(last.values()))["phase"]
-        if self.group.count == 1:
-            who = "the run is stuck"
-        elif len(last) == self.group.count:
-            who = "all processes are stuck"
-        else:
-            who = " and ".join(map(self.group.name, last)) + (
-                " is stuck" if len(last) == 1 else " are stuck"
-            )
-        return f"{who}: {phase}, without progress for {seconds:.0f} s (--watchdog). The same command resumes."
+                self.end(ExitCode.LOST, verdict)
 
     def _write_stacks(self) -> None:
-        """Of all threads of this process."""
+        """Write the stacks of all threads of this process."""
         if self.folder is None:
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
             return
         folder = self.folder / "stacks"
         folder.mkdir(mode=0o700, exist_ok=True)
         with (folder / f"process-{self.group.index}.txt").open("w") as file:
-            file.write(f"{time.ctime()}: {self._phase}\n")
+            file.write(f"{time.ctime()}: {self.progress.phase}\n")
             faulthandler.dump_traceback(file=file, all_threads=True)
 
-    def _suspect(self, left: dict[int, tuple[int, str]], rounds: int) -> None:
-        """Who has not been heard for a while may be dead, or only busy: then the coordinator is asked, by all who live."""
-        now = time.monotonic()
-        silent = [
-            i
-            for i in range(self.group.count)
-            if i not in left and now - self._seen.get(i, (None, self._began))[1] > 4 * BEAT
-        ]
-        if silent and self._rounds == rounds and not self._is_asking:
-            self.group.put(f"news/lives{rounds}", 1)
+    def _ask_who_lives(self) -> None:
+        """Ask the coordinator which processes send heartbeats, and end if one does not.
 
-    def _ask_lives(self) -> None:
-        """JAX's coordinator knows who sends heartbeats; these come from C++ and need no Python. It answers when all who live have asked."""
+        Heartbeats are sent by C++ code, so a process that is busy in Python still sends them.
+        """
+        assert self.group.client is not None
         everyone = list(range(self.group.count))
         try:
-            lost = (
-                set(everyone) - set(self.group.client.get_live_nodes(everyone)) - self.left().keys()
-            )
+            alive = self.group.client.get_live_nodes(everyone)
+            lost = sorted(set(everyone) - set(alive) - self.left().keys())
         except Exception:
-            lost = set()  # the guard tells
+            # The coordinator is gone; `_guard` reports that.
+            lost = []
         self._is_asking = False
         if lost and not self._closing.is_set():
-            names = " and ".join(self.group.name(index) for index in sorted(lost))
-            self.end(
-                LostError.exit_code,
-                f"{names} {'is' if len(lost) == 1 else 'are'} {GONE}",
-                lost=len(lost),
-            )
+            names = " and ".join(map(self.group.name, lost))
+            verb = "is" if len(lost) == 1 else "are"
+            self.end(ExitCode.LOST, f"{names} {verb} {LOST}", lost=len(lost))
+
+    # The loss of the coordinator.
 
     def _guard(self) -> None:
-        """Tells when the coordinator does not answer. Counts its own turns: a process that was not let run has not waited."""
+        """End this process if the coordinator does not answer.
+
+        Counts its own turns instead of reading the clock: a process that was suspended has not
+        waited for an answer.
+        """
         turns = 0
         while not self._closing.wait(BEAT):
-            turns = 0 if time.monotonic() - self._heard < 3 * BEAT else turns + 1
-            if turns * BEAT > HEARTBEAT:
-                self._lost_coordinator()
+            has_answered = time.monotonic() - self._answered < 3 * BEAT
+            turns = 0 if has_answered else turns + 1
+            if turns * BEAT > HEARTBEAT_TIMEOUT:
+                self._end_without_coordinator()
 
-    def _lost_coordinator(self) -> None:
-        where = f"{self.group.name(0)}, which coordinates the run at {self.group.coordinator},"
-        self.end(LostError.exit_code, f"{where} is {GONE}", tell=False)
+    def _end_without_coordinator(self) -> NoReturn:
+        name = f"{self.group.name(0)}, which coordinates the run at {self.group.coordinator},"
+        self.end(ExitCode.LOST, f"{name} is {LOST}", tell=False)
 
     def _answer_aborts(self) -> None:
-        """JAX aborts a process whose coordinator is gone, from C++, with a dump. That is no crash: it is told in a line."""
+        """Report the loss of the coordinator in one line instead of a crash.
+
+        JAX aborts a process whose coordinator is gone, from C++, with a stack dump.
+        """
 
         def answer() -> None:
             if self.code is not None:
                 os._exit(self.code)
-            if not self.group.is_first and not _answers(self.group.coordinator):
-                self._lost_coordinator()
-            time.sleep(0.2)  # a crash, then: until what C++ has printed is out
+            if not self.group.is_first and not _is_listening(self.group.coordinator):
+                self._end_without_coordinator()
+            # This is a real crash. Give the output of the C++ code time to appear.
+            time.sleep(0.2)
 
         on_abort(answer)
 
-    # The end
+    # Leaving.
 
-    def left(self) -> dict[int, tuple[int, str]]:
-        """Those who have ended: (exit code, why)."""
-        return {int(index): (code, text) for index, (code, text) in self.group.read("left").items()}
+    def left(self) -> dict[int, _Departure]:
+        """Return the processes that have ended, with exit code and reason."""
+        entries = self.group.read("left").items()
+        return {int(index): _Departure(code, reason) for index, (code, reason) in entries}
 
     def leave(self, code: int, text: str = "", lost: int = 0) -> None:
-        """Tells the others, of whom so many are lost. The first process is the coordinator, too, and lets them go before."""
+        """Tell the others that this process ends.
+
+        The first process also hosts the coordinator, so it waits until the others have left, for
+        a limited time.
+
+        Args:
+            code: the exit code of this process.
+            text: why it ends.
+            lost: how many of the others are lost and will not leave.
+        """
         self.code = code
         self._closing.set()
         try:
             self.group.put(f"left/{self.group.index}", [code, text])
-            if code == Stopped.exit_code:
+            if code == ExitCode.STOPPED:
                 self.group.put("ask/stop", 1)
             if self.group.is_first:
                 wait_for(
                     lambda: len(self.left()) >= self.group.count - lost,
-                    8 * BEAT if code else HEARTBEAT,
+                    8 * BEAT if code else HEARTBEAT_TIMEOUT,
                 )
                 time.sleep(0.1)
         except Exception:
-            return  # there is nobody to tell
+            # The coordinator is gone, so there is nobody to tell.
+            return
 
-    def end(self, code: int, text: str, tell: bool = True, lost: int = 0) -> None:
-        """Ends this process now, whatever its other threads are at."""
-        with self._lock:
+    def end(self, code: int, text: str, tell: bool = True, lost: int = 0) -> NoReturn:
+        """End this process now, whatever its other threads are doing.
+
+        Args:
+            code: the exit code.
+            text: printed to stderr, unless empty.
+            tell: whether to tell the other processes.
+            lost: how many of the others are lost.
+        """
+        with self._end_lock:
             self.code = code
             print_last_words(text)
             if tell:
@@ -400,18 +404,19 @@ class Watch:
             os._exit(code)
 
 
-def _bytes_moved() -> int:
-    """Read and written by this process so far, where the system tells."""
-    try:
-        lines = Path("/proc/self/io").read_text().split()
-        return int(lines[1]) + int(lines[3])
-    except (OSError, IndexError, ValueError):
-        return 0
+def _exit_code(error: BaseException) -> int:
+    """Return the exit code of a process that ends with this exception."""
+    if not isinstance(error, SystemExit):
+        return ExitCode.FAILURE
+    if isinstance(error.code, int):
+        return error.code
+    return ExitCode.DONE if error.code is None else ExitCode.FAILURE
 
 
-def _answers(address: str) -> bool:
+def _is_listening(address: str) -> bool:
+    """Return whether somebody accepts connections at "host:port"."""
     try:
         socket.create_connection(split_address(address), timeout=1.0).close()
-        return True
     except OSError:
         return False
+    return True

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from shardwise.errors import Stopped
+from shardwise.errors import ExitCode
 from shardwise.trackers.base import PROJECT, Record, TrackedRun
 
 # Limits of MLflow: metrics and parameters in one call, characters of a parameter.
@@ -77,7 +77,7 @@ class MLflow:
 
     def finish(self, exit_code: int) -> None:
         """Set the final status of the run."""
-        statuses = {0: "FINISHED", int(Stopped.exit_code): "KILLED"}
+        statuses: dict[int, str] = {ExitCode.DONE: "FINISHED", ExitCode.STOPPED: "KILLED"}
         self._client.set_terminated(self._id, statuses.get(exit_code, "FAILED"))
 
 

@@ -1,4 +1,4 @@
-"""The job files are read by the tools of their clusters: bash for the script, YAML and Kubernetes' published schema for the objects."""
+"""Bash, YAML and the published schema of Kubernetes read the job files."""
 
 import math
 import os
@@ -60,16 +60,16 @@ NASTY = [
 
 
 def options_of(script):
-    """What `sbatch` reads from the head of the script."""
+    """Return the options that `sbatch` reads at the top of the script."""
     return dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?", script, re.M))
 
 
 @pytest.mark.parametrize("job", [SMALL, LARGE])
-def test_bash_can_read_the_script_for_slurm(job):
+def test_bash_can_parse_the_slurm_script(job):
     subprocess.run(["bash", "-n"], input=slurm(job), text=True, check=True, capture_output=True)
 
 
-def test_slurm_is_asked_for_what_the_job_says():
+def test_sbatch_options_match_the_job():
     assert options_of(slurm(LARGE)) == {
         "job-name": "gpt2",
         "nodes": "2",
@@ -89,10 +89,15 @@ def test_slurm_is_asked_for_what_the_job_says():
 
 @pytest.fixture
 def cluster(tmp_path):
-    """`cluster(code, restarts)`: runs the script where `srun` ends with that code; what came out, and what was called."""
+    """Return a function that runs the script with an `srun` that exits with a given code.
+
+    `cluster(code, restarts)` returns the finished script and the calls to `srun` and `scontrol`.
+    """
     for name in ("srun", "scontrol"):
         (tmp_path / name).write_text(
-            f'#!/bin/bash\necho {name} "$@" >> {tmp_path}/called\n[ {name} = scontrol ] || exit $CODE\n'
+            "#!/bin/bash\n"
+            f'echo {name} "$@" >> {tmp_path}/called\n'
+            f"[ {name} = scontrol ] || exit $CODE\n"
         )
         (tmp_path / name).chmod(0o755)
 
@@ -104,11 +109,11 @@ def cluster(tmp_path):
             "CODE": str(code),
             "SLURM_JOB_ID": "7",
         }
-        count = (
-            {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
-        )  # Slurm sets it from the first restart on
+        # Slurm sets the variable from the first restart on.
+        if restarts:
+            environment["SLURM_RESTART_COUNT"] = str(restarts)
         ended = subprocess.run(
-            ["bash"], input=slurm(job), text=True, capture_output=True, env=environment | count
+            ["bash"], input=slurm(job), text=True, capture_output=True, env=environment
         )
         assert ended.stderr == ""
         return ended, (tmp_path / "called").read_text().splitlines()
@@ -117,7 +122,7 @@ def cluster(tmp_path):
 
 
 @pytest.mark.parametrize("code", [6, 75, 134, 137, 139, 143])
-def test_a_stopped_or_lost_start_is_followed_by_another(cluster, code):
+def test_a_stopped_or_lost_start_is_requeued(cluster, code):
     ended, called = cluster(code)
     assert called[1:] == ["scontrol requeue 7"]
     assert ended.returncode == code
@@ -125,20 +130,20 @@ def test_a_stopped_or_lost_start_is_followed_by_another(cluster, code):
 
 
 @pytest.mark.parametrize("code", [1, 2, 3, 4, 5, 7, 126, 127, 253])
-def test_a_mistake_that_would_come_again_ends_the_job_with_its_code(cluster, code):
+def test_an_error_that_would_occur_again_ends_the_job_with_its_code(cluster, code):
     ended, called = cluster(code)
     assert len(called) == 1, "only srun"
     assert ended.returncode == code
-    assert "would come again" in ended.stdout
+    assert "would occur again" in ended.stdout
 
 
-def test_a_run_that_is_done_is_done(cluster):
+def test_a_finished_run_is_not_requeued(cluster):
     ended, called = cluster(0)
     assert len(called) == 1
     assert ended.returncode == 0
 
 
-def test_restarts_have_an_end(cluster):
+def test_restarts_are_limited(cluster):
     job = replace(SMALL, restarts=3)
     _, called = cluster(75, 2, job)
     assert called[0].endswith("shardwise train recipe.py --out runs/a")
@@ -146,10 +151,10 @@ def test_restarts_have_an_end(cluster):
     ended, called = cluster(75, 3, job)
     assert len(called) == 1
     assert ended.returncode == 75
-    assert "3 times" in ended.stdout
+    assert "after 3 restarts" in ended.stdout
 
 
-def test_the_cache_of_compiled_programs_is_for_its_owner_alone(cluster, tmp_path):
+def test_the_compilation_cache_is_private(cluster, tmp_path):
     cluster(0)
     assert (tmp_path / ".cache/shardwise/jax").stat().st_mode & 0o777 == 0o700
 
@@ -157,9 +162,10 @@ def test_the_cache_of_compiled_programs_is_for_its_owner_alone(cluster, tmp_path
 @settings(max_examples=50)
 @given(WORDS)
 @example(NASTY)
-def test_the_words_of_the_command_survive_bash(words):
+def test_arguments_survive_bash(words):
     script = slurm(replace(SMALL, command=(*SMALL.command, *words)))
-    start, end = script.index("  shardwise train") + len("  shardwise "), script.index("\ncode=$?")
+    start = script.index("  shardwise train") + len("  shardwise ")
+    end = script.index("\n# The highest exit code")
     ended = subprocess.run(
         ["bash"],
         input=f"printf '%s\\0' {script[start:end]}".encode(),
@@ -178,7 +184,7 @@ def container_of(text):
 
 
 def expanded(word, variables):
-    """What Kubernetes makes of a word: $(NAME) is put in where it is known, $$ is $."""
+    """Expand a word as Kubernetes does: $(NAME) if it is known, and $$ to $."""
     return re.sub(
         r"\$\$|\$\(([^)]*)\)",
         lambda found: "$" if found[0] == "$$" else variables.get(found[1], found[0]),
@@ -188,21 +194,21 @@ def expanded(word, variables):
 
 @pytest.mark.parametrize("version", ["1.31", "1.33", kubernetes_validate.latest_version()])
 @pytest.mark.parametrize("job", [SMALL, LARGE])
-def test_kubernetes_schema_takes_every_object(job, version):
+def test_the_kubernetes_schema_accepts_every_object(job, version):
     found = list(yaml.safe_load_all(kubernetes(job)))
     assert [one["kind"] for one in found] == ["Service", "NetworkPolicy", "Job"]
     for one in found:
         kubernetes_validate.validate(one, version, strict=True)
 
 
-def test_the_schema_would_find_a_mistake():
+def test_the_schema_rejects_a_misspelt_field():
     one = objects_of(kubernetes(SMALL))["Job"]
     one["spec"]["backoffLimitPerIndexes"] = 3
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(one, "1.33", strict=True)
 
 
-def test_pods_meet_at_the_first_and_get_their_share_of_a_node():
+def test_pods_meet_at_process_0_and_share_a_node():
     container = container_of(kubernetes(LARGE))
     words = [expanded(word, {"JOB_COMPLETION_INDEX": "5"}) for word in container["args"]]
     where = ["--coordinator", "gpt2-0.gpt2:9999", "--num-processes", "16", "--process-id", "5"]
@@ -217,7 +223,7 @@ def test_pods_meet_at_the_first_and_get_their_share_of_a_node():
     assert pod["terminationGracePeriodSeconds"] == 300
 
 
-def test_one_process_has_nobody_to_meet():
+def test_a_single_process_gets_no_coordinator():
     assert container_of(kubernetes(SMALL))["args"] == [*SMALL.command]
 
 
@@ -225,10 +231,11 @@ def action_for(code):
     for rule in objects_of(kubernetes(SMALL))["Job"]["spec"]["podFailurePolicy"]["rules"]:
         if code in rule.get("onExitCodes", {}).get("values", []):
             return rule["action"]
-    return "Count"  # what Kubernetes does when no rule fits
+    # What Kubernetes does when no rule matches.
+    return "Count"
 
 
-def test_kubernetes_tries_again_what_slurm_tries_again():
+def test_kubernetes_restarts_after_the_same_codes_as_slurm():
     assert {code: action_for(code) for code in (75, 6, 134, 137, 143)} == {
         75: "Ignore",
         6: "Count",
@@ -239,7 +246,7 @@ def test_kubernetes_tries_again_what_slurm_tries_again():
     assert {action_for(code) for code in (1, 2, 3, 4, 5, 7, 127)} == {"FailJob"}
 
 
-def test_only_the_pods_of_the_job_reach_each_other_and_they_have_no_rights():
+def test_only_pods_of_the_job_reach_each_other_without_privileges():
     found = objects_of(kubernetes(LARGE))
     policy = found["NetworkPolicy"]["spec"]
     assert policy["ingress"] == [{"from": [{"podSelector": policy["podSelector"]}]}]
@@ -253,7 +260,7 @@ def test_only_the_pods_of_the_job_reach_each_other_and_they_have_no_rights():
     }
 
 
-def test_what_is_missing_is_marked():
+def test_missing_values_are_marked():
     text = kubernetes(SMALL)
     assert text.count('"REPLACE-ME"  # ') == 2
     assert "REPLACE" not in kubernetes(LARGE)
@@ -261,7 +268,7 @@ def test_what_is_missing_is_marked():
 
 @given(WORDS)
 @example(NASTY)
-def test_the_words_of_the_command_survive_yaml_and_kubernetes(words):
+def test_arguments_survive_yaml_and_kubernetes(words):
     found = container_of(kubernetes(replace(SMALL, command=(*SMALL.command, *words))))["args"]
     variables = dict.fromkeys(("id", "HOME", "JOB_COMPLETION_INDEX"), "wrong")
     assert [expanded(word, variables) for word in found] == [*SMALL.command, *words]
@@ -271,41 +278,41 @@ def test_the_words_of_the_command_survive_yaml_and_kubernetes(words):
     ("change", "message"),
     [
         ({"command": ("train", "recipe.py")}, "must find its run directory"),
-        ({"command": ("plan", "recipe.py", "--out", "a")}, "not for `shardwise plan"),
+        ({"command": ("plan", "recipe.py", "--out", "a")}, "not `shardwise plan"),
         ({"command": ("train", "recipe.py", "--out", "a\0")}, "cannot be written"),
         ({"command": ("train", "recipe.py", "--out", "\udcff")}, "cannot be written"),
-        ({"processes": 3, "nodes": 2}, "3 processes cannot be spread evenly over 2 nodes"),
+        ({"processes": 3, "nodes": 2}, "3 processes cannot be divided evenly among 2 nodes"),
         ({"processes": 0}, "0 processes"),
-        ({"memory": "64 GB"}, "'64 GB': write it as 64G"),
+        ({"memory": "64 GB"}, "'64 GB' is invalid: write it as 64G"),
         ({"name": "a b"}, "'a b'"),
-        ({"cpus": -1}, "fewer than none"),
+        ({"cpus": -1}, "-1 CPUs"),
     ],
 )
 @pytest.mark.parametrize("write", [slurm, kubernetes])
-def test_mistakes_are_refused_before_anything_is_written(write, change, message):
+def test_invalid_jobs_are_refused(write, change, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         write(replace(SMALL, **change))
 
 
-def test_each_cluster_has_its_own_rules():
+def test_each_cluster_has_its_own_limits():
     assert slurm(replace(SMALL, name="GPT_2.a"))
-    with pytest.raises(ConfigError, match="at most 60 small letters"):
+    with pytest.raises(ConfigError, match="at most 60 lowercase letters"):
         kubernetes(replace(SMALL, name="GPT_2.a", processes=16))
     with pytest.raises(
-        ConfigError, match="3 GPUs on each node cannot be divided among its 2 processes"
+        ConfigError, match="3 GPUs per node cannot be divided among the 2 processes"
     ):
         kubernetes(replace(SMALL, gpus=3, processes=2))
     with pytest.raises(ConfigError, match="leaves no time to train"):
         slurm(replace(SMALL, hours=0.05))
 
 
-def test_a_directory_may_be_given_with_an_equals_sign():
+def test_out_may_be_written_with_an_equals_sign():
     assert shlex.quote("--out=runs/a") in slurm(
         replace(SMALL, command=("train", "recipe.py", "--out=runs/a"))
     )
 
 
 @pytest.mark.parametrize("hours", [0.1, 1, 2.01, 24, 200])
-def test_a_time_limit_is_never_less_than_asked_for(hours):
+def test_the_time_limit_is_rounded_up(hours):
     parts = options_of(slurm(replace(SMALL, hours=hours)))["time"].split(":")
     assert int(parts[0]) * 60 + int(parts[1]) == math.ceil(hours * 60)

@@ -1,4 +1,4 @@
-"""A signal asks; a second one ends; a long call into C delays neither."""
+"""The first signal is a request, the second ends the process; a long call into C delays neither."""
 
 import os
 import signal
@@ -19,6 +19,8 @@ with stop_on_signals(may_exit=True) as stop:
     {body}
     print("requested", stop.requested, flush=True)
 """
+# Takes minutes without executing a bytecode.
+CALL_INTO_C = "import hashlib; hashlib.pbkdf2_hmac('sha256', b'x' * 64, b'y' * 64, 400_000_000)"
 
 
 def start(at_once, body):
@@ -32,7 +34,8 @@ def start(at_once, body):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_first_signal_is_noted_and_the_second_ends_the_process(number):
-    process = start(False, "time.sleep(60)")  # a signal wakes no sleep by itself (PEP 475)
+    # A signal does not interrupt a sleep (PEP 475).
+    process = start(False, "time.sleep(60)")
     process.send_signal(number)
     time.sleep(0.3)
     assert process.poll() is None
@@ -41,16 +44,15 @@ def test_the_first_signal_is_noted_and_the_second_ends_the_process(number):
     assert process.returncode == 128 + number
 
 
-def test_with_nothing_to_lose_the_first_signal_ends_even_a_call_that_never_returns_to_python():
-    body = "import hashlib; hashlib.pbkdf2_hmac('sha256', b'x' * 64, b'y' * 64, 400_000_000)"  # minutes without a bytecode
-    process = start(True, body)
+def test_the_first_signal_ends_a_call_into_c_while_there_is_nothing_to_lose():
+    process = start(True, CALL_INTO_C)
     time.sleep(0.3)
     process.send_signal(signal.SIGTERM)
     assert "before the first step" in process.communicate(timeout=5)[1]
     assert process.returncode == 75
 
 
-def test_afterwards_signals_are_what_they_were():
+def test_the_previous_handlers_are_restored():
     before = signal.getsignal(signal.SIGTERM)
     with stop_on_signals() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -61,20 +63,19 @@ def test_afterwards_signals_are_what_they_were():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_in_somebody_elses_process_the_second_interrupt_is_a_usual_one():
-    def twice():
+def test_in_a_users_process_the_second_interrupt_goes_to_the_previous_handler():
+    def interrupt_twice():
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.2)
         assert stop.requested
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(5)
 
-    before = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # workers of pytest-xdist ignore it
+    # The workers of pytest-xdist ignore SIGINT.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with stop_on_signals() as stop, pytest.raises(KeyboardInterrupt):
-            twice()
+            interrupt_twice()
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -82,7 +83,7 @@ def test_in_somebody_elses_process_the_second_interrupt_is_a_usual_one():
 @pytest.mark.parametrize(
     ("answer", "code"), [("os._exit(6)", 6), ("print('told', flush=True)", -signal.SIGABRT)]
 )
-def test_an_abort_of_c_is_answered_from_any_thread(answer, code):
+def test_an_abort_in_c_is_answered_from_any_thread(answer, code):
     program = f"""
 import ctypes, os, threading
 from shardwise.cluster.signals import on_abort

@@ -1,4 +1,7 @@
-"""Processes agree on where to stop, and who is stuck is judged by what is done. JAX's real coordinator, with a client for each process."""
+"""Processes agree on where to stop, and a stuck process is recognized by what it does.
+
+The tests use JAX's real coordinator, with one client per process.
+"""
 
 import random
 import threading
@@ -7,11 +10,14 @@ import time
 import pytest
 from jax._src.lib import _jax
 
-from shardwise.cluster import stragglers as pace
+from shardwise.cluster import stragglers
+from shardwise.cluster.agreement import SAVE
 from shardwise.cluster.group import ProcessGroup, wait_for
 from shardwise.cluster.launch import free_port, group_code
 from shardwise.cluster.signals import Stop
-from shardwise.cluster.watch import Watch
+from shardwise.cluster.stuck import Beat, Progress, StuckDetector
+from shardwise.cluster.watch import Watch, _exit_code
+from shardwise.rundir.phases import Phase
 
 COUNT = 4
 
@@ -33,18 +39,18 @@ def groups():
         thread.start()
     for thread in threads:
         thread.join()
-    names = tuple(f"host{i // 2}" for i in range(COUNT))
+    hosts = tuple(f"host{i // 2}" for i in range(COUNT))
+    machines = tuple(i // 2 for i in range(COUNT))
     yield [
-        ProcessGroup(i, COUNT, client, address, names, tuple(j // 2 for j in range(COUNT)))
-        for i, client in enumerate(clients)
+        ProcessGroup(i, COUNT, client, address, hosts, machines) for i, client in enumerate(clients)
     ]
     for client in clients:
         client.shutdown()
     service.shutdown()
 
 
-def together(groups, work):
-    """`work(group)` in a thread for each process; what they return."""
+def run_all(groups, work):
+    """Run `work(group)` in one thread per process, and return the results in order."""
     results = {}
     threads = [
         threading.Thread(target=lambda group=group: results.update({group.index: work(group)}))
@@ -54,68 +60,74 @@ def together(groups, work):
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert len(results) == COUNT, "one of them waits for ever"
+    assert len(results) == COUNT, "a process waits forever"
     return [results[index] for index in range(COUNT)]
 
 
-def test_union_and_share_give_all_the_same(groups):
-    assert (
-        together(groups, lambda group: group.union("numbers", group.index**2))
-        == [[0, 1, 4, 9]] * COUNT
-    )
-    assert (
-        together(groups, lambda group: group.share("word", f"from {group.index}"))
-        == ["from 0"] * COUNT
-    )
-    other = [group.within("elsewhere") for group in groups]
-    assert together(other, lambda group: group.share("word", "another")) == ["another"] * COUNT
+def test_union_and_share_return_the_same_in_all_processes(groups):
+    squares = run_all(groups, lambda group: group.union("numbers", group.index**2))
+    assert squares == [[0, 1, 4, 9]] * COUNT
+    words = run_all(groups, lambda group: group.share("word", f"from {group.index}"))
+    assert words == ["from 0"] * COUNT
+    others = [group.within("elsewhere") for group in groups]
+    words = run_all(others, lambda group: group.share("word", "another"))
+    assert words == ["another"] * COUNT
     groups[0].drop("numbers")
     assert groups[1].read("numbers") == {}
 
 
+def make_watch(group, name):
+    """Return a watch with keys under `name`: here all processes share one counter of watches."""
+    watch = Watch(group, Stop())
+    watch.group = watch.agreement.group = group.within(name)
+    return watch
+
+
 @pytest.mark.parametrize("seed", range(4))
-def test_all_stop_and_save_at_the_same_point_whatever_their_speed(groups, seed):
-    """Each ticks at a speed of its own, one far ahead of the others perhaps; any of them asks, perhaps two at once."""
-    chance = random.Random(seed)  # noqa: S311
-    askers = {
-        chance.randrange(COUNT): chance.randrange(30),
-        chance.randrange(COUNT): chance.randrange(30),
+def test_all_processes_stop_and_save_at_the_same_point_at_any_speed(groups, seed):
+    """Each process ticks at its own speed; one may be far ahead, and two may ask at once."""
+    rng = random.Random(seed)  # noqa: S311
+    # The tick at which a process receives a signal.
+    signals = {
+        rng.randrange(COUNT): rng.randrange(30),
+        rng.randrange(COUNT): rng.randrange(30),
     }
-    pauses = [chance.choice([0.001, 0.003, 0.01]) for _ in range(COUNT)]
+    pauses = [rng.choice([0.001, 0.003, 0.01]) for _ in range(COUNT)]
 
     def work(group):
-        watch = Watch(group, Stop())
-        watch.group = group.within(f"seed{seed}")
-        watch._start(watch._watch, "watch")
+        watch = make_watch(group, f"seed{seed}")
+        watch._start_thread(watch._watch, "watch")
         saved = []
         for tick in range(100_000):
             watch.tick(f"step {tick}")
             if group.is_first and tick == 5:
-                watch.ask("save")
-            if askers.get(group.index) == tick:
+                watch.ask(SAVE)
+            if signals.get(group.index) == tick:
                 watch.stop.requested = True
             if watch.takes_save():
                 saved.append(tick)
             if watch.is_stopping():
-                wait_for(lambda: False, 0.3)  # the others may still need an answer
+                # The others may still need an answer.
+                wait_for(lambda: False, 0.3)
                 watch._closing.set()
                 return tick, saved
             time.sleep(pauses[group.index])
         return None
 
-    found = together(groups, work)
-    stop, saved = found[0]
-    assert found == [(stop, saved)] * COUNT
-    assert stop >= min(askers.values())
-    assert len(saved) <= 1  # none, if they stop before
+    results = run_all(groups, work)
+    stop, saved = results[0]
+    assert results == [(stop, saved)] * COUNT
+    assert stop >= min(signals.values())
+    # None, if they stop before the point of the save.
+    assert len(saved) <= 1
 
 
 def beats(*rows):
-    named = [
-        {"count": count, "phase": f"phase {count}", "idle": idle, "limit": limit}
-        for count, idle, limit in rows
-    ]
-    return dict(enumerate(named))
+    """Return a beat for each `(count, idle, limit)`."""
+    return {
+        index: Beat(count, f"phase {count}", idle, limit)
+        for index, (count, idle, limit) in enumerate(rows)
+    }
 
 
 @pytest.mark.parametrize(
@@ -130,54 +142,78 @@ def beats(*rows):
             [(9, 90, 60), (8, 90, 60), (9, 90, 60), (8, 70, 60)],
             "process 1 on host0 and process 3 on host1 are stuck: phase 8",
         ),
-        (
-            [(9, 900, 60), (8, 1, 60), (9, 900, 60), (9, 900, 60)],
-            "",
-        ),  # 1 is behind and busy: compiling, perhaps
-        ([(9, 900, 60), (8, 90, 60), (9, 900, 60), (8, 1, 60)], ""),  # 3 is as far behind, and busy
-        ([(9, 90, 60), (9, 90, 600), (9, 90, 60), (9, 90, 60)], ""),  # it has seen longer steps
+        # Process 1 is behind and busy; it may be compiling.
+        ([(9, 900, 60), (8, 1, 60), (9, 900, 60), (9, 900, 60)], ""),
+        # Process 3 is as far behind, and busy.
+        ([(9, 900, 60), (8, 90, 60), (9, 900, 60), (8, 1, 60)], ""),
+        # Process 1 has seen longer steps.
+        ([(9, 90, 60), (9, 90, 600), (9, 90, 60), (9, 90, 60)], ""),
     ],
 )
-def test_only_those_who_are_behind_and_idle_are_stuck(groups, rows, who):
-    text = Watch(groups[0], Stop())._judge(beats(*rows))
+def test_only_processes_that_are_behind_and_idle_are_stuck(groups, rows, who):
+    text = StuckDetector(groups[0], 300).judge(beats(*rows))
     assert text.startswith(who)
     assert bool(text) == bool(who)
 
 
-def test_nobody_is_judged_before_all_have_been_heard_or_without_a_limit(groups):
+def test_nobody_is_stuck_before_all_were_heard_or_without_a_limit(groups):
     stuck = beats((9, 90, 60), (9, 90, 60), (9, 90, 60), (9, 90, 60))
-    assert Watch(groups[0], Stop())._judge({index: stuck[index] for index in range(3)}) == ""
-    assert Watch(groups[0], Stop(), limit=0)._judge(stuck) == ""
+    assert StuckDetector(groups[0], 300).judge({index: stuck[index] for index in range(3)}) == ""
+    assert StuckDetector(groups[0], 0).judge(stuck) == ""
 
 
-def test_a_process_that_says_nothing_more_grows_idle(groups):
-    watch = Watch(groups[0], Stop())
+def test_a_silent_process_becomes_idle(groups):
+    detector = StuckDetector(groups[0], 300)
     stuck = beats((9, 0, 0.2), (8, 0, 0.2), (9, 0, 0.2), (9, 0, 0.2))
-    assert watch._judge(stuck) == ""
+    assert detector.judge(stuck) == ""
     time.sleep(0.3)
-    assert "process 1 on host0 is stuck" in watch._judge(stuck)
+    assert "process 1 on host0 is stuck" in detector.judge(stuck)
+    assert detector.seconds_since_beat(1) >= 0.3
 
 
-def test_who_has_waited_for_another_is_not_stuck_when_that_one_passes_it(groups):
-    watch, rest = Watch(groups[0], Stop()), [(6, 0.1, 15)] * 2
-    assert (
-        watch._judge(beats((5, 16.0, 15), (4, 0.0, 15), *rest)) == ""
-    )  # the first waits for the second, which compiles
-    assert (
-        watch._judge(beats((5, 16.4, 15), (6, 0.1, 15), *rest)) == ""
-    )  # they go on, and the beat of the first is half a second old
+def test_a_process_that_waited_for_another_is_not_stuck_when_that_one_passes_it(groups):
+    detector, rest = StuckDetector(groups[0], 300), [(6, 0.1, 15)] * 2
+    # The first process waits for the second, which compiles.
+    assert detector.judge(beats((5, 16.0, 15), (4, 0.0, 15), *rest)) == ""
+    # Both continue, and the beat of the first is half a second old.
+    assert detector.judge(beats((5, 16.4, 15), (6, 0.1, 15), *rest)) == ""
 
 
-def test_work_counts_as_progress_where_nobody_knows_how_long_it_takes():
-    watch = Watch(ProcessGroup(), Stop(), limit=10)
-    watch.phase("compiling")
-    watch._moved -= 100
-    sum(i * i for i in range(2_000_000))  # more than a twentieth of a second of work
-    assert watch._beat()["idle"] < 1
-    watch.tick("step 1")
-    watch._moved -= 100
+def test_work_counts_as_progress_in_phases_of_unknown_length():
+    progress = Progress(limit=10)
+    progress.enter(Phase.COMPILING, is_step=False)
+    progress.moved -= 100
+    # More than 0.05 s of work.
     sum(i * i for i in range(2_000_000))
-    assert watch._beat()["idle"] > 99  # a step is short, or it is stuck
+    assert progress.beat(1).idle < 1
+    # A step is short, or it is stuck.
+    progress.enter(Phase.STEP.at(1), is_step=True)
+    progress.moved -= 100
+    sum(i * i for i in range(2_000_000))
+    assert progress.beat(2).idle > 99
+
+
+def test_the_limit_of_a_step_grows_with_the_longest_step():
+    progress = Progress(limit=10)
+    for step in (1, 2, 3):
+        progress.enter(Phase.STEP.at(step), is_step=True)
+        progress.moved -= 5 if step == 2 else 0
+    assert 50 <= progress.beat(3).limit < 60
+    progress.enter(Phase.SAVING.at(3), is_step=False)
+    assert progress.beat(4).limit == 10
+
+
+def test_the_phases_of_a_start_end_with_the_first_step():
+    watch = Watch(ProcessGroup(), Stop(), began=1.0)
+    watch.phase(Phase.PREPARING)
+    watch.phase(Phase.STEP.at(7))
+    watch.phase(Phase.SAVING.at(7))
+    assert [name for name, _ in watch.start] == [
+        Phase.IMPORTING,
+        Phase.PREPARING,
+        Phase.FIRST_STEP,
+    ]
+    assert watch.start[0] == ("importing", 1.0)
 
 
 @pytest.mark.parametrize(
@@ -199,25 +235,39 @@ def test_the_exit_code_of_a_group(codes, code):
     assert group_code(codes) == code
 
 
-def test_slow_processes_are_named_once(groups, monkeypatch):
-    monkeypatch.setattr(pace, "TELL", 0.02)
-    monkeypatch.setattr(pace, "JUDGE", 0.1)
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (SystemExit(), 0),
+        (SystemExit(3), 3),
+        (SystemExit("a message"), 1),
+        (ValueError("x"), 1),
+        (KeyboardInterrupt(), 1),
+    ],
+)
+def test_the_exit_code_of_an_exception(error, code):
+    assert _exit_code(error) == code
+
+
+def test_stragglers_are_named_once(groups, monkeypatch):
+    monkeypatch.setattr(stragglers, "REPORT_INTERVAL", 0.02)
+    monkeypatch.setattr(stragglers, "COMPARE_INTERVAL", 0.1)
     speeds = iter([1e12, 1e12, 1e12, 0.6e12])
-    monkeypatch.setattr(pace, "measure_speed", lambda: next(speeds))
-    paces = [pace.Stragglers(group.within("pace")) for group in groups]
-    began, said = time.monotonic(), []
-    while time.monotonic() - began < 1.0:
-        passed = time.monotonic() - began
-        for index, one in enumerate(paces):
-            said += one.look(waited=passed * (0.5 if index == 2 else 0.02))
+    monkeypatch.setattr(stragglers, "measure_speed", lambda: next(speeds))
+    processes = [stragglers.Stragglers(group.within("pace")) for group in groups]
+    started, warnings = time.monotonic(), []
+    while time.monotonic() - started < 1.0:
+        passed = time.monotonic() - started
+        for index, process in enumerate(processes):
+            warnings += process.look(waited=passed * (0.5 if index == 2 else 0.02))
         time.sleep(0.01)
-    assert [text.partition(":")[0] for text in said] == [
+    assert [text.partition(":")[0] for text in warnings] == [
         "process 3 on host1 computes slowly",
         "process 2 on host1 reads its data too slowly",
     ]
-    assert "at 60% of the speed of the others" in said[0]
-    assert "and all others wait for it" in said[1]
+    assert "at 60% of the speed of the others" in warnings[0]
+    assert "and all others wait for it" in warnings[1]
 
 
 def test_the_speed_of_a_device_is_measured():
-    assert 1e8 < pace.measure_speed() < 1e16
+    assert 1e8 < stragglers.measure_speed() < 1e16
