@@ -1,402 +1,354 @@
-"""A run directory as it is found, by whoever looks at it: half-written, damaged or made by a stranger.
+"""Read a run directory as it is found: growing, damaged, or written by a stranger.
 
-Nothing outside the directory is read, no link is followed, and what is not as it should be is left out and noted. Nothing is
-locked or written, so a run that goes on does not notice. Needs no JAX.
+Nothing outside the directory is read and no link is followed. Content that is not valid is skipped,
+with a note. Nothing is locked or written, so a run in progress is not affected. Needs no JAX.
 """
 
+import errno
 import json
-import math
 import os
 import stat
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from shardwise.files.lock import boot_id
 from shardwise.rundir.columns import (
     BLOCK,
     EMPTY,
-    MOST_COLUMNS,
-    MOST_NAME,
-    MOST_STEP,
+    MAX_COLUMNS,
+    MAX_STEP,
     Column,
     MetricsFile,
     as_number,
     is_finite,
-    records_of,
+    parse_line,
 )
+from shardwise.text import Json
 
-MOST_FILE = 2**26  # bytes of a file that is read as a whole
-EARLIEST, LATEST = 946684800.0, 7258118400.0  # seconds since 1970: the years from 2000 to 2200
+# Larger files are not read at once.
+MAX_FILE_BYTES = 2**26
+MAX_LOCK_BYTES = 4096
+MAX_CHECKPOINTS = 200
+# The years 2000 and 2200, in seconds since 1970. Other times in a file are not believed.
+EARLIEST, LATEST = 946684800.0, 7258118400.0
+# Files whose change changes what `RunFiles.read` returns.
+FILES = (
+    "run.json",
+    "metrics.jsonl",
+    "starts.jsonl",
+    "starting.jsonl",
+    "phases.jsonl",
+    "samples.jsonl",
+    "plan.json",
+    "lock",
+)
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run directory says of its run."""
+    """The content of a run directory.
+
+    Attributes:
+        path: the directory.
+        name: its name, for people.
+        about: `run.json`: recipe, arguments, versions, devices and so on.
+        columns: the metrics in `metrics.jsonl`, by name.
+        num_records: number of records in `metrics.jsonl`.
+        starts: `starts.jsonl`: one object per start, with "step" and "time".
+        starting: `starting.jsonl`: one object per start, with the seconds of each phase up to the
+            end of the first step.
+        phases: `phases.jsonl`: seconds per kind of work, written about every 30 seconds.
+        samples: `samples.jsonl`: text sampled from the model, with "step" and "text".
+        plan: the plan in `plan.json` as it is there, not validated, or None.
+        measured: measurements in `plan.json`, or None for a value that is not a number.
+        checkpoints: the complete checkpoints, each with "step", "time" and "metrics".
+        owner: the content of the lock if a run may be writing to the directory, else empty.
+        written: time of the last change of `metrics.jsonl` in seconds since 1970.
+        notes: sentences on files that are missing or damaged.
+    """
 
     path: Path
     name: str
-    about: dict[str, Any]  # run.json
+    about: Json
     columns: dict[str, Column]
     num_records: int
-    starts: list[dict[str, Any]]
-    starting: list[dict[str, Any]]
-    phases: list[dict[str, Any]]
-    samples: list[dict[str, Any]]
-    plan: dict[str, Any] | None  # of plan.json, as far as it is what `Plan.as_json` gives
+    starts: list[Json]
+    starting: list[Json]
+    phases: list[Json]
+    samples: list[Json]
+    plan: Json | None
     measured: dict[str, float | None]
-    checkpoints: list[dict[str, Any]]  # step, time, metrics
-    owner: dict[str, Any]  # of the lock: who writes to the directory now
-    written: float | None  # when metrics.jsonl was last written to, by the file system
-    notes: list[str] = field(default_factory=list)  # what was not as it should be
+    checkpoints: list[Json]
+    owner: Json
+    written: float | None
+    notes: list[str] = field(default_factory=list)
 
     def column(self, name: str) -> Column:
+        """Return the column of a metric; it is empty if the run has none of this name."""
         return self.columns.get(name, EMPTY)
 
     @property
     def last_step(self) -> int:
-        return max(
-            (int(column.steps[-1]) for column in self.columns.values() if len(column)), default=0
-        )
+        """The last step of any metric, or 0."""
+        return max((int(c.steps[-1]) for c in self.columns.values() if len(c)), default=0)
 
     @property
     def num_steps(self) -> int | None:
-        """How many the run is to have."""
+        """The number of steps that the run is configured for, if known."""
         steps = self.about.get("steps")
-        return (
-            steps
-            if isinstance(steps, int) and not isinstance(steps, bool) and 0 < steps < MOST_STEP
-            else None
-        )
+        if not isinstance(steps, int) or isinstance(steps, bool):
+            return None
+        return steps if 0 < steps < MAX_STEP else None
 
 
 class RunFiles:
-    """Reads a run directory again and again; what has been read of its metrics is kept."""
+    """Reads a run directory repeatedly. Metrics that were read once are kept.
+
+    Example:
+        >>> record = RunFiles(Path("runs/a")).read()  # doctest: +SKIP
+        >>> record.column("loss").values[-1]  # doctest: +SKIP
+        2.31
+    """
 
     def __init__(self, path: Path, name: str = ""):
-        self.path, self.name = path, name or path.resolve().name or str(path)
+        """Remember the directory; nothing is read yet.
+
+        Args:
+            path: the run directory.
+            name: its name for people; by default the last part of the path.
+        """
+        self.path = path
+        self.name = name or path.resolve().name or str(path)
         self._metrics = MetricsFile()
 
-    def stamp(self) -> tuple[Any, ...]:
-        """Changes when a file of the directory does."""
-        found = []
-        for name in (
-            "run.json",
-            "metrics.jsonl",
-            "starts.jsonl",
-            "starting.jsonl",
-            "phases.jsonl",
-            "samples.jsonl",
-            "plan.json",
-            "lock",
-        ):
+    def stamp(self) -> tuple[tuple[int, int, int], ...]:
+        """Return a value that changes whenever a file of the directory changes."""
+        stamps = []
+        for name in FILES:
             try:
                 now = os.stat(self.path / name, follow_symlinks=False)
-                found.append((now.st_ino, now.st_size, now.st_mtime_ns))
+                stamps.append((now.st_ino, now.st_size, now.st_mtime_ns))
             except OSError:
-                found.append((0, 0, 0))
+                stamps.append((0, 0, 0))
+        # Only the time counts for a directory.
         try:
-            found.append(
-                (0, 0, os.stat(self.path / "checkpoints", follow_symlinks=False).st_mtime_ns)
-            )
+            now = os.stat(self.path / "checkpoints", follow_symlinks=False)
+            stamps.append((0, 0, now.st_mtime_ns))
         except OSError:
-            found.append((0, 0, 0))
-        return tuple(found)
+            stamps.append((0, 0, 0))
+        return tuple(stamps)
 
     def read(self) -> RunRecord:
+        """Return the content of the directory as it is now.
+
+        Raises:
+            OSError: the directory does not exist or cannot be opened.
+        """
         notes: list[str] = []
         directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            written = None
-            try:
-                with _opened(directory, "metrics.jsonl") as found:
-                    self._metrics.read(found.descriptor)
-                written = os.stat("metrics.jsonl", dir_fd=directory, follow_symlinks=False).st_mtime
-            except FileNotFoundError:
-                notes.append(
-                    "metrics.jsonl is not there: no step has been done, or it was removed."
-                )
-                self._metrics = MetricsFile()
-            except OSError as error:
-                notes.append(f"metrics.jsonl cannot be read: {_why(error)}.")
-                self._metrics = MetricsFile()
-            if self._metrics.bad_lines:
-                notes.append(
-                    f"metrics.jsonl: {self._metrics.bad_lines:,} lines are no records of a step and are left out."
-                )
-            if self._metrics.left_out:
-                notes.append(
-                    f"metrics.jsonl: {self._metrics.left_out:,} values of more than {MOST_COLUMNS} metrics are left out."
-                )
-            about = _read_object(directory, "run.json", notes, needed=True)
-            planned = _read_object(directory, "plan.json", notes)
-            plan = checked_plan(planned.get("plan")) if planned else None
-            if planned and plan is None:
-                notes.append(
-                    "plan.json: the plan in it is not what shardwise writes, and is left out."
-                )
-            measured = planned.get("measured") if isinstance(planned.get("measured"), dict) else {}
+            written = self._read_metrics(directory, notes)
+            about = _read_object(directory, "run.json", notes, is_required=True)
+            plan_file = _read_object(directory, "plan.json", notes)
+            plan = plan_file.get("plan")
+            if plan_file and not isinstance(plan, dict):
+                notes.append("plan.json has no plan.")
             return RunRecord(
                 path=self.path,
                 name=self.name,
                 about=about,
-                columns=dict(self._metrics.columns()),
-                num_records=self._metrics.records,
+                columns=self._metrics.columns(),
+                num_records=self._metrics.num_records,
                 starts=_read_lines(directory, "starts.jsonl", notes),
                 starting=_read_lines(directory, "starting.jsonl", notes),
                 phases=_read_lines(directory, "phases.jsonl", notes),
                 samples=_read_lines(directory, "samples.jsonl", notes),
-                plan=plan,
-                measured={
-                    name: value if is_finite(value, 0) else None
-                    for name, value in (measured or {}).items()
-                },
-                checkpoints=_checkpoints(directory, notes),
-                owner=_owner(directory),
+                plan=plan if isinstance(plan, dict) else None,
+                measured=_measured(plan_file.get("measured")),
+                checkpoints=_read_checkpoints(directory, notes),
+                owner=_read_owner(directory),
                 written=written,
                 notes=notes,
             )
         finally:
             os.close(directory)
 
+    def _read_metrics(self, directory: int, notes: list[str]) -> float | None:
+        """Read what was added to `metrics.jsonl`; return when it was last written."""
+        written = None
+        try:
+            with _opened(directory, "metrics.jsonl") as descriptor:
+                self._metrics.read(descriptor)
+                written = os.fstat(descriptor).st_mtime
+        except FileNotFoundError:
+            notes.append("metrics.jsonl is missing: no step has run yet, or it was removed.")
+            self._metrics = MetricsFile()
+        except OSError as error:
+            notes.append(f"metrics.jsonl cannot be read: {_reason(error)}.")
+            self._metrics = MetricsFile()
+        if bad_lines := self._metrics.bad_lines:
+            notes.append(f"metrics.jsonl: skipped {bad_lines:,} lines that are not records.")
+        if num_dropped := self._metrics.num_dropped:
+            notes.append(
+                f"metrics.jsonl: skipped {num_dropped:,} values, because it has more than "
+                f"{MAX_COLUMNS} metrics or names that are too long."
+            )
+        return written
 
-def _why(error: Exception) -> str:
+
+def _measured(values: object) -> dict[str, float | None]:
+    if not isinstance(values, dict):
+        return {}
+    return {name: value if is_finite(value, 0) else None for name, value in values.items()}
+
+
+def _reason(error: Exception) -> str:
     if isinstance(error, OSError):
-        return (
-            "it is a link, and links are not followed"
-            if error.errno == 40
-            else error.strerror or str(error)
-        )
+        if error.errno == errno.ELOOP:
+            return "it is a link, and links are not followed"
+        return error.strerror or str(error)
     return str(error)
 
 
-@dataclass
-class _Opened:
-    descriptor: int
+@contextmanager
+def _opened(directory: int, *names: str) -> Iterator[int]:
+    """Yield the descriptor of a regular file below an open directory.
 
-    def __enter__(self) -> "_Opened":
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        os.close(self.descriptor)
-
-
-def _opened(directory: int, *names: str) -> _Opened:
-    """A plain file below a directory; nothing on the way may be a link, and what is no file is not waited for."""
-    at, close = directory, False
-    try:
-        for i, name in enumerate(names):
-            kind = os.O_DIRECTORY if i < len(names) - 1 else os.O_NONBLOCK
-            inner = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | kind, dir_fd=at)
-            if close:
-                os.close(at)
-            at, close = inner, True
-        if not stat.S_ISREG(os.fstat(at).st_mode):
-            raise OSError(f"{names[-1]} is no plain file")
-        return _Opened(at)
-    except BaseException:
-        if close:
-            os.close(at)
-        raise
+    `names` are the parts of its path. No part may be a link: the file would be somewhere else.
+    `O_NONBLOCK` keeps a named pipe from blocking the reader.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    with ExitStack() as stack:
+        parent = directory
+        for name in names[:-1]:
+            parent = os.open(name, flags | os.O_DIRECTORY, dir_fd=parent)
+            stack.callback(os.close, parent)
+        descriptor = os.open(names[-1], flags | os.O_NONBLOCK, dir_fd=parent)
+        stack.callback(os.close, descriptor)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(f"{names[-1]} is not a regular file")
+        yield descriptor
 
 
-def _read_bytes(directory: int, *names: str, most: int = MOST_FILE) -> bytes:
-    with _opened(directory, *names) as found:
-        size = os.fstat(found.descriptor).st_size
-        if size > most:
-            raise OSError(f"it has {size:,} bytes; {most:,} are read")
+def _read_bytes(directory: int, *names: str, limit: int = MAX_FILE_BYTES) -> bytes:
+    with _opened(directory, *names) as descriptor:
+        size = os.fstat(descriptor).st_size
+        if size > limit:
+            raise OSError(f"it has {size:,} bytes, more than the limit of {limit:,}")
         parts = []
-        while block := os.read(found.descriptor, BLOCK):
+        while block := os.read(descriptor, BLOCK):
             parts.append(block)
         return b"".join(parts)
 
 
-def _read_object(
-    directory: int, name: str, notes: list[str], needed: bool = False
-) -> dict[str, Any]:
+def _read_object(directory: int, name: str, notes: list[str], is_required: bool = False) -> Json:
+    """Return the JSON object in a file; it is empty, with a note, if there is none."""
     try:
-        found = json.loads(_read_bytes(directory, name).decode(errors="replace"))
+        content = json.loads(_read_bytes(directory, name).decode(errors="replace"))
     except FileNotFoundError:
-        if needed:
-            notes.append(f"{name} is not there.")
+        if is_required:
+            notes.append(f"{name} is missing.")
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        notes.append(f"{name} cannot be read: {_why(error)}.")
+        notes.append(f"{name} cannot be read: {_reason(error)}.")
         return {}
-    if not isinstance(found, dict):
-        notes.append(f"{name} holds no JSON object.")
+    if not isinstance(content, dict):
+        notes.append(f"{name} is not a JSON object.")
         return {}
-    return found
+    return content
 
 
-def _read_lines(directory: int, name: str, notes: list[str]) -> list[dict[str, Any]]:
+def _read_lines(directory: int, name: str, notes: list[str]) -> list[Json]:
+    """Return the objects in a file of lines that have a valid "step"."""
     try:
         content = _read_bytes(directory, name)
     except FileNotFoundError:
         return []
     except OSError as error:
-        notes.append(f"{name} cannot be read: {_why(error)}.")
+        notes.append(f"{name} cannot be read: {_reason(error)}.")
         return []
-    lines = [
-        line for line in content.decode(errors="replace").split("\n") if line and not line.isspace()
-    ]
-    records, bad = records_of(lines) if lines else ([], 0)
-    if bad:
-        notes.append(f"{name}: {bad:,} lines are no records and are left out.")
+    text = content.decode(errors="replace")
+    lines = [line for line in text.split("\n") if line and not line.isspace()]
+    parsed = [parse_line(line) for line in lines]
+    records = [record for record in parsed if record is not None]
+    if len(records) < len(lines):
+        notes.append(f"{name}: skipped {len(lines) - len(records):,} lines that are not records.")
     return [record for record in records if is_finite(record.get("step"), 0)]
 
 
-def _checkpoints(directory: int, notes: list[str]) -> list[dict[str, Any]]:
+def _read_checkpoints(directory: int, notes: list[str]) -> list[Json]:
+    """Return step, time and metrics of the newest checkpoints, oldest first."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
     try:
-        inner = os.open(
-            "checkpoints", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=directory
-        )
+        folder = os.open("checkpoints", flags, dir_fd=directory)
     except FileNotFoundError:
         return []
     except OSError as error:
-        notes.append(f"checkpoints cannot be read: {_why(error)}.")
+        notes.append(f"checkpoints cannot be read: {_reason(error)}.")
         return []
     try:
-        names = [
+        # A directory with another name is a partial checkpoint. 10**16 is less than MAX_STEP.
+        steps = [
             entry.name
-            for entry in os.scandir(inner)
+            for entry in os.scandir(folder)
             if entry.name.isascii() and entry.name.isdigit() and len(entry.name) < 17
         ]
-        found = []
-        for name in sorted(names, key=int)[-200:]:
-            try:
-                with _opened(inner, name, "meta.json") as file:
-                    saved = os.fstat(file.descriptor).st_mtime
-                meta = json.loads(_read_bytes(inner, name, "meta.json"))
-            except (OSError, ValueError, RecursionError):
-                continue
-            metrics = meta.get("metrics") if isinstance(meta, dict) else None
-            numbers = (
-                {k: n for k, v in metrics.items() if (n := as_number(v)) is not None}
-                if isinstance(metrics, dict)
-                else {}
-            )
-            found.append({"step": int(name), "time": saved, "metrics": numbers})
-        return found
+        newest = sorted(steps, key=int)[-MAX_CHECKPOINTS:]
+        read = [_read_checkpoint(folder, step) for step in newest]
+        return [checkpoint for checkpoint in read if checkpoint is not None]
     finally:
-        os.close(inner)
+        os.close(folder)
 
 
-def _owner(directory: int) -> dict[str, Any]:
-    """Who holds the directory, as far as the text of the lock tells; the lock itself is not touched."""
+def _read_checkpoint(folder: int, step: str) -> Json | None:
     try:
-        found = json.loads(_read_bytes(directory, "lock", most=4096) or b"{}")
+        with _opened(folder, step, "meta.json") as descriptor:
+            saved = os.fstat(descriptor).st_mtime
+        meta = json.loads(_read_bytes(folder, step, "meta.json"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    metrics = meta.get("metrics") if isinstance(meta, dict) else None
+    if not isinstance(metrics, dict):
+        metrics = {}
+    numbers = {name: as_number(value) for name, value in metrics.items()}
+    known = {name: number for name, number in numbers.items() if number is not None}
+    return {"step": int(step), "time": saved, "metrics": known}
+
+
+def _read_owner(directory: int) -> Json:
+    """Return who holds the directory, as the text of the lock says.
+
+    The lock itself is not touched. The result is empty if the process that is named there has
+    ended on this machine.
+    """
+    try:
+        owner = json.loads(_read_bytes(directory, "lock", limit=MAX_LOCK_BYTES) or b"{}")
     except (OSError, ValueError, RecursionError):
         return {}
-    if not isinstance(found, dict) or not found:
+    if not isinstance(owner, dict):
         return {}
-    pid = found.get("pid")
-    if found.get("boot_id") == boot_id() and type(pid) is int and pid > 0:
+    pid = owner.get("pid")
+    if owner.get("boot_id") == boot_id() and type(pid) is int and pid > 0:
         try:
             os.kill(pid, 0)
         except ProcessLookupError:
             return {}
         except (OSError, OverflowError):
+            # It exists and belongs to somebody else, or the number means nothing here.
             pass
-    return found
+    return owner
 
 
-# Plans
-
-
-_TEXT, _NUMBER, _COUNT = "text", "number", "count"
-_LEAF: dict[str, Any] = {
-    "path": _TEXT,
-    "shape": [_COUNT],
-    "dtype": _TEXT,
-    "axes": [[_TEXT]],
-    "layout": _TEXT,
-    "bytes": _NUMBER,
-    "why": _TEXT,
-}
-_PLAN: dict[str, Any] = {
-    "target": _TEXT,
-    "chip": _TEXT,
-    "mesh": {"*": _COUNT},
-    "options": {"*": None},
-    "items": _COUNT,
-    "unit": _TEXT,
-    "num_params": _COUNT,
-    "num_devices": _COUNT,
-    "memory": dict.fromkeys(("parameters", "optimizer", "other", "batch", "temporaries"), _NUMBER),
-    "peak": _NUMBER,
-    "limit": _NUMBER,
-    "buffers": [{"name": _TEXT, "shape": _TEXT, "bytes": _NUMBER}],
-    "leaves": [_LEAF],
-}
-
-
-def checked_plan(found: Any) -> dict[str, Any] | None:
-    """The fields of a plan that pages show, each of the kind that it has to be; None where that is not so."""
-    try:
-        plan: dict[str, Any] = _checked(found, _PLAN)
-        times = found.get("times")
-        plan["times"] = (
-            {"total": _checked(times["total"], _NUMBER), "bound": _checked(times["bound"], _TEXT)}
-            if times
-            else None
-        )
-        for name in ("items_per_second", "mfu"):
-            plan[name] = None if found.get(name) is None else _checked(found[name], _NUMBER)
-        if (
-            math.prod(plan["mesh"].values()) != plan["num_devices"]
-            or len(plan["mesh"]) > 12
-            or 0 in plan["mesh"].values()
-        ):
-            return None
-        if any(
-            len(leaf["axes"]) > len(leaf["shape"]) or len(leaf["shape"]) > 32
-            for leaf in plan["leaves"]
-        ):
-            return None
-        return plan
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return None
-
-
-def _checked(value: Any, kind: Any) -> Any:
-    if kind is None:
-        return str(value)[:MOST_NAME]
-    if isinstance(kind, dict):
-        if not isinstance(value, dict):
-            raise TypeError(value)
-        names: Iterable[str] = list(value) if "*" in kind else kind
-        return {
-            str(name)[:MOST_NAME]: _checked(value[name], kind.get("*", kind.get(name)))
-            for name in names
-        }
-    if isinstance(kind, list):
-        if not isinstance(value, list):
-            raise TypeError(value)
-        return [_checked(one, kind[0]) for one in value]
-    if kind == _TEXT:
-        if not isinstance(value, str):
-            raise TypeError(value)
-        return value[:2000]
-    if value == math.inf:
-        return value
-    if not is_finite(value, 0) or (
-        kind == _COUNT and (not isinstance(value, int) or value >= MOST_STEP)
-    ):
-        raise ValueError(value)
-    return value
-
-
-def moment(value: Any) -> float | None:
-    """Seconds since 1970, if they are of a year that a run can be of."""
+def moment(value: object) -> float | None:
+    """Return a time in seconds since 1970, or None if no run can have this time."""
     return float(value) if is_finite(value) and EARLIEST <= value < LATEST else None
 
 
 def show_moment(seconds: float | None) -> str:
-    return (
-        time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
-        if seconds is not None
-        else "not known"
-    )
+    """Return a time in seconds since 1970 as text, in UTC."""
+    if seconds is None:
+        return "not known"
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))

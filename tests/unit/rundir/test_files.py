@@ -5,8 +5,9 @@ import os
 
 import pytest
 
+from shardwise.plan.plan import Plan
 from shardwise.rundir.columns import as_number
-from shardwise.rundir.files import RunFiles, checked_plan
+from shardwise.rundir.files import RunFiles
 from tests.helpers.run_dirs import LEAF, damage_run, lines, make_run, plan, step
 
 
@@ -21,7 +22,7 @@ def test_damaged_files_are_read_as_far_as_possible(tmp_path):
     damage_run(path)
     run = RunFiles(path).read()
     assert run.last_step == 40
-    assert any("7 lines are no records" in note for note in run.notes), run.notes
+    assert any("skipped 7 lines that are not records" in note for note in run.notes), run.notes
     assert len(run.notes) == 7
 
 
@@ -86,7 +87,8 @@ def test_the_last_record_of_a_step_counts(tmp_path):
         {"items": 1.5},
     ],
 )
-def test_a_plan_with_a_field_of_another_type_is_ignored(change):
+def test_a_plan_with_a_field_of_another_type_is_invalid(change):
     good = plan({"fsdp": 2}, [LEAF])
-    assert checked_plan(good) is not None
-    assert checked_plan(good | change) is None
+    Plan.from_json(good)
+    with pytest.raises(ValueError, match="plan"):
+        Plan.from_json(good | change)
