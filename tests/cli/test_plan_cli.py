@@ -48,7 +48,7 @@ def test_a_plan_for_virtual_devices_with_its_page_and_its_command(tmp_path):
         (("--on", "v5e:3x3"), 2, "no such arrangement"),
         (("--on", "v5x:2x2"), 2, "there is no chip 'v5x'"),
         (("--on", "cpu:8", "--mesh", "data=3"), 2, "needs 3 devices, and there are 8"),
-        (("--on", "cpu:8", "--search"), 2, "Name a chip"),
+        (("--on", "cpu:8", "--search"), 2, "Name a known chip"),
         (("--on", "cpu:2", "--tokens", "many"), 2, "--tokens"),
         (("--on", "cpu:2", "--html", "nowhere/plan.html"), 2, "there is no directory"),
         (("--on", "v5e:2x2", "--search", "--compile-at-most", "0"), 2, "at least 1"),
@@ -85,7 +85,7 @@ def test_a_search_on_chips_that_are_not_here_can_be_interrupted_and_goes_on(tmp_
     out, error = process.communicate(timeout=30)
     assert process.returncode == 75
     assert "candidates compiled" in out
-    assert "what was compiled is kept" in error
+    assert "Compiled plans are cached" in error
     assert "Traceback" not in error
     done = run(*words, XDG_CACHE_HOME=str(tmp_path / "cache"))
     assert done.returncode == 0, done.stderr

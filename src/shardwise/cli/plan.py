@@ -1,567 +1,432 @@
-"""`shardwise plan`: will it fit, on which mesh, how fast."""
+"""`shardwise plan`: whether a run fits, on which mesh, and how fast it is."""
 
 import argparse
 import inspect
 import math
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Literal, get_args, get_origin
 
 from rich.console import Console
-from rich.table import Table
 
 from shardwise.axes import SEARCHED
+from shardwise.cli.plan_tables import (
+    show_candidate,
+    show_cost,
+    show_plan,
+    show_ranking,
+    show_remedies,
+)
 from shardwise.cli.recipes import split_recipe
 from shardwise.cluster.signals import Stop, stop_on_signals
 from shardwise.errors import ConfigError
 from shardwise.mesh import make_mesh, mesh_text, parse_mesh, show_sizes, use_cpu_devices
 from shardwise.plan.compile import plan_cache, plan_run
-from shardwise.plan.plan import Plan
-from shardwise.plan.search import Candidate, Search, find_meshes, search
+from shardwise.plan.largest_batch import largest_batch
+from shardwise.plan.plan import OptionValue, Plan
+from shardwise.plan.search import Candidate, Search, Status, find_meshes, search
 from shardwise.plan.target import Target, cpu_devices_of, find_target, local_target
 from shardwise.recipe import bind_recipe, find_recipe, load_recipe, make_run
 from shardwise.report.plan_page import plan_page
 from shardwise.run import Run
 from shardwise.sharding import num_batch_shards
-from shardwise.text import show_bytes, show_count, show_seconds
+from shardwise.text import Json
 
-USAGE = """\
-shardwise plan RECIPE [--on TARGET] [--search] [--html FILE] [arguments of the recipe]
+DOES_NOT_FIT = 2
+# A search tries to accumulate over 1, 2, 4 ... micro-batches, times what the recipe asks for.
+ACCUMULATIONS = (1, 2, 4, 8, 16)
 
-  --on TARGET      cpu:8, gpu, gpu:8, v5e:4x4, v5p:8x8x8, 2*v5e:16x16 ...; the devices at hand if it is not given
-  --search         all meshes of that many devices, ranked, with accumulation and rematerialization where memory lacks
-  --compile-at-most N   of a search; a third of the candidates if it is not given
-  --largest-batch  the largest batch_size of the recipe that fits
-  --tokens N       also the time and the chip-hours for so many tokens (or images ...); 3e11 works
-  --html FILE      the plan as a page to look at
-  --no-cache       compile again what is known already
-"""
+
+def main(args: list[str], shared: argparse.Namespace) -> tuple[Json, int]:
+    """Run `shardwise plan`; return what `--json` writes, and the exit code."""
+    target, options, recipe_args = split_recipe("plan", args)
+    _check_options(options)
+    with stop_on_signals(may_exit=True) as stop:
+        stop.last_words = "stopped by a signal."
+        if not options.no_cache:
+            stop.last_words += " Compiled plans are cached: the same command continues from them."
+        return _plan(target, options, recipe_args, shared, stop)
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    if options.compile_at_most is not None and options.compile_at_most < 1:
+        raise ConfigError(f"--compile-at-most {options.compile_at_most}: it must be at least 1.")
+    if options.search and options.largest_batch:
+        raise ConfigError(
+            "--search changes the mesh and --largest-batch the batch size. Use one after the other."
+        )
+    if options.html is not None:
+        folder = options.html.absolute().parent
+        if not folder.is_dir():
+            raise ConfigError(f"--html {options.html}: there is no directory {folder}.")
+
+
+def _plan(
+    recipe_name: str,
+    options: argparse.Namespace,
+    recipe_args: list[str],
+    shared: argparse.Namespace,
+    stop: Stop,
+) -> tuple[Json, int]:
+    path, function_name = find_recipe(recipe_name)
+    num_devices = shared.cpu_devices
+    if num_devices is None:
+        num_devices = cpu_devices_of(options.on)
+    if num_devices is not None:
+        use_cpu_devices(num_devices)
+    function = load_recipe(path, function_name)
+    arguments = bind_recipe(function, recipe_args, prog=f"shardwise plan {recipe_name}")
+    planner = Planner(
+        recipe=Recipe(recipe_name, function, arguments, recipe_args),
+        target=find_target(options.on) if options.on else local_target(),
+        console=Console(width=None if sys.stdout.isatty() else 160),
+        progress=Console(stderr=True),
+        cache=None if options.no_cache else plan_cache(),
+    )
+    result = Search()
+    if options.search:
+        stop.before_exit.append(lambda: show_ranking(planner.console, result))
+        choice = planner.search(result, options.compile_at_most)
+    elif options.largest_batch:
+        choice = planner.find_largest_batch()
+    else:
+        choice = planner.plan_as_given()
+    if choice is None:
+        candidates = [entry.as_json() for entry in result.ranking]
+        answer = {"target": planner.target.name, "fits": False, "candidates": candidates}
+        return answer, DOES_NOT_FIT
+    return _answer(planner, choice, result, options)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The candidate that a command ends with, and its plan.
+
+    Attributes:
+        candidate: the candidate.
+        plan: its plan. It may be too large, if the recipe was planned as given.
+    """
+
+    candidate: Candidate
+    plan: Plan
+
+
+def _answer(
+    planner: "Planner", choice: Choice, result: Search, options: argparse.Namespace
+) -> tuple[Json, int]:
+    """Print the end of the answer, write the page, and return the JSON and the exit code."""
+    plan, console = choice.plan, planner.console
+    command = planner.recipe.command("train", choice.candidate, planner.target)
+    if options.tokens:
+        show_cost(console, plan, options.tokens)
+    rows = []
+    for entry in result.ranking:
+        is_chosen = entry.candidate == choice.candidate and entry.plan is not None
+        rows.append({**entry.as_json(), "chosen": is_chosen})
+    if options.html is not None:
+        title = f"{planner.recipe.name} on {planner.target.name}"
+        options.html.write_text(plan_page(plan, rows, title, command), encoding="utf-8")
+        console.print(f"page: {options.html}", highlight=False, soft_wrap=True)
+    if plan.fits:
+        console.print(f"\n{command}", highlight=False, soft_wrap=True)
+    answer = {"plan": plan.as_json(), "candidates": rows, "command": command}
+    return answer, 0 if plan.fits else DOES_NOT_FIT
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe with the arguments of the command line, to be called again with some of them changed."""
+    """A recipe with the arguments of the command line, which can be changed for a candidate.
 
-    target: str
-    function: Callable[..., Any]
-    arguments: dict[str, Any]
+    Attributes:
+        name: the recipe as the user wrote it: `file.py` or `file.py:function`.
+        function: the recipe.
+        arguments: the arguments that were bound.
+        words: the same arguments as they stand on the command line.
+    """
+
+    name: str
+    function: Callable[..., Run]
+    arguments: Mapping[str, object]
     words: list[str]
 
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """The parameters of the recipe, by name."""
+        return inspect.signature(self.function).parameters
+
+    def as_given(self) -> Run:
+        """Return the run without changes."""
+        return self._make({})
+
     def run(self, candidate: Candidate) -> Run:
-        """A change goes to the recipe where it has an argument of that name, else to the run that it makes."""
-        changes = {"mesh": candidate.mesh, **dict(candidate.options)}
-        takes = inspect.signature(self.function).parameters
-        run: Run = make_run(
-            self.function,
-            {**self.arguments, **{name: value for name, value in changes.items() if name in takes}},
-        )
-        return replace(run, **{name: value for name, value in changes.items() if name not in takes})
+        """Return the run of a candidate.
 
-    def value(self, name: str) -> Any:
-        takes = inspect.signature(self.function).parameters
-        return self.arguments.get(name, takes[name].default if name in takes else None)
+        A change goes to the argument of the recipe with that name. If there is none, it goes to the
+        field of the `Run`.
+        """
+        changes = _changes(candidate)
+        to_recipe = {name: value for name, value in changes.items() if name in self.parameters}
+        to_run = {name: value for name, value in changes.items() if name not in self.parameters}
+        return replace(self._make(to_recipe), **to_run)  # type: ignore[arg-type]
 
-    def choices(self, name: str) -> list[Any]:
-        """The values of an argument that is one of a few, from the given one on."""
+    def _make(self, changes: Mapping[str, OptionValue]) -> Run:
+        run: Run = make_run(self.function, {**self.arguments, **changes})
+        return run
+
+    def value(self, name: str) -> object:
+        """Return the value of an argument, or None if the recipe has no such argument."""
+        if name in self.arguments:
+            return self.arguments[name]
+        return self.parameters[name].default if name in self.parameters else None
+
+    def choices(self, name: str) -> list[OptionValue]:
+        """Return the values of a `Literal` argument, beginning with the given one."""
         annotation = inspect.get_annotations(self.function, eval_str=True).get(name)
         values = list(get_args(annotation)) if get_origin(annotation) is Literal else []
-        return values[values.index(self.value(name)) :] if self.value(name) in values else []
+        value = self.value(name)
+        return values[values.index(value) :] if value in values else []
 
-    def command(self, verb: str, candidate: Candidate, on: Target) -> str:
-        """The command line of a candidate; what the recipe has no argument for is told behind it."""
-        takes = inspect.signature(self.function).parameters
-        changes = {"mesh": candidate.mesh, **dict(candidate.options)}
-        changes = {
-            name: value
-            for name, value in changes.items()
-            if name not in self.arguments or self.arguments[name] != value
-        }
-        words, skip = [], False
-        for word in self.words:
-            if skip and not word.startswith("--"):
-                skip = False
-                continue
-            name = word.partition("=")[0].removeprefix("--").replace("-", "_")
-            skip = word.startswith("--") and name in changes and "=" not in word
-            if not (word.startswith("--") and name in changes):
-                words.append(word)
+    def command(self, verb: str, candidate: Candidate, target: Target) -> str:
+        """Return the command line of a candidate, to paste into a shell.
+
+        Changes that the recipe has no argument for follow in a comment.
+        """
+        changes: dict[str, OptionValue] = {}
+        for name, value in _changes(candidate).items():
+            if name not in self.arguments or self.arguments[name] != value:
+                changes[name] = value
+        words = _without_options(self.words, changes)
+        run_fields = []
         for name, value in changes.items():
-            if name in takes and value != takes[name].default:
-                words += [f"--{name.replace('_', '-')}", str(value)]
-        if on.platform == "cpu":
-            words += ["--cpu-devices", str(len(on.devices))]
-        own = {name: value for name, value in changes.items() if name not in takes and value != 1}
-        behind = (
-            f"   # with Run({', '.join(f'{name}={value!r}' for name, value in own.items())}) in the recipe"
-            if own
-            else ""
-        )
-        return shlex.join(["shardwise", verb, self.target, *words]) + behind
+            if name not in self.parameters:
+                if value != 1:
+                    run_fields.append(f"{name}={value!r}")
+            elif value != self.parameters[name].default:
+                words += [_option(name), str(value)]
+        if target.platform == "cpu":
+            words += ["--cpu-devices", str(len(target.devices))]
+        command = shlex.join(["shardwise", verb, self.name, *words])
+        if run_fields:
+            command += f"   # with Run({', '.join(run_fields)}) in the recipe"
+        return command
 
 
-def plan_recipe(
-    target: str, args: list[str], options: argparse.Namespace
-) -> tuple[dict[str, Any], int]:
-    parser = argparse.ArgumentParser(
-        prog=f"shardwise plan {target}",
-        usage=USAGE,
-        add_help=False,
-        allow_abbrev=False,
-        exit_on_error=False,
-    )
-    parser.add_argument("--on", default="")
-    parser.add_argument("--search", action="store_true")
-    parser.add_argument("--compile-at-most", type=int)
-    parser.add_argument("--largest-batch", action="store_true")
-    parser.add_argument("--tokens", type=float)
-    parser.add_argument("--html", type=Path)
-    parser.add_argument("--no-cache", action="store_true")
-    try:
-        mine, rest = parser.parse_known_args(args)
-    except argparse.ArgumentError as error:
-        raise ConfigError(str(error)) from error
-    if {"-h", "--help"} & set(rest):
-        print(USAGE)
-    if mine.compile_at_most is not None and mine.compile_at_most < 1:
-        raise ConfigError(f"--compile-at-most {mine.compile_at_most}: it must be at least 1.")
-    if mine.search and mine.largest_batch:
-        raise ConfigError(
-            "--search takes the batch as it is, and --largest-batch the mesh: one after the other."
-        )
-    if mine.html is not None and not mine.html.absolute().parent.is_dir():
-        raise ConfigError(
-            f"--html {mine.html}: there is no directory {mine.html.absolute().parent}."
-        )
-    with stop_on_signals(may_exit=True) as stop:
-        stop.last_words = "stopped by a signal" + (
-            "."
-            if mine.no_cache
-            else "; what was compiled is kept, and the same command goes on there."
-        )
-        return _plan(target, rest, mine, options, stop)
+def _changes(candidate: Candidate) -> dict[str, OptionValue]:
+    return {"mesh": candidate.mesh, **dict(candidate.options)}
 
 
-def _plan(
-    target: str, words: list[str], mine: argparse.Namespace, options: argparse.Namespace, stop: Stop
-) -> tuple[dict[str, Any], int]:
-    path, function = find_recipe(target)
-    count = options.cpu_devices if options.cpu_devices is not None else cpu_devices_of(mine.on)
-    if count is not None:
-        use_cpu_devices(count)
-    loaded = load_recipe(path, function)
-    recipe = Recipe(
-        target, loaded, bind_recipe(loaded, words, prog=f"shardwise plan {target}"), words
-    )
-    on = find_target(mine.on) if mine.on else local_target()
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    shown = Console(stderr=True)
-    cache = None if mine.no_cache else plan_cache()
-
-    def compile_one(candidate: Candidate, run: Run) -> Plan:
-        return plan_run(run, on, dict(candidate.options), cache)
-
-    found = Search()
-    if mine.search:
-        stop.before_exit.append(lambda: _show_ranking(console, found))
-        plan, candidate = _searched(
-            recipe, on, compile_one, console, shown, found, mine.compile_at_most
-        )
-    elif mine.largest_batch:
-        plan, candidate = _largest(recipe, on, compile_one, console, shown)
-    else:
-        plan, candidate = _planned(recipe, on, compile_one, console, shown)
-    if plan is None:
-        return {
-            "target": on.name,
-            "fits": False,
-            "candidates": [entry.as_json() for entry in found.ranking],
-        }, 2
-    command = recipe.command("train", candidate, on)
-    if mine.tokens:
-        _show_cost(console, plan, mine.tokens)
-    rows = [
-        {**entry.as_json(), "chosen": entry.candidate == candidate and entry.plan is not None}
-        for entry in found.ranking
-    ]
-    if mine.html is not None:
-        mine.html.write_text(
-            plan_page(plan, rows, f"{target} on {on.name}", command), encoding="utf-8"
-        )
-        console.print(f"page: {mine.html}", highlight=False, soft_wrap=True)
-    if plan.fits:
-        console.print(f"\n{command}", highlight=False, soft_wrap=True)
-    return {"plan": plan.as_json(), "candidates": rows, "command": command}, 0 if plan.fits else 2
+def _option(name: str) -> str:
+    """Return the command line option of an argument of a recipe."""
+    return f"--{name.replace('_', '-')}"
 
 
-CompileOne = Callable[[Candidate, Run], Plan]
-
-
-def _as_asked(recipe: Recipe, on: Target) -> Candidate:
-    """The recipe as it stands."""
-    run = make_run(recipe.function, recipe.arguments)
-    text = run.mesh if isinstance(run.mesh, str) else mesh_text(run.mesh)
-    candidate = Candidate(show_sizes(parse_mesh(text, len(on.devices))))
-    for name, value in (
-        ("accumulate", run.accumulate),
-        ("remat", recipe.value("remat")),
-        ("loss_chunks", recipe.value("loss_chunks")),
-    ):
-        candidate = candidate.with_option(name, value) if value is not None else candidate
-    return candidate
-
-
-def _largest(
-    recipe: Recipe, on: Target, compile_one: CompileOne, console: Console, shown: Console
-) -> tuple[Plan | None, Candidate]:
-    """The plan with the largest batch that fits."""
-    asked, given = _as_asked(recipe, on), recipe.value("batch_size")
-    if not isinstance(given, int):
-        raise ConfigError(
-            f"{recipe.target} has no argument batch_size, which --largest-batch changes."
-        )
-    run = recipe.run(asked)
-    shards = num_batch_shards(make_mesh(asked.mesh, on.devices), run.rules) * run.accumulate
-
-    def compile_rows(rows: int) -> Plan:
-        candidate = asked.with_option("batch_size", rows)
-        with shown.status(f"compiling for {on.name}, {rows} rows a batch"):
-            plan = compile_one(candidate, recipe.run(candidate))
-        shown.print(
-            f"{rows} rows a batch: {plan.line()}{'' if plan.fits else ', too large'}",
-            highlight=False,
-            soft_wrap=True,
-        )
-        return plan
-
-    rows, plan = largest_batch(compile_rows, shards, given)
-    if plan is None:
-        console.print(f"not even {rows} rows a batch fit {on.name}.", highlight=False)
-        return None, asked
-    show_plan(console, plan)
-    return plan, asked.with_option("batch_size", rows)
-
-
-def largest_batch(
-    compile_rows: Callable[[int], Plan], unit: int, first: int
-) -> tuple[int, Plan | None]:
-    """The largest multiple of `unit` rows whose plan fits, or None beside `unit`. Memory grows almost evenly with the rows, from the
-    state alone, so a straight line through two plans, or through that and one, says where the limit will be."""
-    known: dict[int, Plan] = {}
-    rows, low, width = max(first // unit, 1) * unit, 0, math.inf
-    while rows > 0:
-        plan = known[rows] = compile_rows(rows)
-        fit, large = (sorted(n for n in known if known[n].fits is good) for good in (True, False))
-        low, high = fit[-1] if fit else 0, large[0] if large else math.inf
-        if high - low <= unit:
-            break
-        ends = [low, large[0]] if fit and large else [0, *(fit or large[:1])][-2:]
-        peaks = [known[n].memory.peak if n else plan.memory.state for n in ends]
-        guess = ends[0] + (ends[1] - ends[0]) * (plan.limit - peaks[0]) / max(
-            peaks[1] - peaks[0], 1
-        )
-        if fit and large and high - low > width / 2:  # not even halved by the last line
-            guess = (low + high) / 2
-        width = high - low
-        rows = int(min(max(guess // unit * unit, low + unit), high - unit, 8 * low or high))
-    return (low, known[low]) if low else (unit, None)
-
-
-def _planned(
-    recipe: Recipe, on: Target, compile_one: CompileOne, console: Console, shown: Console
-) -> tuple[Plan | None, Candidate]:
-    """The plan of the recipe as it stands; where that does not fit, what would make it fit."""
-    candidate = _as_asked(recipe, on)
-    with shown.status(f"compiling for {on.name}, mesh {candidate.mesh}"):
-        plan = compile_one(candidate, recipe.run(candidate))
-    show_plan(console, plan)
-    if not plan.fits:
-        _show_remedies(recipe, candidate, plan, compile_one, console, shown)
-    return plan, candidate
-
-
-def _searched(
-    recipe: Recipe,
-    on: Target,
-    compile_one: CompileOne,
-    console: Console,
-    shown: Console,
-    found: Search,
-    budget: int | None,
-) -> tuple[Plan | None, Candidate]:
-    if on.chip is None:
-        raise ConfigError(
-            f"--search ranks by time, and the speed of '{on.kind}' is not known. Name a chip that is: --on v5e:2x4."
-        )
-    run = make_run(recipe.function, recipe.arguments)
-    asked = [
-        part.partition("=")[0].strip()
-        for part in (run.mesh if isinstance(run.mesh, str) else mesh_text(run.mesh)).split(",")
-    ]
-    axes = list(dict.fromkeys([*SEARCHED, *asked]))
-    options: dict[str, list[Any]] = {"accumulate": [run.accumulate * 2**k for k in range(5)]}
-    if remats := recipe.choices("remat"):
-        options["remat"] = remats
-    meshes = find_meshes(len(on.devices), axes)
-    with shown.status("counting") as status:
-
-        def tell(found: Search, candidate: Candidate) -> None:
-            best = f", best so far {found.best.candidate.mesh}" if found.best else ""
-            limit = budget or math.ceil(found.num_candidates / 3)
-            status.update(
-                f"compiling {_name(candidate)} ({found.num_compiled + 1}, at most {limit} of {found.num_candidates}{best})"
-            )
-
-        search(recipe.run, compile_one, on, meshes, options, budget=budget, found=found, tell=tell)
-    _show_ranking(console, found)
-    if found.best is None or found.best.plan is None:
-        states = {entry.status for entry in found.entries.values()}
-        if "not compiled" in states:
-            why = f"nothing that was compiled fits {on.name}; allow more than {found.num_compiled} compilations (--compile-at-most)."
-        elif states == {"refused"}:
-            why = f"no mesh of {len(on.devices)} devices suits this run."
-        else:
-            why = f"nothing fits {on.name}. Take more devices, or a smaller batch."
-        console.print(why, highlight=False)
-        return None, Candidate("")
-    show_plan(console, found.best.plan)
-    return found.best.plan, found.best.candidate
-
-
-def _name(candidate: Candidate) -> str:
-    return " ".join(
-        [
-            candidate.mesh,
-            *(f"{name}={value}" for name, value in candidate.options if value not in (1, "none")),
-        ]
-    )
-
-
-def show_plan(console: Console, plan: Plan) -> None:
-    """One plan as tables."""
-    m = plan.memory
-    table = Table(
-        title=f"{plan.num_devices} x {plan.chip}, mesh {show_sizes(plan.mesh)}: memory of each device",
-        title_justify="left",
-    )
-    for column in (
-        "parameters",
-        "optimizer",
-        "other",
-        "batch",
-        "activations, temporaries",
-        "peak",
-        "of",
-    ):
-        table.add_column(column, justify="right")
-    row = (m.parameters, m.optimizer, m.other, m.batch, m.temporaries, m.peak, plan.limit)
-    table.add_row(*(show_bytes(value) for value in row))
-    console.print(table)
-    share = m.peak / plan.limit
-    console.print(
-        f"[bold green]fits[/]: {share:.0%} of the memory"
-        if plan.fits
-        else f"[bold red]too large[/]: {share:.0%} of the memory",
-        highlight=False,
-    )
-    if not plan.fits and plan.buffers:
-        table = Table(title="largest buffers among the temporaries", title_justify="left")
-        table.add_column("bytes", justify="right")
-        table.add_column("shape")
-        table.add_column("made by", overflow="fold")
-        for buffer in plan.buffers[:8]:
-            table.add_row(show_bytes(buffer.bytes), buffer.shape, buffer.name)
-        console.print(table)
-    if plan.traffic:
-        table = Table(title="exchanges of a step, on each device", title_justify="left")
-        for column, justify in (
-            ("kind", "left"),
-            ("axes", "left"),
-            ("over", "left"),
-            ("count", "right"),
-            ("bytes", "right"),
-        ):
-            table.add_column(column, justify=justify)  # type: ignore[arg-type]
-        table.add_column("takes", justify="right")
-        table.add_column("waited for", justify="right")
-        for t in plan.traffic:
-            took = (
-                (f"{t.seconds * 1e3:.2f} ms", f"{t.waited * 1e3:.2f} ms")
-                if plan.times
-                else ("", "")
-            )
-            table.add_row(t.kind, t.axes, t.link, str(t.count), show_bytes(t.bytes), *took)
-        console.print(table)
-    model = show_count(plan.model_flops / plan.num_devices, " ")
-    console.print(
-        f"a step: {show_count(plan.flops, ' ')}FLOP on each device, {model}FLOP of them the model's; {show_bytes(plan.bytes)} of memory "
-        f"traffic; {plan.items:,} {plan.unit} in all",
-        highlight=False,
-        soft_wrap=True,
-    )
-    if plan.times is not None:
-        times = plan.times
-        waits = "".join(
-            f", waiting on {axes} {seconds * 1e3:.1f}"
-            for axes, seconds in times.network.items()
-            if seconds > 5e-5
-        )
-        console.print(
-            f"estimate: [bold]{times.total * 1e3:.1f} ms[/] a step, bound by {times.bound} (ms: arithmetic {times.arithmetic * 1e3:.1f}, "
-            f"memory {times.memory * 1e3:.1f}{waits}); {plan.items_per_second:,.0f} {plan.unit}/s"
-            + (f", MFU {plan.mfu:.1%}" if plan.mfu is not None else ""),
-            highlight=False,
-            soft_wrap=True,
-        )
-    else:
-        console.print(
-            f"no estimate of the time: the table of hardware does not know '{plan.chip}'.",
-            highlight=False,
-        )
-    if plan.unknown_kernels:
-        names = ", ".join(f"{name} ({calls} calls)" for name, calls in plan.unknown_kernels.items())
-        console.print(
-            f"the arithmetic of these kernels is not known, only their bytes count: {names}",
-            highlight=False,
-            soft_wrap=True,
-        )
-    console.print(
-        f"[dim]memory, FLOP, bytes and exchanges: from the compiler; times: from a model of the hardware. "
-        f"Compiled in {show_seconds(plan.compile_seconds)}, with {show_bytes(plan.compile_memory)} of this machine's memory.[/]",
-        highlight=False,
-        soft_wrap=True,
-    )
-
-
-def _show_cost(console: Console, plan: Plan, tokens: float) -> None:
-    if plan.items_per_second is None:
-        console.print(
-            f"how long {show_count(tokens)} {plan.unit} take cannot be told for '{plan.chip}'.",
-            highlight=False,
-        )
-        return
-    seconds = tokens / plan.items_per_second
-    hours = seconds / 3600 * plan.num_devices
-    month = math.ceil(plan.num_devices * seconds / (30 * 86400))
-    console.print(
-        f"{show_count(tokens)} {plan.unit}: {show_seconds(seconds)} on {plan.num_devices} chips, {hours:,.0f} chip-hours; "
-        f"in 30 days with {month} of them, at the same share of their peak",
-        highlight=False,
-        soft_wrap=True,
-    )
-
-
-def _show_ranking(console: Console, found: Search) -> None:
-    table = Table(
-        title=f"{found.num_compiled} of {found.num_candidates} candidates compiled",
-        title_justify="left",
-    )
-    for column, justify in (
-        ("mesh", "left"),
-        ("options", "left"),
-        ("step", "right"),
-        ("per second", "right"),
-        ("MFU", "right"),
-    ):
-        table.add_column(column, justify=justify)  # type: ignore[arg-type]
-    table.add_column("peak", justify="right")
-    table.add_column("bound by, or why not")
-    refused = [entry for entry in found.ranking if entry.status == "refused"]
-    for entry in (entry for entry in found.ranking if entry.status != "refused"):
-        plan = entry.plan
-        options = " ".join(
-            f"{name}={value}" for name, value in entry.candidate.options if value not in (1, "none")
-        )
-        if plan is not None and plan.times is not None:
-            mfu = f"{plan.mfu:.1%}" if plan.mfu is not None else ""
-            numbers = (
-                f"{plan.times.total * 1e3:.1f} ms",
-                show_count(plan.items_per_second or 0),
-                mfu,
-                show_bytes(plan.memory.peak),
-            )
-        else:
-            numbers = ("", "", "", show_bytes(plan.memory.peak) if plan is not None else "")
-        why = entry.why or (plan.times.bound if plan is not None and plan.times is not None else "")
-        style = None if entry.status == "compiled" else "dim"
-        table.add_row(
-            entry.candidate.mesh,
-            options,
-            *numbers,
-            f"{entry.status}: {why}" if style else why,
-            style=style,
-        )
-    console.print(table)
-    if refused:
-        meshes = ", ".join(f"'{_name(entry.candidate)}'" for entry in refused)
-        console.print(
-            f"not possible: {meshes}. The first: {refused[0].why}", highlight=False, soft_wrap=True
-        )
-
-
-def _show_remedies(
-    recipe: Recipe,
-    candidate: Candidate,
-    plan: Plan,
-    compile_one: CompileOne,
-    console: Console,
-    shown: Console,
-) -> None:
-    """What would make it fit, compiled: the cheapest changes first."""
-    table = Table(title="what it would take instead", title_justify="left")
-    for column in ("change", "saves", "peak", "", "step"):
-        table.add_column(column, justify="left" if column in ("change", "") else "right")
-    for label, other in _remedies(recipe, candidate):
-        try:
-            with shown.status(f"compiling with {label}"):
-                changed = compile_one(other, recipe.run(other))
-        except ConfigError:
+def _without_options(words: list[str], names: Mapping[str, OptionValue]) -> list[str]:
+    """Return the words of a command line without some options and their values."""
+    kept: list[str] = []
+    is_value = False
+    for word in words:
+        is_option = word.startswith("--")
+        if is_value and not is_option:
+            is_value = False
             continue
-        saved = plan.memory.peak - changed.memory.peak
-        step = f"{changed.times.total * 1e3:.1f} ms" if changed.times and changed.fits else ""
-        table.add_row(
-            label,
-            show_bytes(max(0.0, saved)),
-            show_bytes(changed.memory.peak),
-            "fits" if changed.fits else "too large",
-            step,
+        name, equals, _ = word.partition("=")
+        is_removed = is_option and name.removeprefix("--").replace("-", "_") in names
+        is_value = is_removed and not equals
+        if not is_removed:
+            kept.append(word)
+    return kept
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans a recipe for a target in one of three ways, and prints what it finds.
+
+    Attributes:
+        recipe: the recipe.
+        target: the devices to plan for.
+        console: standard output.
+        progress: standard error, for progress.
+        cache: the folder of the plan cache, or None.
+    """
+
+    recipe: Recipe
+    target: Target
+    console: Console
+    progress: Console
+    cache: Path | None
+
+    def compile(self, candidate: Candidate, run: Run | None = None) -> Plan:
+        """Return the plan of a candidate."""
+        run = self.recipe.run(candidate) if run is None else run
+        return plan_run(run, self.target, dict(candidate.options), self.cache)
+
+    def plan_as_given(self) -> Choice:
+        """Plan the recipe as it is. If it does not fit, also show what would make it fit."""
+        candidate = self._candidate_as_given()
+        with self.progress.status(f"compiling for {self.target.name}, mesh {candidate.mesh}"):
+            plan = self.compile(candidate)
+        show_plan(self.console, plan)
+        if not plan.fits:
+            show_remedies(self.console, plan, self._compiled_remedies(candidate))
+        return Choice(candidate, plan)
+
+    def find_largest_batch(self) -> Choice | None:
+        """Find the largest batch size that fits. None if there is none."""
+        given = self._candidate_as_given()
+        batch_size = self.recipe.value("batch_size")
+        if not isinstance(batch_size, int):
+            raise ConfigError(
+                f"--largest-batch changes the argument batch_size, which {self.recipe.name} lacks."
+            )
+        run = self.recipe.run(given)
+        mesh = make_mesh(given.mesh, self.target.devices)
+        unit = num_batch_shards(mesh, run.rules) * run.accumulate
+
+        def compile_size(size: int) -> Plan:
+            with self.progress.status(f"compiling for {self.target.name}, batch size {size}"):
+                plan = self.compile(given.with_option("batch_size", size))
+            verdict = "" if plan.fits else ", too large"
+            line = f"batch size {size}: {plan.line()}{verdict}"
+            self.progress.print(line, highlight=False, soft_wrap=True)
+            return plan
+
+        size, plan = largest_batch(compile_size, unit, batch_size)
+        if plan is None:
+            message = f"not even a batch size of {size} fits {self.target.name}."
+            self.console.print(message, highlight=False)
+            return None
+        show_plan(self.console, plan)
+        return Choice(given.with_option("batch_size", size), plan)
+
+    def search(self, result: Search, budget: int | None) -> Choice | None:
+        """Search for the fastest mesh. None if nothing fits.
+
+        Args:
+            result: filled with the candidates, also if a signal ends the process.
+            budget: maximum number of compilations.
+        """
+        target = self.target
+        if target.chip is None:
+            raise ConfigError(
+                f"--search ranks by time, but the speed of '{target.kind}' is unknown. "
+                "Name a known chip, for example --on v5e:2x4."
+            )
+        run = self.recipe.as_given()
+        axes = list(dict.fromkeys([*SEARCHED, *_axis_names(run)]))
+        options: dict[str, list[OptionValue]] = {
+            "accumulate": [run.accumulate * factor for factor in ACCUMULATIONS]
+        }
+        if remats := self.recipe.choices("remat"):
+            options["remat"] = remats
+        with self.progress.status("counting candidates") as status:
+
+            def tell(found: Search, candidate: Candidate) -> None:
+                limit = budget or math.ceil(found.num_candidates / 3)
+                best = f", best so far {found.best.candidate.mesh}" if found.best else ""
+                progress = f"{found.num_compiled + 1}, at most {limit} of {found.num_candidates}"
+                status.update(f"compiling {show_candidate(candidate)} ({progress}{best})")
+
+            search(
+                self.recipe.run,
+                self.compile,
+                target,
+                find_meshes(len(target.devices), axes),
+                options,
+                budget=budget,
+                found=result,
+                tell=tell,
+            )
+        show_ranking(self.console, result)
+        best = result.best
+        if best is None or best.plan is None:
+            self.console.print(_why_nothing_fits(result, target), highlight=False)
+            return None
+        show_plan(self.console, best.plan)
+        return Choice(best.candidate, best.plan)
+
+    def _candidate_as_given(self) -> Candidate:
+        """Return the recipe as it is, as a candidate."""
+        run = self.recipe.as_given()
+        mesh = show_sizes(parse_mesh(_mesh_of(run), len(self.target.devices)))
+        candidate = Candidate(mesh).with_option("accumulate", run.accumulate)
+        for name in ("remat", "loss_chunks"):
+            value = self.recipe.value(name)
+            if isinstance(value, OptionValue) and value is not None:
+                candidate = candidate.with_option(name, value)
+        return candidate
+
+    def _compiled_remedies(self, candidate: Candidate) -> Iterator[tuple[str, Plan]]:
+        """Yield the changes that are possible, with their plans."""
+        for change, other in _remedies(self.recipe, candidate):
+            try:
+                with self.progress.status(f"compiling with {change}"):
+                    plan = self.compile(other)
+            except ConfigError:
+                continue
+            yield change, plan
+
+
+def _mesh_of(run: Run) -> str:
+    return run.mesh if isinstance(run.mesh, str) else mesh_text(run.mesh)
+
+
+def _axis_names(run: Run) -> list[str]:
+    return [axis.partition("=")[0].strip() for axis in _mesh_of(run).split(",")]
+
+
+def _why_nothing_fits(result: Search, target: Target) -> str:
+    statuses = {entry.status for entry in result.entries.values()}
+    if Status.NOT_COMPILED in statuses:
+        return (
+            f"nothing that was compiled fits {target.name}. Allow more than {result.num_compiled} "
+            "compilations with --compile-at-most."
         )
-    console.print(table)
+    if statuses == {Status.REFUSED}:
+        return f"no mesh of {len(target.devices)} devices suits this run."
+    return f"nothing fits {target.name}. Use more devices or a smaller batch."
 
 
 def _remedies(recipe: Recipe, candidate: Candidate) -> list[tuple[str, Candidate]]:
-    takes = inspect.signature(recipe.function).parameters
+    """Return changes that save memory, as text and as candidates, cheapest first."""
 
-    def label(name: str, value: Any) -> str:
-        return f"--{name.replace('_', '-')} {value}" if name in takes else f"Run({name}={value!r})"
+    def text(name: str, value: OptionValue) -> str:
+        is_argument = name in recipe.parameters
+        return f"{_option(name)} {value}" if is_argument else f"Run({name}={value!r})"
 
-    found: list[tuple[str, Candidate]] = []
+    changes: list[tuple[str, OptionValue]] = []
     if recipe.value("loss_chunks") == 1:
-        found.append((label("loss_chunks", 8), candidate.with_option("loss_chunks", 8)))
+        changes.append(("loss_chunks", 8))
     remats = recipe.choices("remat")[1:]
-    found += [(label("remat", value), candidate.with_option("remat", value)) for value in remats]
-    parts = [candidate["accumulate"] * k for k in (2, 8)]
-    found += [(label("accumulate", value), candidate.with_option("accumulate", value)) for value in parts]
-    sizes = {
-        name: int(size) for name, size in (part.split("=") for part in candidate.mesh.split(","))
-    }
-    if "data" in sizes:
-        moved = {
-            "fsdp" if name == "data" else name: size
-            for name, size in sizes.items()
-            if name != "fsdp"
-        }
-        mesh = show_sizes({**moved, "fsdp": sizes["data"] * sizes.get("fsdp", 1)})
-        found.append((label("mesh", mesh), replace(candidate, mesh=mesh)))
+    changes += [("remat", remat) for remat in remats]
+    accumulate = candidate["accumulate"]
+    assert isinstance(accumulate, int)
+    changes += [("accumulate", accumulate * factor) for factor in (2, 8)]
+    remedies = [(text(*change), candidate.with_option(*change)) for change in changes]
+    mesh = _sharded_mesh(candidate.mesh)
+    if mesh is not None:
+        remedies.append((text("mesh", mesh), replace(candidate, mesh=mesh)))
         if remats:
-            both = f"{label('mesh', mesh)} {label('remat', remats[-1])}"
-            found.append((both, replace(candidate.with_option("remat", remats[-1]), mesh=mesh)))
-    return found
+            both = f"{text('mesh', mesh)} {text('remat', remats[-1])}"
+            other = candidate.with_option("remat", remats[-1])
+            remedies.append((both, replace(other, mesh=mesh)))
+    return remedies
 
 
-def main(args: list[str], shared: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    """Run `shardwise plan`; return what `--json` writes, and the exit code."""
-    target, _, _ = split_recipe("plan", args)
-    return plan_recipe(target, args[1:], shared)
+def _sharded_mesh(mesh: str) -> str | None:
+    """Return a mesh with its `data` axis merged into `fsdp`, or None if it has no `data` axis."""
+    axes = [axis.partition("=") for axis in mesh.split(",")]
+    sizes = {name: int(size) for name, _, size in axes}
+    if "data" not in sizes:
+        return None
+    merged = sizes["data"] * sizes.get("fsdp", 1)
+    # `fsdp` takes the place of `data`.
+    sharded = {}
+    for name, size in sizes.items():
+        if name == "data":
+            sharded["fsdp"] = merged
+        elif name != "fsdp":
+            sharded[name] = size
+    return show_sizes(sharded)

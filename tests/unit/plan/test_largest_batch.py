@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.cli.plan import largest_batch
+from shardwise.plan.largest_batch import largest_batch
 
 
 @given(
