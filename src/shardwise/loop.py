@@ -1,8 +1,12 @@
-"""The loop is a generator: the hook system is the body of your `for` statement."""
+"""The training loop as a generator, and exact evaluation.
+
+There are no callbacks: the body of your `for` statement is the place for everything that happens
+between steps.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from functools import reduce
-from typing import Any
 
 import jax
 
@@ -11,7 +15,7 @@ from shardwise.data.prefetch import Prefetch
 from shardwise.errors import DataError
 from shardwise.metrics import Mean
 from shardwise.state import TrainState
-from shardwise.step import Batch, BatchLayout, EvalStep, TrainStep, num_rows
+from shardwise.step import Batch, BatchLayout, EvalStep, Metrics, TrainStep, num_rows
 
 
 def steps(
@@ -20,19 +24,33 @@ def steps(
     batches: Callable[[int], Batch] | Iterable[Batch] | Prefetch,
     *,
     until: int,
-) -> Iterator[tuple[int, TrainState, dict[str, jax.Array]]]:
-    """Yields (n, state, metrics) after each update, n counting from where `state` stands up to `until`.
+) -> Iterator[tuple[int, TrainState, Metrics]]:
+    """Yield `(n, state, metrics)` after each update, from step `state.step + 1` to step `until`.
 
-    Nothing here waits for the devices: the metrics are arrays that may still be under way, and the batches of the next
-    steps are read and placed in the background. The state that was yielded before is donated to the next step. A batch
-    that cannot be had raises where it is needed, after everything before it has been yielded.
+    Nothing here waits for the devices. The metrics are arrays that may still be computed, and the
+    next batches are read and placed in the background. The state that was yielded is donated to the
+    next step, so copy what you want to keep. If a batch cannot be read, the error is raised when
+    the batch is needed, after all steps before it have been yielded.
+
+    Args:
+        step: the training step.
+        state: the state to start from; it is donated.
+        batches: a function from the step number to a host batch, an iterable of host batches, or a
+            `Prefetch`.
+        until: the number of the last step.
+
+    Example:
+        >>> for n, state, metrics in steps(step, state, Batches(data, 32), until=1000):
+        ...     if n % 100 == 0:
+        ...         print(n, float(metrics["loss"]))
     """
     n = int(state.step)
-    with (
-        batches
-        if isinstance(batches, Prefetch)
-        else Prefetch(as_batches(batches), n, until, place=step.place) as placed
-    ):
+    prefetch: AbstractContextManager[Callable[[int], Batch]]
+    if isinstance(batches, Prefetch):
+        prefetch = batches
+    else:
+        prefetch = Prefetch(as_batches(batches), n, until, place=step.place)
+    with prefetch as placed:
         while n < until:
             state, metrics = step(state, placed(n))
             n += 1
@@ -47,37 +65,55 @@ def evaluate(
     rows: int | None = None,
     before: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Exact weighted means over batches of any number and length; `rows` is the largest batch, if they differ.
+    """Return the exact weighted mean of the loss and of each metric over all batches.
 
-    With `Batches`, every row of the source counts once. `before` is called before each batch.
+    Args:
+        step: the evaluation step.
+        state: the state to evaluate.
+        batches: host batches of any number and size. With `Batches`, every example of its source
+            counts exactly once.
+        rows: the size of the largest batch, if sizes differ; by default that of the first batch.
+        before: a function that is called before each batch.
+
+    Raises:
+        DataError: if there are no batches.
+
+    Example:
+        >>> step = make_eval_step(spec, loss, batch)
+        >>> evaluate(step, state, Batches(validation, 32))["loss"]
     """
     parts: list[dict[str, Mean]] = []
     for layout, batch in _with_layouts(step, batches, rows):
         before()
         parts.append(step.on(state, batch, layout))
     if not parts:
-        raise DataError("there is nothing to evaluate: no batch came.")
-    sums = reduce(lambda a, b: {name: a[name] + b[name] for name in a}, _on_host(parts))
+        raise DataError("the evaluation data has no batches, so there is nothing to evaluate.")
+    # All results are fetched at once. Python adds them in float64, so that the order of the batches
+    # hardly matters.
+    on_host: list[dict[str, Mean]] = jax.tree.map(float, jax.device_get(parts))
+    sums = reduce(_add, on_host)
     return {name: float(mean.value) for name, mean in sums.items()}
+
+
+def _add(left: dict[str, Mean], right: dict[str, Mean]) -> dict[str, Mean]:
+    return {name: mean + right[name] for name, mean in left.items()}
 
 
 def _with_layouts(
     step: EvalStep, batches: Batches | Iterable[Batch], rows: int | None
 ) -> Iterator[tuple[BatchLayout, Batch]]:
-    """Each batch, or of `Batches` the part of it that this process needs, and how it is placed."""
+    """Yield each batch with its layout; of plain `Batches` only the examples this process needs."""
     if is_plain(batches):
         total = len(batches.source)
         for first in range(0, total, batches.batch_size):
-            layout = step.layout(min(batches.batch_size, total - first), batches.batch_size)
+            size = min(batches.batch_size, total - first)
+            layout = step.layout(size, batches.batch_size)
             yield layout, batches.in_order(first, layout.ranges)
         return
-    if isinstance(batches, Batches):  # made its own way
+    # A subclass of `Batches` that builds batches itself.
+    if isinstance(batches, Batches):
         rows, batches = batches.batch_size, batches.once()
     for batch in batches:
-        rows = rows or num_rows(batch)
-        yield step.layout(num_rows(batch), rows), batch
-
-
-def _on_host(parts: Any) -> Any:
-    """Fetched in one go, and added in float64 by Python, so that the order of batches hardly matters."""
-    return jax.tree.map(float, jax.device_get(parts))
+        size = num_rows(batch)
+        rows = rows or size
+        yield step.layout(size, rows), batch

@@ -1,67 +1,91 @@
-"""A mean that can be summed exactly, and the log of a run with one JSON object for every step."""
+"""Means that can be summed exactly, and the log of a run with one JSON object per line."""
 
 import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
+
+from shardwise.text import Json
+
+Mask: TypeAlias = jax.Array | np.ndarray
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Mean:
-    """`total / weight`, kept apart so that parts of a batch add up to the whole.
+    """A weighted mean whose total and weight are kept apart, so that parts add up exactly.
 
-    A loss returns it with an entry for each row, or for each token of each row (first dimension: the rows of the
-    batch), or already summed. Only with an entry for each row can a batch be padded, since only then can shardwise
-    leave the padding out. A weight of fewer dimensions than the total holds for each entry of it: `Mean(nats)` is the
-    plain mean.
+    The mean of a batch is the sum of all totals divided by the sum of all weights. Micro-batches,
+    padding and packing therefore cannot change it.
+
+    A loss returns one entry per example (shape `(B,)`), one entry per token (shape `(B, T)`), or
+    values that are summed already (scalars). Only with one entry per example can a batch be padded,
+    because only then can shardwise exclude the padding.
+
+    Attributes:
+        total: weighted values, for example the loss of each token times its weight.
+        weight: weights of the values. A weight with fewer dimensions than `total` applies to each
+            entry of `total`, so `Mean(nats)` is the plain mean.
+
+    Example:
+        >>> Mean(jnp.array([1.0, 2.0, 6.0]), jnp.array([1.0, 1.0, 2.0])).summed().value
+        Array(2.25, dtype=float32)
     """
 
-    total: Any
-    weight: Any = 1.0
+    total: ArrayLike
+    weight: ArrayLike = 1.0
 
     def __add__(self, other: "Mean") -> "Mean":
+        """Return the mean over the values of both."""
         return Mean(self.total + other.total, self.weight + other.weight)
 
     @property
-    def value(self) -> Any:
-        return self.total / self.weight
+    def value(self) -> jax.Array:
+        """The mean, `total / weight`. Call `summed` first unless both are scalars."""
+        return self.total / self.weight  # type: ignore[return-value]
 
-    def summed(self, mask: Any = None) -> "Mean":
-        """Both parts summed in float32, without the rows where `mask` is False."""
-        return Mean(_masked_sum(self.total, mask), _masked_sum(self._weights(), mask))
+    def summed(self, mask: Mask | None = None) -> "Mean":
+        """Return the mean with scalar total and weight, summed in float32.
+
+        Args:
+            mask: booleans of shape `(B,)`; entries of examples where it is False are excluded.
+        """
+        return Mean(_masked_sum(self.total, mask), _masked_sum(self._broadcast_weight(), mask))
 
     def has_rows(self, rows: int) -> bool:
-        """Whether there is an entry for each row."""
-        return all(
-            jnp.ndim(x) > 0 and jnp.shape(x)[0] == rows for x in (self.total, self._weights())
-        )
+        """Return whether total and weight have one entry per example, for `rows` examples."""
+        parts = (self.total, self._broadcast_weight())
+        return all(jnp.ndim(part) > 0 and jnp.shape(part)[0] == rows for part in parts)
 
     @property
     def items(self) -> int | None:
-        """What the weights add up to as far as it is known while tracing: a mask counts as if it were all ones. None if it is not."""
+        """The sum of the weights as far as a trace knows it, or None.
+
+        A traced array of weights counts as if it were all ones: its values, such as those of a
+        mask, are known only when the step runs.
+        """
         entries = max(jnp.size(self.total), jnp.size(self.weight))
         if isinstance(self.weight, jax.core.Tracer):
             return entries if jnp.ndim(self.weight) else None
         return round(float(np.mean(self.weight)) * entries)
 
-    def _weights(self) -> Any:
-        if jnp.ndim(self.weight) >= jnp.ndim(self.total):
-            return self.weight
+    def _broadcast_weight(self) -> ArrayLike:
         missing = jnp.ndim(self.total) - jnp.ndim(self.weight)
-        return jnp.broadcast_to(
-            jnp.reshape(self.weight, (*jnp.shape(self.weight), *(1,) * missing)),
-            jnp.shape(self.total),
-        )
+        if missing <= 0:
+            return self.weight
+        aligned = jnp.reshape(self.weight, (*jnp.shape(self.weight), *(1,) * missing))
+        return jnp.broadcast_to(aligned, jnp.shape(self.total))
 
 
-def _masked_sum(x: Any, mask: Any) -> jax.Array:
+def _masked_sum(x: ArrayLike, mask: Mask | None) -> jax.Array:
     x = jnp.asarray(x, jnp.float32)
     if mask is not None and x.ndim:
         x = jnp.where(mask.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
@@ -69,33 +93,50 @@ def _masked_sum(x: Any, mask: Any) -> jax.Array:
 
 
 class MetricsLog:
-    """`metrics.jsonl`, or another file of records with a "step": appended to while the run goes on, cut back when it resumes at `step`."""
+    """A file of JSON objects, one per line, each with a "step": `metrics.jsonl` and its like.
+
+    Opening the log removes the records after `step`, which the resumed run writes again.
+
+    Attributes:
+        seen: the last step in the file before records were removed, or 0.
+        kept: the records that were kept.
+    """
 
     def __init__(self, path: Path, step: int = 0):
-        lines = read_metrics(path) if path.exists() else []
-        self.seen = max(
-            (record["step"] for record in lines), default=0
-        )  # the last step before it was cut
-        self.kept = [record for record in lines if record["step"] <= step]
+        """Open the log for appending.
+
+        Args:
+            path: the file; it is created if missing.
+            step: the step at which the run resumes; 0 starts an empty log.
+        """
+        records = read_metrics(path) if path.exists() else []
+        self.seen = max((record["step"] for record in records), default=0)
+        self.kept = [record for record in records if record["step"] <= step]
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_text("".join(json.dumps(record) + "\n" for record in self.kept))
         os.replace(temporary, path)
         self._file = path.open("a", buffering=1)
 
-    def write(self, record: dict[str, Any]) -> None:
-        """Numbers that are not finite are written as text, since JSON has none."""
-        finite = {
-            k: str(v) if isinstance(v, float) and not math.isfinite(v) else v
-            for k, v in record.items()
-        }
-        self._file.write(json.dumps(finite) + "\n")
+    def write(self, record: Mapping[str, object]) -> None:
+        """Append a record. Non-finite floats are written as strings, because JSON has none."""
+        line = {name: _json_safe(value) for name, value in record.items()}
+        self._file.write(json.dumps(line) + "\n")
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a log; lines that are none, such as a last one that a crash cut short, are left out."""
+def _json_safe(value: object) -> object:
+    is_nonfinite = isinstance(value, float) and not math.isfinite(value)
+    return str(value) if is_nonfinite else value
+
+
+def read_metrics(path: Path) -> list[Json]:
+    """Return the records of a log.
+
+    Lines that are not records are skipped, for example a last line that a crash cut short.
+    """
     records = []
     for line in path.read_text(errors="replace").splitlines():
         try:

@@ -1,14 +1,14 @@
 """An NNX module as a static definition and pure arrays, and back.
 
-NNX objects appear in two places only: where the user's factory builds the model, and inside the step, where the loss
-uses it. Between them everything is nested dictionaries of arrays with string keys, which JAX, Optax and Orbax all
-understand without knowing Flax.
+NNX objects appear in two places only: where the user's factory builds the model, and inside the
+step, where the loss uses it. Between these places everything is nested dictionaries of arrays with
+string keys, which JAX, Optax and Orbax handle without knowledge of Flax.
 """
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,44 +16,72 @@ from flax import nnx
 
 from shardwise.errors import ConfigError
 from shardwise.sharding import ModelLeaf, annotation_of
-from shardwise.tree import lookup, nest
+from shardwise.text import Json
+from shardwise.tree import KeyPath, PyTree, lookup, nest
 
-ModelFactory = Callable[[nnx.Rngs], nnx.Module]
-Pure = dict[str, Any]
-AccessHook = Callable[[nnx.Variable[Any], Any], Any]
-BASE = "lora_base"  # where NNX keeps a weight that has adapters beside it (finetune.py); names leave it out: the weight keeps its own
+# `model(rngs)` returns the model.
+ModelFactory: TypeAlias = Callable[[nnx.Rngs], nnx.Module]
+# Nested dictionaries of arrays with string keys.
+Pure: TypeAlias = dict[str, PyTree]
+# `hook(variable, value)` returns the value that the model gets when it reads the variable.
+AccessHook: TypeAlias = Callable[[nnx.Variable[jax.Array], jax.Array], jax.Array]
+# The attribute under which NNX keeps a weight that has LoRA adapters (`weights/adapters.py`). Names
+# omit it, so that the weight has the same name with and without adapters.
+BASE = "lora_base"
+# Flags that NNX modules of several kinds need before they compute.
+MODES = ("deterministic", "use_running_average")
 
 
 @dataclass(frozen=True)
 class RngLeaf:
-    """A random key or counter that the model carries. Its value comes from (seed, path, step): nothing to save."""
+    """A random key or counter that the model carries.
 
-    path: tuple[Any, ...]
+    Its value in step n is a function of (seed, name, n). It has no state: nothing is saved, and a
+    restart, another mesh or accumulation cannot shift it.
+
+    Attributes:
+        path: the path of the variable in the NNX state.
+        name: the path as text.
+        is_key: whether it is a key; otherwise it is a counter, which starts at 0 in every step.
+        shape: the shape of the variable; `()` except under `nnx.vmap` and `nnx.scan`.
+    """
+
+    path: KeyPath
     name: str
     is_key: bool
     shape: tuple[int, ...]
 
     def value(self, key: jax.Array) -> jax.Array:
+        """Return the value for a step with this root key."""
         if not self.is_key:
             return jnp.zeros(self.shape, jnp.uint32)
-        own = jax.random.fold_in(key, zlib.crc32(self.name.encode()))
-        return jax.random.split(own, self.shape) if self.shape else own
+        own_key = jax.random.fold_in(key, zlib.crc32(self.name.encode()))
+        return jax.random.split(own_key, self.shape) if self.shape else own_key
 
 
 @dataclass(frozen=True)
 class ModuleDef:
-    """What is left of a module when its arrays are taken out. Paths are NNX's own, names are ours."""
+    """The static part of a module: everything but its arrays.
 
-    graphdef: nnx.GraphDef[Any]
-    params: Mapping[tuple[Any, ...], ModelLeaf]
-    other: Mapping[tuple[Any, ...], ModelLeaf]
+    All mappings have paths of the NNX state as keys; `path_name` turns a path into a name.
+
+    Attributes:
+        graphdef: the structure of the module.
+        params: trainable parameters.
+        other: variables that are neither parameters nor random streams, for example batch
+            statistics.
+        rngs: random keys and counters.
+        frozen: parameters that are not trained.
+        adapters: for each weight with adapters, by name, the description that `lora` stores with
+            it.
+    """
+
+    graphdef: nnx.GraphDef[nnx.Module]
+    params: Mapping[KeyPath, ModelLeaf]
+    other: Mapping[KeyPath, ModelLeaf]
     rngs: tuple[RngLeaf, ...]
-    frozen: Mapping[tuple[Any, ...], ModelLeaf] = field(
-        default_factory=dict
-    )  # parameters that are not trained
-    adapters: Mapping[str, dict[str, Any]] = field(
-        default_factory=dict
-    )  # what `lora` notes of each weight that has adapters
+    frozen: Mapping[KeyPath, ModelLeaf] = field(default_factory=dict)
+    adapters: Mapping[str, Json] = field(default_factory=dict)
 
     def merge(
         self,
@@ -63,107 +91,137 @@ class ModuleDef:
         hooks: Mapping[str, AccessHook] | None = None,
         frozen: Pure | None = None,
     ) -> nnx.Module:
-        """The module with these arrays, its random streams drawn from `key`.
+        """Return the module with these arrays.
 
-        `hooks` maps names of variables to functions that every access passes through, also inside `nnx.scan` and
-        `nnx.remat`; this is how a parameter is gathered and cast where the model uses it, and only there.
+        Args:
+            params: values of the trainable parameters.
+            other: values of the variables in `self.other`.
+            key: the root key of the random streams.
+            hooks: functions by variable name. The value of a variable passes through its hook at
+                every access, also inside `nnx.scan` and `nnx.remat`. This is how a parameter is
+                gathered and cast where the model uses it, and only there.
+            frozen: values of the frozen parameters, if there are any.
         """
-        flat = [(path, lookup(params, _parts(path))) for path in self.params]
-        flat += [(path, lookup(other, _parts(path))) for path in self.other]
-        flat += [(path, lookup(frozen, _parts(path))) for path in self.frozen]
-        flat += [(rng.path, rng.value(key)) for rng in self.rngs]
-        module: nnx.Module = nnx.merge(self.graphdef, nnx.from_flat_state(flat))
+        values: list[tuple[KeyPath, PyTree]] = []
+        for leaves, arrays in ((self.params, params), (self.other, other), (self.frozen, frozen)):
+            values += [(path, lookup(arrays, _parts(path))) for path in leaves]
+        values += [(rng.path, rng.value(key)) for rng in self.rngs]
+        module: nnx.Module = nnx.merge(self.graphdef, nnx.from_flat_state(values))
         if hooks:
             for path, variable in nnx.to_flat_state(nnx.state(module)):
-                if (hook := hooks.get(path_name(path))) is not None:
+                hook = hooks.get(path_name(path))
+                if hook is not None:
                     variable.set_metadata(on_get_value=hook)
         return module
 
     def read_other(self, module: nnx.Module) -> Pure:
-        """The variables that are not parameters, after a forward pass; what the pass newly made is left behind."""
+        """Return the values of `self.other` after a forward pass.
+
+        Variables that the pass created, for example those of `nnx.sow`, are dropped.
+        """
         return self._read(module, self.other)
 
     def read_frozen(self, module: nnx.Module) -> Pure:
+        """Return the values of the frozen parameters of a module."""
         return self._read(module, self.frozen)
 
-    def _read(self, module: nnx.Module, paths: Iterable[tuple[Any, ...]]) -> Pure:
+    def _read(self, module: nnx.Module, paths: Iterable[KeyPath]) -> Pure:
         variables = dict(nnx.to_flat_state(nnx.state(module)))
         return nest({_parts(path): variables[path].get_value() for path in paths})
 
 
 def split_module(module: nnx.Module) -> tuple[ModuleDef, Pure, Pure]:
-    """(definition, parameters, other variables) of a module; parameters are what `nnx.Param` selects.
+    """Split a module into its definition, its trainable parameters and its other variables.
 
-    A parameter whose metadata say `frozen` is neither: the definition reads it with `read_frozen`.
+    Trainable parameters are the `nnx.Param` whose metadata do not say `frozen`. To get the frozen
+    ones, call `read_frozen` of the definition.
+
+    Raises:
+        ConfigError: if a variable does not hold one array, or if there is nothing to train.
     """
     graphdef, state = nnx.split(module)
-    flat = dict(nnx.to_flat_state(state))
-    if len({_parts(path) for path in flat}) < len(flat):
+    variables = dict(nnx.to_flat_state(state))
+    if len({_parts(path) for path in variables}) < len(variables):
         raise ConfigError(
-            "two variables of the model have the same path once indices are written as text; rename one."
+            "two variables of the model have the same path once indices are written as text. "
+            "Rename one of them."
         )
     rngs: list[RngLeaf] = []
-    params: dict[tuple[Any, ...], ModelLeaf] = {}
-    other: dict[tuple[Any, ...], ModelLeaf] = {}
-    frozen: dict[tuple[Any, ...], ModelLeaf] = {}
-    adapters: dict[str, dict[str, Any]] = {}
-    for path, variable in flat.items():
-        value = variable.get_value()
+    params: dict[KeyPath, ModelLeaf] = {}
+    other: dict[KeyPath, ModelLeaf] = {}
+    frozen: dict[KeyPath, ModelLeaf] = {}
+    adapters: dict[str, Json] = {}
+    for path, variable in variables.items():
+        name, value = path_name(path), variable.get_value()
         if not hasattr(value, "shape"):
             raise ConfigError(
-                f"variable '{path_name(path)}' of the model holds a {type(value).__name__}; it must hold one array."
+                f"variable '{name}' of the model holds a {type(value).__name__}. "
+                "Each variable must hold one array."
             )
         if isinstance(variable, nnx.RngState):
-            rngs.append(
-                RngLeaf(path, path_name(path), isinstance(variable, nnx.RngKey), value.shape)
-            )
+            rngs.append(RngLeaf(path, name, isinstance(variable, nnx.RngKey), value.shape))
+            continue
+        metadata = variable.get_metadata()
+        leaf = ModelLeaf(value.shape, value.dtype, annotation_of(metadata))
+        if metadata.get("frozen"):
+            frozen[path] = leaf
+        elif isinstance(variable, nnx.Param):
+            params[path] = leaf
         else:
-            metadata = variable.get_metadata()
-            part = (
-                frozen
-                if metadata.get("frozen")
-                else params
-                if isinstance(variable, nnx.Param)
-                else other
-            )
-            part[path] = ModelLeaf(value.shape, value.dtype, annotation_of(metadata))
-            if "lora" in metadata:
-                adapters[path_name(path)] = dict(metadata["lora"])
+            other[path] = leaf
+        if "lora" in metadata:
+            adapters[name] = dict(metadata["lora"])
     if not params:
-        what = "no nnx.Param that is not frozen" if frozen else "no nnx.Param"
+        missing = "no nnx.Param that is not frozen" if frozen else "no nnx.Param"
         raise ConfigError(
-            f"the model {type(module).__name__} has {what}, so there is nothing to train."
+            f"the model {type(module).__name__} has {missing}, so there is nothing to train."
         )
     definition = ModuleDef(graphdef, params, other, tuple(rngs), frozen, adapters)
-    arrays = lambda leaves: nest({_parts(path): flat[path].get_value() for path in leaves})  # noqa: E731
+
+    def arrays(leaves: Iterable[KeyPath]) -> Pure:
+        return nest({_parts(path): variables[path].get_value() for path in leaves})
+
     return definition, arrays(params), arrays(other)
 
 
-def build_module(factory: ModelFactory, key: Any) -> nnx.Module:
-    """Calls the user's factory so that annotations stay metadata; meant to run while tracing. What was built for no mode is to train."""
+def build_module(factory: ModelFactory, key: jax.Array) -> nnx.Module:
+    """Call the user's factory, usually while tracing.
+
+    Sharding annotations stay metadata: NNX does not apply them. Modules with `deterministic=None`
+    or `use_running_average=None` run in training mode; NNX would refuse to run them.
+
+    Raises:
+        ConfigError: if the factory returns something else than a module.
+    """
     with nnx.use_eager_sharding(False):
         module = factory(nnx.Rngs(key))
     if not isinstance(module, nnx.Module):
         raise ConfigError(
-            f"the model factory returned a {type(module).__name__}; it must return an nnx.Module."
+            f"the model factory returned a {type(module).__name__}. It must return an nnx.Module."
         )
     for _, part in nnx.iter_modules(module):
-        for mode in ("deterministic", "use_running_average"):
-            if getattr(part, mode, False) is None:  # it was not told; NNX would refuse to compute
+        for mode in MODES:
+            if getattr(part, mode, False) is None:
                 setattr(part, mode, False)
     return module
 
 
-def path_name(path: tuple[Any, ...]) -> str:
+def path_name(path: KeyPath) -> str:
+    """Return the name of a variable from its path in the NNX state: `blocks/0/kernel`."""
     return "/".join(_parts(path))
 
 
-def _parts(path: tuple[Any, ...]) -> tuple[str, ...]:
+def _parts(path: KeyPath) -> tuple[str, ...]:
     return tuple(str(part) for part in path if part != BASE)
 
 
-def describe_model(module: Any) -> dict[str, Any]:
-    """The class of a model and, if it has a `config` that is a dataclass, its values: for `meta.json`."""
+def describe_model(module: nnx.Module) -> Json:
+    """Return the class of a model and, if its `config` is a dataclass, the values of the latter.
+
+    Checkpoints store this in `meta.json`.
+    """
+    description: Json = {"class": type(module).__name__}
     config = getattr(module, "config", None)
-    known = is_dataclass(config) and not isinstance(config, type)
-    return {"class": type(module).__name__, **({"config": asdict(config)} if known else {})}  # type: ignore[arg-type]
+    if is_dataclass(config) and not isinstance(config, type):
+        description["config"] = asdict(config)
+    return description

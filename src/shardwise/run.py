@@ -1,4 +1,7 @@
-"""A run is a frozen dataclass of real objects. Preparing it checks every input before anything is compiled or allocated."""
+"""What a run is: a frozen dataclass of real objects, and the checks of all its inputs.
+
+`prepare` checks every input before anything is compiled or allocated.
+"""
 
 import math
 import platform
@@ -6,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import numpy as np
@@ -27,145 +30,270 @@ from shardwise.optim.read import read_chains, sample_rates
 from shardwise.sharding import Rules
 from shardwise.state import StateSpec, abstract_state
 from shardwise.step import Batch, EvalStep, Loss, TrainStep, make_eval_step, make_train_step
-from shardwise.text import did_you_mean
+from shardwise.text import Json, any_layer, did_you_mean
 from shardwise.trackers.base import Tracker
-from shardwise.tree import any_layer
+from shardwise.tree import Params
+
+# The smallest valid value of each numeric field of `Run`.
+MINIMUM = {
+    "steps": 1,
+    "accumulate": 1,
+    "eval_every": 0,
+    "sample_every": 0,
+    "save_every": 0,
+    "save_minutes": 0,
+    "max_skips": 0,
+    "data_threads": 1,
+    "data_processes": 0,
+}
+# Packages whose versions a checkpoint records.
+PACKAGES = ("shardwise", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Everything that defines a run. A recipe is a function that returns one."""
+    """Everything that defines a run. A recipe is a function that returns one.
 
-    model: ModelFactory  # (rngs) -> nnx.Module
-    loss: Loss  # (model, batch) -> scalar, or Mean(total, weight), or one of them with a dict of further metrics
+    Only `model`, `loss`, `optimizer`, `data` and `steps` are required.
+
+    Attributes:
+        model: a function from `nnx.Rngs` to the model, for example the class of the model.
+        loss: `loss(model, batch)`. It returns a scalar or `Mean(total, weight)`, or a tuple of one
+            of these and a dictionary of additional metrics. Return a `Mean` with one entry per
+            example if the batch may need padding, or if examples have different weights.
+        optimizer: any Optax optimizer, including those of `shardwise.optim`.
+        data: the batches: usually `Batches(...)`, or any function from the step number to a batch.
+            An iterable without state works too, but such a run cannot resume.
+        steps: the number of training steps, counted from the start of the run, not from a resume.
+        mesh: axis names and sizes, for example "data=4,model=2"; -1 stands for all remaining
+            devices. Or a `jax.sharding.Mesh`. The default is data parallelism over all devices.
+        rules: how names and paths of parameters map to mesh axes. The default follows the
+            annotations of the model, and shards parameters over an axis named "fsdp".
+        seed: the root of the initial weights and of all random streams. It does not affect the
+            order of the data, see `Batches(seed=...)`.
+        accumulate: the number of micro-batches that a batch is split into. Increase it when
+            activations do not fit in memory; the result does not change.
+        compute_dtype: the dtype in which the model reads its parameters, for example "bfloat16".
+            Parameters and optimizer state keep their own dtype. None uses that of the parameters.
+        init_from: the weights to start from, for fine-tuning. It has no effect when the run
+            resumes. None initializes from `seed`.
+        norms: also log the norms of updates and parameters, and all norms for each parameter group
+            of the optimizer.
+        eval_data: the validation data; every example is used once per evaluation. None disables
+            evaluation.
+        eval_every: the number of steps between evaluations; 0 evaluates at the end only.
+        save_every: the number of steps between checkpoints; 0 saves at the end only.
+        save_minutes: also save when this many minutes have passed since the last checkpoint; 0
+            disables this. Use it where jobs are killed without notice.
+        on_nonfinite: what happens after a step with a non-finite loss or gradient. Its update is
+            never applied. "stop" ends the run, "skip" continues with the next batch.
+        max_skips: the number of consecutive skipped updates, non-finite or spikes, after which the
+            run stops in any case.
+        keep: which checkpoints are kept. The default keeps the last 3.
+        accept: differences to the checkpoint that are allowed when the run resumes: "lr", "data",
+            "optimizer", "seed", "compute_dtype". All others are refused.
+        out: the run directory, for metrics, checkpoints and reports. None writes nothing.
+        data_threads: the number of threads that read batches in advance.
+        data_processes: the number of processes that read batches in advance, instead of threads.
+            Use it if decoding takes much time in Python. 0 uses threads.
+        sample: a function from the model to text, for example to generate a continuation. The text
+            is logged at each evaluation and at the end.
+        sample_every: the number of steps between samples, independent of evaluations; 0 samples at
+            each evaluation.
+        stop_when: stop before the last step when an evaluation metric stops improving. None never
+            does.
+        trackers: services that metrics are sent to, in addition to `metrics.jsonl`, for example
+            `(TensorBoard(),)`.
+        profile: the first and the last step to record with JAX's profiler, counted from 1. None
+            records nothing.
+        unit: what the weight of the loss counts, for example "tokens" or "images". It names the
+            throughput in logs and reports.
+
+    Example:
+        >>> run = Run(
+        ...     model=lambda rngs: nnx.Linear(4, 1, rngs=rngs),
+        ...     loss=lambda model, batch: Mean((model(batch["x"])[:, 0] - batch["y"]) ** 2),
+        ...     optimizer=optax.adamw(1e-2),
+        ...     data=Batches({"x": x, "y": y}, batch_size=32),
+        ...     steps=500,
+        ...     mesh="data=4,fsdp=2",
+        ...     out=Path("runs/linear"),
+        ... )
+        >>> result = fit(run)
+    """
+
+    model: ModelFactory
+    loss: Loss
     optimizer: optax.GradientTransformation
-    data: (
-        Callable[[int], Batch] | Iterable[Batch]
-    )  # the batch of a step, usually Batches(...); a plain iterable cannot resume
+    data: Callable[[int], Batch] | Iterable[Batch]
     steps: int
     mesh: str | Mesh = "data=-1"
     rules: Rules = field(default_factory=Rules)
     seed: int = 0
     accumulate: int = 1
-    compute_dtype: str | None = None  # such as "bfloat16"; parameters and optimizer keep their own
-    init_from: InitFrom | None = None  # the weights to begin with; of no effect on resume
-    norms: bool = (
-        False  # also log the norms of updates and parameters, and of each group of the optimizer
-    )
+    compute_dtype: str | None = None
+    init_from: InitFrom | None = None
+    norms: bool = False
     eval_data: Batches | None = None
-    eval_every: int = 0  # steps; 0: at the end only
-    save_every: int = 0  # steps; 0: at the end only
-    save_minutes: float = (
-        0  # also when so many minutes have gone since the last save; 0: never for that reason
-    )
-    on_nonfinite: Literal["stop", "skip"] = (
-        "stop"  # what follows a step that was not applied; it never is
-    )
-    max_skips: int = (
-        10  # updates skipped in a row, not finite or spikes, before the run stops in any case
-    )
-    keep: Keep = field(default_factory=Keep)  # which checkpoints outlive the next one
-    accept: tuple[
-        str, ...
-    ] = ()  # what may differ from the run that is resumed: "lr", "data", "optimizer", "seed", "compute_dtype"
-    out: Path | None = None  # the run directory; None keeps nothing
-    data_threads: int = 1  # that read batches ahead of need
-    data_processes: int = 0  # or processes, for data that takes Python long to decode
-    sample: Callable[[nnx.Module], str] | None = (
-        None  # text from the model, at each evaluation and at the end
-    )
-    sample_every: int = 0  # steps, in place of evaluations; 0: with these
-    stop_when: EarlyStop | None = None  # ends the run before its last step, by what evaluations say
-    trackers: tuple[Tracker, ...] = ()  # TensorBoard(), WandB() ... beside metrics.jsonl
-    profile: tuple[int, int] | None = None  # the first and the last step to trace
-    unit: str = "items"  # what the weight of the loss counts: tokens, images ...
+    eval_every: int = 0
+    save_every: int = 0
+    save_minutes: float = 0
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    max_skips: int = 10
+    keep: Keep = field(default_factory=Keep)
+    accept: tuple[str, ...] = ()
+    out: Path | None = None
+    data_threads: int = 1
+    data_processes: int = 0
+    sample: Callable[[nnx.Module], str] | None = None
+    sample_every: int = 0
+    stop_when: EarlyStop | None = None
+    trackers: tuple[Tracker, ...] = ()
+    profile: tuple[int, int] | None = None
+    unit: str = "items"
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run whose every input has been checked, with nothing compiled and nothing allocated yet."""
+    """A run whose inputs are all checked. Nothing is compiled or allocated yet.
+
+    Attributes:
+        spec: the abstract state on the mesh of the run.
+        batches: the function from the step number to a host batch.
+        step: the training step.
+        eval_step: the evaluation step; None without `Run.eval_data`.
+        rates: the learning rate of each parameter group, sampled over the run, as
+            `{group: {update: rate}}`.
+        flops: floating-point operations of one step: the forward pass, and twice as many backward.
+        peak_flops: the peak of all devices together, in FLOP/s; None for unknown devices.
+    """
 
     spec: StateSpec
     batches: Callable[[int], Batch]
     step: TrainStep
     eval_step: EvalStep | None
-    rates: dict[str, dict[str, float]]  # learning rates by group, sampled over the run
-    flops: float  # of one step: forward, and twice as much backward
-    peak_flops: float | None  # of all devices together, a second
+    rates: dict[str, dict[str, float]]
+    flops: float
+    peak_flops: float | None
 
 
 def prepare(run: Run) -> Prepared:
-    """Mesh, description of the state, and steps. What cannot work is refused here."""
-    least = {
-        "steps": 1,
-        "accumulate": 1,
-        "eval_every": 0,
-        "sample_every": 0,
-        "save_every": 0,
-        "save_minutes": 0,
-        "max_skips": 0,
-        "data_threads": 1,
-        "data_processes": 0,
-    }
-    wrong = [
-        f"{name}={getattr(run, name)}; it must be at least {value}."
-        for name, value in least.items()
-        if getattr(run, name) < value
-    ]
-    if wrong:
-        raise ConfigError("\n".join(wrong))
+    """Check all inputs of a run, and build its mesh, abstract state and steps.
+
+    Checks come in the order of their cost, and each relies on those before it:
+
+    1. Numbers that are out of range.
+    2. Mesh, model, rules and optimizer: the model is traced and every array gets a sharding.
+    3. Learning rates, over the whole run.
+    4. Options that need a run directory.
+    5. Data: one example is read, and the loss is traced with it. Batch size and mesh must fit.
+    6. Names of metrics, which are known once the loss is traced.
+    7. Validation data: one example is read, and the loss is traced if its shapes differ.
+
+    Raises:
+        ConfigError: for invalid configuration.
+        DataError: for data that cannot be read.
+    """
+    _check_numbers(run)
     spec = describe_state(run)
-    rates = sample_rates(
-        run.optimizer, spec.abstract.params, np.linspace(0, run.steps - 1, 65).astype(int)
-    )
-    for group, values in rates.items():
-        if wrong := [
-            f"{rate} at update {at}" for at, rate in values.items() if not math.isfinite(rate)
-        ]:
-            raise ConfigError(f"the learning rate of group '{group}' is {wrong[0]}.")
-    for name in ("trackers", "profile"):
-        if getattr(run, name) and run.out is None:
-            raise ConfigError(f"{name}: the run needs a directory for that; give it one (out).")
-    if run.profile is not None and not 1 <= run.profile[0] <= run.profile[1]:
-        raise ConfigError(
-            f"profile={run.profile}: give the first and the last step to trace, counted from 1."
-        )
+    rates = _sample_rates(run, spec)
+    _check_output(run)
+
     batches = as_batches(run.data)
-    options = {"compute_dtype": run.compute_dtype}
-    batch = batches.example() if is_plain(batches) else batches(0)
     step = make_train_step(
-        spec, run.loss, batch, seed=run.seed, accumulate=run.accumulate, norms=run.norms, **options
+        spec,
+        run.loss,
+        batches.example() if is_plain(batches) else batches(0),
+        seed=run.seed,
+        accumulate=run.accumulate,
+        compute_dtype=run.compute_dtype,
+        norms=run.norms,
     )
     _check_metrics(run, step.traced.names)
-    eval_step = None
-    if run.eval_data is not None:
-        batch = run.eval_data.example() if is_plain(run.eval_data) else next(run.eval_data.once())
-        eval_step = make_eval_step(spec, run.loss, batch, traced=step.traced, **options)
     chip = find_chip(spec.mesh.devices.flat[0].device_kind)
-    peak = chip.flops * spec.mesh.size if chip else None
-    return Prepared(spec, batches, step, eval_step, rates, 3 * step.traced.flops, peak)
+    return Prepared(
+        spec=spec,
+        batches=batches,
+        step=step,
+        eval_step=_eval_step(run, spec, step),
+        rates=rates,
+        flops=3 * step.traced.flops,
+        peak_flops=chip.flops * spec.mesh.size if chip else None,
+    )
+
+
+def _check_numbers(run: Run) -> None:
+    problems = [
+        f"{name}={getattr(run, name)}; it must be at least {minimum}."
+        for name, minimum in MINIMUM.items()
+        if getattr(run, name) < minimum
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _sample_rates(run: Run, spec: StateSpec) -> dict[str, dict[str, float]]:
+    """Return the learning rates at 65 updates, evenly spaced over the run; all must be finite."""
+    updates = np.linspace(0, run.steps - 1, 65).astype(int)
+    rates = sample_rates(run.optimizer, spec.abstract.params, updates)
+    for group, values in rates.items():
+        for update, rate in values.items():
+            if not math.isfinite(rate):
+                raise ConfigError(
+                    f"the learning rate of group '{group}' is {rate} at update {update}. "
+                    "Check the schedule of the optimizer."
+                )
+    return rates
+
+
+def _check_output(run: Run) -> None:
+    for name in ("trackers", "profile"):
+        if getattr(run, name) and run.out is None:
+            raise ConfigError(f"{name} needs a run directory. Set Run.out (--out).")
+    if run.profile is not None and not 1 <= run.profile[0] <= run.profile[1]:
+        raise ConfigError(
+            f"profile={run.profile} is not a range of steps. "
+            "Give the first and the last step to record, counted from 1."
+        )
 
 
 def _check_metrics(run: Run, names: Sequence[str]) -> None:
-    """Refuses to choose checkpoints, or the end, by something that is not measured."""
-    known = [f"eval_{name}" for name in names]
-    wanted = {"stop_when": run.stop_when.metric if run.stop_when is not None else None}
-    wanted["keep"] = (
-        run.keep.metric if run.keep.best and run.keep.metric.startswith("eval_") else None
-    )
+    """Raise if checkpoints or early stopping depend on a metric that evaluations do not produce."""
+    metrics = [f"eval_{name}" for name in names]
+    wanted = {}
+    if run.stop_when is not None:
+        wanted["stop_when"] = run.stop_when.metric
+    # Without the prefix it is a metric of training steps, which every run has.
+    if run.keep.best and run.keep.metric.startswith("eval_"):
+        wanted["keep"] = run.keep.metric
     for name, metric in wanted.items():
-        if metric is not None and run.eval_data is None:
+        if run.eval_data is None:
             raise ConfigError(
-                f"{name} goes by {metric!r}, and the run has no eval_data to measure it."
+                f"{name} depends on {metric!r}, but the run has no eval_data. Set Run.eval_data."
             )
-        if metric is not None and metric not in known:
+        if metric not in metrics:
             raise ConfigError(
-                f"{name} goes by {metric!r}; evaluations give {', '.join(known)}.{did_you_mean(metric, known)}"
+                f"{name} depends on {metric!r}, but evaluations produce {', '.join(metrics)}."
+                f"{did_you_mean(metric, metrics)}"
             )
+
+
+def _eval_step(run: Run, spec: StateSpec, step: TrainStep) -> EvalStep | None:
+    data = run.eval_data
+    if data is None:
+        return None
+    batch = data.example() if is_plain(data) else next(data.once())
+    return make_eval_step(
+        spec, run.loss, batch, compute_dtype=run.compute_dtype, traced=step.traced
+    )
 
 
 def describe_state(run: Run) -> StateSpec:
-    """The state of the run on its mesh, without arrays."""
+    """Return the abstract state of the run on its mesh.
+
+    Raises:
+        ConfigError: if mesh, model, rules and optimizer do not fit together.
+    """
     try:
         return abstract_state(run.model, run.optimizer, run.mesh, run.rules)
     except ShardwiseError:
@@ -176,17 +304,18 @@ def describe_state(run: Run) -> StateSpec:
         ) from error
 
 
-def describe_run(run: Run, prepared: Prepared) -> dict[str, Any]:
-    """What a checkpoint says of the run that wrote it, as JSON. `resume.compare` sets two of them side by side."""
-    params = prepared.spec.abstract.params
+def describe_run(run: Run, prepared: Prepared) -> Json:
+    """Return the description of a run that its checkpoints carry, as JSON.
+
+    `checkpoint.resume` compares the description of a checkpoint with that of the resumed run.
+    """
     fingerprint = getattr(run.data, "fingerprint", None)
+    data = "a function or an iterator, whose content is not known"
     return {
         "model": _describe_model(prepared.spec),
-        "data": fingerprint()
-        if fingerprint is not None
-        else "a function or an iterator, whose content is not known",
+        "data": data if fingerprint is None else fingerprint(),
         "lr": prepared.rates,
-        "optimizer": _describe_optimizer(run.optimizer, params),
+        "optimizer": _describe_optimizer(run.optimizer, prepared.spec.abstract.params),
         "seed": run.seed,
         "compute_dtype": run.compute_dtype,
         "accumulate": run.accumulate,
@@ -195,27 +324,31 @@ def describe_run(run: Run, prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _describe_model(spec: StateSpec) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    jax.eval_shape(
-        lambda: found.update(describe_model(spec.module(spec.abstract)))
-    )  # its random streams would compile programs
-    return found
+def _describe_model(spec: StateSpec) -> Json:
+    description: Json = {}
+
+    def describe() -> None:
+        description.update(describe_model(spec.module(spec.abstract)))
+
+    # Traced, because the random streams of the module would otherwise compile programs.
+    jax.eval_shape(describe)
+    return description
 
 
-def _describe_optimizer(optimizer: Any, params: Any) -> dict[str, Any]:
-    """For each parameter, layers taken together, what it goes through; learning rates are described apart."""
-    described: dict[str, set[str]] = {}
+def _describe_optimizer(optimizer: optax.GradientTransformation, params: Params) -> dict[str, str]:
+    """Return the transformations of each parameter, with all layers as one entry.
+
+    Learning rates are omitted: they are described separately.
+    """
+    descriptions: dict[str, set[str]] = {}
     for path, chain in read_chains(optimizer, params).items():
         if path:
-            described.setdefault(any_layer(path), set()).add(
-                " > ".join(str(part) for part in chain.parts if part.factor is None)
-            )
-    return {path: " | ".join(sorted(texts)) for path, texts in described.items()}
+            parts = [str(part) for part in chain.parts if part.factor is None]
+            descriptions.setdefault(any_layer(path), set()).add(" > ".join(parts))
+    return {path: " | ".join(sorted(texts)) for path, texts in descriptions.items()}
 
 
-def _environment() -> dict[str, Any]:
-    packages = ("shardwise", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+def _environment() -> Json:
     devices = jax.devices()
     return {
         "devices": {
@@ -225,12 +358,13 @@ def _environment() -> dict[str, Any]:
         },
         "versions": {
             "python": platform.python_version(),
-            **{name: package_version(name) for name in packages},
+            **{name: package_version(name) for name in PACKAGES},
         },
     }
 
 
 def package_version(package: str) -> str:
+    """Return the installed version of a package, or a text that says that there is none."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,11 +1,11 @@
-"""The state of a run: its abstract description first, then the arrays, created where they will live.
+"""The state of a run: first its abstract description, then its arrays, created sharded.
 
-One description serves creation, planning and restoring. Another mesh is another description, nothing else.
+One abstract description serves creation, planning and restoring. Another mesh is another
+description, and nothing else changes.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,33 +17,56 @@ from shardwise.errors import ConfigError, ShardwiseError, where
 from shardwise.mesh import make_mesh
 from shardwise.module import ModelFactory, ModuleDef, Pure, build_module, path_name, split_module
 from shardwise.sharding import Placement, Rules, at_use, place_model, place_optimizer
-from shardwise.tree import leaf_name
+from shardwise.tree import KeyPath, Leaf, OptState, PyTree, leaf_name
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Everything that a run must keep. `step` counts the batches consumed, so it is the data position too."""
+    """Everything that a run keeps from step to step.
 
-    step: Any
+    Attributes:
+        step: the number of batches consumed, as an int32 scalar. It is also the position in the
+            data, because a step that is skipped consumes its batch too.
+        params: trainable parameters.
+        other: batch statistics, and any other variable that is neither a parameter nor a random
+            stream.
+        opt_state: the state of the Optax optimizer.
+        frozen: parameters that are not trained. Gradients, optimizer and averages see `params`
+            only, so they need no rule about them. No checkpoint contains them; each start loads
+            them again.
+    """
+
+    step: jax.Array
     params: Pure
-    other: Pure  # batch statistics and any other variable that is no parameter and no random stream
-    opt_state: Any
-    frozen: Pure = field(
-        default_factory=dict
-    )  # parameters that are not trained: in no checkpoint, loaded at each start
+    other: Pure
+    opt_state: OptState
+    frozen: Pure = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class StateSpec:
-    """A state without arrays: shapes, dtypes and shardings, and what it takes to create it."""
+    """A state without arrays: shapes, dtypes and shardings, and what is needed to create it.
+
+    Attributes:
+        factory: the function that builds the model.
+        optimizer: the Optax optimizer.
+        mesh: the devices.
+        rules: the rules that decided the shardings.
+        definition: the static part of the model.
+        abstract: the state as `jax.ShapeDtypeStruct` with shardings.
+        params: the placement of each trainable parameter, by name.
+        other: the placement of each variable in `TrainState.other`, by name.
+        opt_state: the placement of each leaf of the optimizer state, by name.
+        frozen: the placement of each frozen parameter, by name.
+    """
 
     factory: ModelFactory
     optimizer: optax.GradientTransformation
     mesh: Mesh
     rules: Rules
     definition: ModuleDef
-    abstract: TrainState  # of jax.ShapeDtypeStruct with sharding
+    abstract: TrainState
     params: Mapping[str, Placement]
     other: Mapping[str, Placement]
     opt_state: Mapping[str, Placement]
@@ -51,39 +74,44 @@ class StateSpec:
 
     @property
     def shardings(self) -> TrainState:
-        return jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
+        """The sharding of each leaf, as a `TrainState` of `NamedSharding`."""
+        shardings: TrainState = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
+        return shardings
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
+        """Return the sharding for a partition spec on this mesh."""
         return NamedSharding(self.mesh, spec)
 
     def at_use(self, path: str) -> NamedSharding:
-        """The layout of a parameter where the loss uses it."""
-        return self.sharding(at_use({**self.params, **self.frozen}[path].spec, self.rules))
+        """Return the sharding of a parameter where the loss uses it, see `sharding.at_use`."""
+        placement = self.frozen[path] if path in self.frozen else self.params[path]
+        return self.sharding(at_use(placement.spec, self.rules))
 
     def module(self, state: TrainState, key: jax.Array | None = None) -> nnx.Module:
-        """The model with the arrays of `state`; `key` feeds its random streams, if it has any."""
-        return self.definition.merge(
-            state.params,
-            state.other,
-            jax.random.key(0) if key is None else key,
-            frozen=state.frozen,
-        )
+        """Return the model with the arrays of `state`.
+
+        Args:
+            state: arrays, or the abstract state while tracing.
+            key: the root key of the model's random streams; `jax.random.key(0)` if None.
+        """
+        if key is None:
+            key = jax.random.key(0)
+        return self.definition.merge(state.params, state.other, key, frozen=state.frozen)
 
     @property
     def bytes_per_device(self) -> int:
-        return sum(
-            p.bytes_per_device
-            for part in (self.params, self.frozen, self.other, self.opt_state)
-            for p in part.values()
-        )
+        """Bytes of the state on each device."""
+        parts = (self.params, self.frozen, self.other, self.opt_state)
+        return sum(leaf.bytes_per_device for part in parts for leaf in part.values())
 
     @property
     def num_params(self) -> int:
-        """Those that are trained."""
+        """The number of trainable parameters."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.abstract.params))
 
     @property
     def num_frozen(self) -> int:
+        """The number of frozen parameters."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.abstract.frozen))
 
 
@@ -93,83 +121,108 @@ def abstract_state(
     mesh: Mesh | str,
     rules: Rules | None = None,
 ) -> StateSpec:
-    """Describes the state of `model` and `optimizer` on `mesh`; allocates nothing and compiles nothing."""
+    """Describe the state of a model and an optimizer on a mesh. Nothing is allocated or compiled.
+
+    Args:
+        model: a function from `nnx.Rngs` to the model.
+        optimizer: any Optax optimizer.
+        mesh: a mesh, or a text for `make_mesh`.
+        rules: how arrays are sharded; `Rules()` if None.
+
+    Raises:
+        ConfigError: if the model cannot be built, or if a rule or an annotation does not fit the
+            mesh.
+
+    Example:
+        >>> spec = abstract_state(lambda rngs: nnx.Linear(512, 512, rngs=rngs), optax.adam(1e-3),
+        "fsdp=8") >>> spec.bytes_per_device
+    """
     if isinstance(model, nnx.Module):
         raise ConfigError(
-            f"the model is a {type(model).__name__} already; give the function that makes it, such as lambda rngs: Model(rngs=rngs)."
+            f"the model is a {type(model).__name__} already. Pass the function that builds it, "
+            "for example lambda rngs: Model(rngs=rngs)."
         )
     rules = Rules() if rules is None else rules
     mesh = make_mesh(mesh)
-    found: list[ModuleDef] = []
+    # `create` stores the definition here while it is traced: it is not an array.
+    definitions: list[ModuleDef] = []
 
     def create() -> TrainState:
         definition, state = _create(model, optimizer, jax.random.key(0))
-        found.append(definition)
+        definitions.append(definition)
         return state
 
     shapes = jax.eval_shape(create)
-    definition = found[-1]
+    definition = definitions[-1]
+
     parts = (definition.params, definition.other, definition.frozen)
-    placed = place_model(
-        {path_name(path): leaf for part in parts for path, leaf in part.items()}, mesh, rules
-    )
+    leaves = {path_name(path): leaf for part in parts for path, leaf in part.items()}
+    placements = place_model(leaves, mesh, rules)
     params, other, frozen = (
-        {path_name(path): placed[path_name(path)] for path in part} for part in parts
+        {path_name(path): placements[path_name(path)] for path in part} for part in parts
     )
     opt_state = place_optimizer(shapes.opt_state, params, mesh, rules)
-
-    def abstract(placements: Mapping[str, Placement], tree: Any) -> Any:
-        def one(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-            sharding = NamedSharding(mesh, placements[leaf_name(path)].spec)
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-        return jax.tree_util.tree_map_with_path(one, tree)
-
-    state = TrainState(
-        jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec())),
-        abstract(params, shapes.params),
-        abstract(other, shapes.other),
-        abstract(opt_state, shapes.opt_state),
-        abstract(frozen, shapes.frozen),
+    abstract = TrainState(
+        jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec())),  # type: ignore[arg-type]
+        _with_shardings(shapes.params, params, mesh),
+        _with_shardings(shapes.other, other, mesh),
+        _with_shardings(shapes.opt_state, opt_state, mesh),
+        _with_shardings(shapes.frozen, frozen, mesh),
     )
     return StateSpec(
-        model, optimizer, mesh, rules, definition, state, params, other, opt_state, frozen
+        model, optimizer, mesh, rules, definition, abstract, params, other, opt_state, frozen
     )
+
+
+def _with_shardings(tree: PyTree, placements: Mapping[str, Placement], mesh: Mesh) -> PyTree:
+    """Return the abstract `tree` with the sharding that `placements` gives to each leaf."""
+
+    def with_sharding(path: KeyPath, leaf: Leaf) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, placements[leaf_name(path)].spec)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree_util.tree_map_with_path(with_sharding, tree)
 
 
 def init_state(spec: StateSpec, seed: int) -> TrainState:
-    """Model and optimizer, made inside one compiled function: no device ever holds a whole leaf that is cut.
+    """Create model and optimizer state in one compiled function, already sharded.
 
-    The same seed gives the same bits on every mesh.
+    No device ever holds a complete copy of a leaf that is sharded. The same seed gives the same
+    bits on every mesh.
+
+    Example:
+        >>> state = init_state(abstract_state(model, optax.adamw(1e-3), "data=4,fsdp=2"), seed=0)
     """
 
     def create(key: jax.Array) -> TrainState:
         return _create(spec.factory, spec.optimizer, key)[1]
 
-    # On the CPU, XLA vectorizes a piece that is narrower than a vector unlike the whole, and rounds its normal draws unlike
-    # it too (jax 0.12.0). Level 1 vectorizes neither.
+    # On CPUs, XLA vectorizes a shard that is narrower than a vector register in another way than
+    # the complete array, and rounds normal draws differently (jax 0.12.0). Level 1 does not
+    # vectorize.
     on_cpu = spec.mesh.devices.flat[0].platform == "cpu"
     options = {"xla_backend_optimization_level": 1} if on_cpu else None
-    return jax.jit(create, out_shardings=spec.shardings, compiler_options=options)(
-        jax.random.key(seed)
-    )
+    jitted = jax.jit(create, out_shardings=spec.shardings, compiler_options=options)
+    state: TrainState = jitted(jax.random.key(seed))
+    return state
 
 
 def _create(
     factory: ModelFactory, optimizer: optax.GradientTransformation, key: jax.Array
 ) -> tuple[ModuleDef, TrainState]:
-    """The one way a state comes to be, traced for its shapes and compiled for its arrays."""
+    """Build model and optimizer state. Traced once for shapes, and compiled once for arrays."""
     try:
         module = build_module(factory, key)
     except ShardwiseError:
         raise
     except Exception as error:
-        raise ConfigError(f"the model cannot be made: {where(error)}") from error
+        raise ConfigError(f"the model cannot be built: {where(error)}") from error
     definition, params, other = split_module(module)
-    return definition, TrainState(
-        jnp.zeros((), jnp.int32),
-        params,
-        other,
-        optimizer.init(params),
-        definition.read_frozen(module),
+    state = TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        other=other,
+        opt_state=optimizer.init(params),
+        frozen=definition.read_frozen(module),
     )
+    return definition, state

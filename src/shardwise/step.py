@@ -1,14 +1,22 @@
-"""The one training step, and the evaluation step beside it: pure, jitted, with every layout pinned.
+"""The training step and the evaluation step: pure functions, jitted, with explicit shardings.
 
-The step is written for the global batch; XLA's partitioner cuts it. Three things are said explicitly, because left
-alone they go wrong: parameters are gathered where the model uses them (so activations stay on the batch axes),
-gradients are reduced straight into the layout of their parameter, and the state leaves in the layout it came in.
+`make_train_step` builds the step from four parts, which are written below in this order:
+
+1. `objective`: merge the arrays into the NNX model and call the user's loss.
+2. `gradients`: differentiate the objective, over the whole batch or summed over micro-batches.
+3. `update`: apply the Optax update, unless a value is non-finite.
+4. `jax.jit`, with the state donated; `TrainStep.compile` compiles it before the first batch.
+
+The step is written for the global batch, and XLA's partitioner distributes it. There is no
+`shard_map` and no `pmean`, so there is no reduction to get wrong. Three shardings are explicit,
+because the partitioner does not choose them reliably: parameters are gathered where the model uses
+them, so that activations stay sharded over the batch axes; gradients are reduced directly into the
+sharding of their parameter; and the state is returned with the shardings that it came with.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,140 +24,133 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.lax import with_sharding_constraint
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
-from shardwise.errors import ConfigError, DataError, ShardwiseError, where
-from shardwise.flops import count_flops
-from shardwise.metrics import Mean
-from shardwise.module import AccessHook
+from shardwise.batch_layout import BatchLayout as BatchLayout
+from shardwise.batch_layout import batch_shapes
+from shardwise.batch_layout import num_rows as num_rows
+from shardwise.errors import ConfigError, DataError
+from shardwise.metrics import Mask, Mean
+from shardwise.module import AccessHook, Pure
 from shardwise.optim.parts import evaluation_params, leaf_changes, live_values, norm
 from shardwise.optim.read import read_chains
 from shardwise.precision import sums_in_float32
 from shardwise.sharding import activations_on, batch_spec, num_batch_shards, put
 from shardwise.state import StateSpec, TrainState
-from shardwise.tree import named_leaves
+from shardwise.traced_loss import Loss as Loss
+from shardwise.traced_loss import LossValue as LossValue
+from shardwise.traced_loss import TracedLoss as TracedLoss
+from shardwise.traced_loss import as_means as as_means
+from shardwise.traced_loss import trace_loss
+from shardwise.tree import Batch as Batch
+from shardwise.tree import Params, PyTree, named_leaves
 
-Batch = Any  # a pytree of arrays whose first dimension is the rows
-Loss = Callable[[nnx.Module, Batch], Any]
-# XLA's own kernels for products know nothing of the epilogues of cuBLAS, which add biases and residuals on the way. And where a scan
-# over layers keeps a product, XLA would compute it twice: once for the layer, once into the stack of all layers.
-# On CPUs that pass takes `optimization_barrier` away before XLA fuses: what stands before one would be computed again wherever it is read.
-COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
+Metrics: TypeAlias = dict[str, jax.Array]
+Means: TypeAlias = dict[str, Mean]
+# Gradients like the parameters, the summed means of the loss, and the new variables that are not
+# parameters (batch statistics).
+Gradients: TypeAlias = tuple[Params, Means, Pure]
+
+# XLA options of the training step, by platform.
+#
+# gpu: XLA's Triton kernels cannot fuse the epilogues of cuBLAS, which add biases and residuals to
+# the output of a matmul. Once XLA has considered a Triton kernel, even the cuBLAS matmul that wins
+# has no epilogue. Dynamic-slice fusion is off because XLA would compute a matmul twice that a scan
+# over layers saves: once for the layer, and once into the stack of all layers.
+#
+# cpu: the pass `cse_barrier_expander` removes `optimization_barrier` before XLA fuses. XLA then
+# computes everything before the barrier again in each fusion that reads it, and the work of a GPT
+# grows with the square of its layers (see `cpu_layer_norm`). The option is used only for a loss
+# that contains a barrier: other models are compiled exactly as plain JAX compiles them.
+COMPILER_OPTIONS: dict[str, dict[str, bool | str]] = {
     "gpu": {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_dynamic_slice_fusion": False},
     "cpu": {"xla_disable_hlo_passes": "cse_barrier_expander"},
 }
-RESERVED = (
-    "loss",
-    "weight",
-    "grad_norm",
-    "clipped_norm",
-    "update_norm",
-    "param_norm",
-    "finite",
-    "skipped",
-    "lr",
-    "step",
-)
 
 
-@dataclass(frozen=True)
-class BatchLayout:
-    """How a host batch becomes arrays on the mesh, padded with copies of its last row where that is needed."""
-
-    rows: int
-    padded_rows: int
-    sharding: NamedSharding
-
-    def place(self, batch: Batch) -> Batch:
-        """Starts the transfer of a batch; returns at once."""
-        rows = self.check(batch)
-        if rows == self.rows == self.padded_rows:
-            return put(batch, self.sharding)
-        # Where each row of the padded batch is in what this process has read.
-        read = (
-            np.arange(self.rows)
-            if rows == self.rows
-            else np.concatenate([np.arange(first, last) for first, last in self.ranges])
-        )
-        position = np.searchsorted(read, np.minimum(np.arange(self.padded_rows), self.rows - 1))
-
-        def placed(x: np.ndarray) -> jax.Array:
-            shape = (self.padded_rows, *x.shape[1:])
-
-            def piece(index: tuple[slice, ...] | None) -> np.ndarray:
-                assert index is not None
-                return x[position[index[0]]][(slice(None), *index[1:])]
-
-            return jax.make_array_from_callback(shape, self.sharding, piece)
-
-        return jax.tree.map(placed, batch)
-
-    @cached_property
-    def ranges(self) -> tuple[tuple[int, int], ...]:
-        """The rows that the devices of this process need, as few ranges as possible; those of padding are copies of the last."""
-        needed = np.zeros(self.padded_rows, bool)
-        for index in self.sharding.addressable_devices_indices_map((self.padded_rows,)).values():
-            needed[index] = True
-        needed[self.rows - 1] |= needed[self.rows :].any()
-        edges = np.flatnonzero(np.diff(needed[: self.rows], prepend=False, append=False)).tolist()
-        return tuple(zip(edges[::2], edges[1::2], strict=True))
-
-    def check(self, batch: Batch) -> int:
-        """The number of rows that were read: all of them, or those that are needed here."""
-        own = sum(last - first for first, last in self.ranges)
-        for rows in (self.rows, own):
-            if all(x.shape[0] == rows for x in jax.tree.leaves(batch)):
-                return rows
-        shapes = {name: leaf.shape for name, leaf in named_leaves(batch).items()}
-        raise DataError(
-            f"a batch has rows {shapes}; this run was compiled for {self.rows} rows a batch."
-        )
-
-    def mask(self) -> jax.Array | None:
-        """Which rows count; None when all do."""
-        return None if self.padded_rows == self.rows else jnp.arange(self.padded_rows) < self.rows
-
-    def abstract(self, batch: Batch) -> Batch:
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(
-                (self.padded_rows, *x.shape[1:]), _device_dtype(x), sharding=self.sharding
-            ),
-            batch,
-        )
+def compiler_options(platform: str, traced: TracedLoss) -> dict[str, bool | str] | None:
+    """Return the entry of `COMPILER_OPTIONS` for a step with this loss, or None."""
+    if platform == "cpu" and not traced.has_barrier:
+        return None
+    return COMPILER_OPTIONS.get(platform)
 
 
 @dataclass(frozen=True)
 class TrainStep:
-    """`step(state, batch) -> (state, metrics)`. The state that goes in is donated: its arrays are gone afterwards.
+    """A training step: `step(state, batch)` returns the new state and its metrics.
 
-    To keep a state, copy it before: `jax.tree.map(jnp.copy, state)`.
+    The state argument is donated: its arrays are deleted. To keep a state, copy it first with
+    `jax.tree.map(jnp.copy, state)`.
+
+    `step.update(state, *step.gradients(state, batch))` computes the same in two halves, which are
+    jitted separately and donate nothing. `shardwise verify` compares meshes half by half.
+
+    Attributes:
+        function: the function that a call runs: the jitted step, or after `compile` the compiled
+            program.
+        layout: size and sharding of the batches.
+        spec: the state that the step takes and returns.
+        batch: shapes, dtypes and shardings of a batch on the mesh.
+        gradients: the first half, from state and batch to gradients, means of the loss, and new
+            variables that are not parameters.
+        update: the second half, from state and the results of `gradients` to new state and metrics.
+        traced: facts about the loss.
+        program: the compiled program; None before `compile`.
+
+    Example:
+        >>> step = make_train_step(spec, loss, batches(0))
+        >>> state, metrics = step(init_state(spec, seed=0), step.place(batches(0)))
     """
 
-    function: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]  # jitted
+    function: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
     layout: BatchLayout
     spec: StateSpec
-    batch: Batch  # abstract
-    # The two halves of the step, each jitted alone and donating nothing: `update(state, *gradients(state, batch))` is the step.
-    gradients: Callable[
-        [TrainState, Batch], tuple[Any, dict[str, Mean], Any]
-    ]  # gradients, means of the loss, other variables
-    update: Callable[
-        [TrainState, Any, dict[str, Mean], Any], tuple[TrainState, dict[str, jax.Array]]
-    ]
-    traced: "TracedLoss"
+    batch: Batch
+    gradients: Callable[[TrainState, Batch], Gradients]
+    update: Callable[[TrainState, Params, Means, Pure], tuple[TrainState, Metrics]]
+    traced: TracedLoss
+    program: jax.stages.Compiled | None = None
 
-    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """Run one step. `batch` is on the mesh already, see `place`."""
         return self.function(state, batch)
 
     def place(self, batch: Batch) -> Batch:
+        """Start the transfer of a host batch to the devices and return at once."""
         return self.layout.place(batch)
 
-    def trace(self) -> Any:
-        """The step traced for its abstract state, ready for `.lower().compile()`; allocates nothing."""
-        return self.function.trace(self.spec.abstract, self.batch)  # type: ignore[attr-defined]
+    def trace(self) -> jax.stages.Traced:
+        """Trace the step for its abstract state and batch; not available after `compile`."""
+        jitted = cast(jax.stages.Wrapped, self.function)
+        return jitted.trace(self.spec.abstract, self.batch)
 
-    def lower(self) -> Any:
-        return self.trace().lower()
+    def lower(self) -> jax.stages.Lowered:
+        """Trace and lower the step; not available after `compile`."""
+        lowered: jax.stages.Lowered = self.trace().lower()
+        return lowered
+
+    def compile(self, lowered: jax.stages.Lowered | None = None) -> "TrainStep":
+        """Compile the step ahead of time.
+
+        Args:
+            lowered: the result of `lower`, if the caller has it already.
+
+        Returns:
+            The step with `program` set. It runs the program, and falls back to the jitted function,
+            which compiles again, for a batch of another shape.
+        """
+        program = (self.lower() if lowered is None else lowered).compile()
+        jitted = self.function
+
+        def run_program(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+            try:
+                return cast(tuple[TrainState, Metrics], program(state, batch))
+            except TypeError:
+                # The program refuses arguments of other shapes before it donates anything.
+                return jitted(state, batch)
+
+        return replace(self, function=run_program, program=program)
 
 
 def make_train_step(
@@ -159,169 +160,332 @@ def make_train_step(
     *,
     seed: int = 0,
     accumulate: int = 1,
-    compute_dtype: Any = None,
+    compute_dtype: DTypeLike | None = None,
     norms: bool = False,
 ) -> TrainStep:
-    """Builds the step for batches like `batch` (arrays or shapes). Compiles nothing yet.
+    """Build the training step. The loss is traced and checked; nothing is compiled.
 
-    seed: root of every random stream; the streams of step n are those of (seed, path of the stream, n).
-    accumulate: the batch is worked off in this many parts, one after the other; the result is that of the whole.
-    compute_dtype: the dtype in which the model sees its parameters, such as "bfloat16"; None leaves them alone.
-    norms: also measure updates and parameters, and all three for each group of the optimizer; GPT-2 124M is 1 % slower for it.
+    Args:
+        spec: the abstract state, see `abstract_state`.
+        loss: `loss(model, batch)`, see `LossValue` for what it may return.
+        batch: a batch, as arrays or shapes. All batches of the run have these shapes.
+        seed: the root of all random streams. A stream of step n depends on (seed, path of the
+            stream, n).
+        accumulate: the number of micro-batches that a batch is split into. They are computed one
+            after the other to save memory, and the result is that of the complete batch.
+        compute_dtype: the dtype in which the model reads its parameters, for example "bfloat16".
+            Parameters and optimizer state keep their own. None reads parameters as they are stored.
+        norms: add `update_norm` and `param_norm` to the metrics, and all norms for each parameter
+            group of the optimizer. A step of GPT-2 124M takes 1 % longer.
+
+    Raises:
+        ConfigError: if the loss fails, or if the batch size does not fit the mesh and cannot be
+            padded.
+
+    Example:
+        >>> spec = abstract_state(model, optax.adamw(1e-3), make_mesh("data=8"))
+        >>> step = make_train_step(spec, loss, batches(0), accumulate=4, compute_dtype="bfloat16")
     """
-    traced = _trace_loss(spec, loss, batch)
+    traced = trace_loss(spec, loss, batch)
     layout = _train_layout(spec, traced, accumulate)
-    hooks = access_hooks(spec, compute_dtype)
-    optimizer = optax.with_extra_args_support(spec.optimizer)
-    groups = (
-        {
-            path: chain.groups
-            for path, chain in read_chains(spec.optimizer, spec.abstract.params).items()
-        }
-        if norms
-        else {}
+    functions = _StepFunctions(
+        spec=spec,
+        loss=loss,
+        layout=layout,
+        optimizer=optax.with_extra_args_support(spec.optimizer),
+        hooks=access_hooks(spec, compute_dtype),
+        seed=seed,
+        accumulate=accumulate,
+        groups=_parameter_groups(spec) if norms else None,
     )
-    micro_sharding = spec.sharding(PartitionSpec(None, *layout.sharding.spec))
-
-    def objective(
-        params: Any, frozen: Any, other: Any, rows: Batch, mask: Any, key: jax.Array
-    ) -> tuple[jax.Array, Any]:
-        model = spec.definition.merge(params, other, key, hooks, frozen)
-        with activations_on(spec.mesh, spec.rules):
-            means = as_means(loss(model, rows), num_rows(rows), mask)
-        return means["loss"].total, (means, spec.definition.read_other(model))
-
-    gradient = sums_in_float32(jax.grad(objective, has_aux=True))
-
-    def accumulated(
-        params: Any, frozen: Any, other: Any, rows: Batch, mask: Any, key: jax.Array
-    ) -> Any:
-        """The sums of `gradient` over the parts; row i goes to part i % accumulate, which moves no row off its device."""
-
-        def parts(x: jax.Array) -> jax.Array:
-            x = x.reshape(x.shape[0] // accumulate, accumulate, *x.shape[1:]).swapaxes(0, 1)
-            return with_sharding_constraint(x, micro_sharding)
-
-        def one(carry: Any, part: Any) -> Any:
-            sums, other = carry
-            index, (rows, mask) = part
-            grads, (means, other) = gradient(
-                params, frozen, other, rows, mask, jax.random.fold_in(key, index)
-            )
-            return (jax.tree.map(jnp.add, sums, (grads, means)), other), None
-
-        split = jax.tree.map(parts, (rows, mask))
-        first = jax.tree.map(lambda x: x[0], split)
-        grads, (means, _) = jax.eval_shape(gradient, params, frozen, other, *first, key)
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (grads, means))
-        zeros = (with_sharding_constraint(zeros[0], spec.shardings.params), zeros[1])
-        ((grads, means), other), _ = jax.lax.scan(
-            one, (zeros, other), (jnp.arange(accumulate), split)
-        )
-        return grads, (means, other)
-
-    def gradients(state: TrainState, rows: Batch) -> tuple[Any, dict[str, Mean], Any]:
-        key = jax.random.fold_in(jax.random.key(seed), state.step)
-        compute = gradient if accumulate == 1 else accumulated
-        grads, (means, other) = compute(
-            state.params, state.frozen, state.other, rows, layout.mask(), key
-        )
-        grads = jax.tree.map(lambda g: g / means["loss"].weight.astype(g.dtype), grads)
-        return with_sharding_constraint(grads, spec.shardings.params), means, other
-
-    def update(
-        state: TrainState, grads: Any, means: dict[str, Mean], other: Any
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
-        grad_norm = norm(grads)
-        value = means["loss"].value
-        updates, opt_state = optimizer.update(
-            grads, state.opt_state, state.params, value=value, grad=grads
-        )
-        if changes := leaf_changes(
-            state.opt_state, opt_state
-        ):  # while tracing: before anything is compiled
-            raise ConfigError(
-                "the state of the optimizer changes at an update, so it can be neither compiled once nor saved:\n  "
-                + "\n  ".join(changes[:5])
-                + "\nKeep float32 parameters, or wrap it: shardwise.optim.with_master(optimizer)."
-            )
-        params = optax.apply_updates(state.params, updates)
-
-        finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)
-        keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)  # noqa: E731
-        kept = (
-            keep(params, state.params),
-            keep(other, state.other),
-            keep(opt_state, state.opt_state),
-        )
-        new_state = TrainState(state.step + 1, *kept, state.frozen)
-        metrics = {name: mean.value for name, mean in means.items()}
-        metrics |= {
-            "weight": means["loss"].weight,
-            "grad_norm": grad_norm,
-            "finite": finite,
-            **live_values(opt_state),
-        }
-        if norms:
-            # Of the new parameters: reading the old ones beside would keep them from being overwritten in place.
-            metrics |= _norms(
-                {"grad_norm": grads, "update_norm": updates, "param_norm": params}, groups
-            )
-        return new_state, metrics
-
-    def step(state: TrainState, rows: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        return update(state, *gradients(state, rows))
-
-    whole, stored, batch_sharding = spec.sharding(PartitionSpec()), spec.shardings, layout.sharding
-    halves = (stored.params, whole, stored.other)
-    function = jax.jit(
-        step,
-        donate_argnums=0,
-        in_shardings=(stored, batch_sharding),
-        out_shardings=(stored, whole),
-        compiler_options=COMPILER_OPTIONS.get(spec.mesh.devices.flat[0].platform),
-    )
+    stored = spec.shardings
+    replicated = spec.sharding(PartitionSpec())
+    halves = (stored.params, replicated, stored.other)
+    platform = spec.mesh.devices.flat[0].platform
     return TrainStep(
-        function,
-        layout,
-        spec,
-        layout.abstract(batch),
-        gradients=jax.jit(gradients, in_shardings=(stored, batch_sharding), out_shardings=halves),
-        update=jax.jit(update, in_shardings=(stored, *halves), out_shardings=(stored, whole)),
+        function=jax.jit(
+            functions.step,
+            donate_argnums=0,
+            in_shardings=(stored, layout.sharding),
+            out_shardings=(stored, replicated),
+            compiler_options=compiler_options(platform, traced),
+        ),
+        layout=layout,
+        spec=spec,
+        batch=layout.abstract(batch),
+        gradients=jax.jit(
+            functions.gradients,
+            in_shardings=(stored, layout.sharding),
+            out_shardings=halves,
+        ),
+        update=jax.jit(
+            functions.update,
+            in_shardings=(stored, *halves),
+            out_shardings=(stored, replicated),
+        ),
         traced=traced,
     )
 
 
+@dataclass(frozen=True, eq=False)
+class _StepFunctions:
+    """The pure functions of a training step, in the order in which they are composed.
+
+    Attributes:
+        optimizer: the optimizer of `spec`, with support for extra arguments of `update`.
+        hooks: functions that parameters pass through where the model reads them, by name.
+        groups: the optimizer groups of each parameter, outermost first; None to omit norms.
+    """
+
+    spec: StateSpec
+    loss: Loss
+    layout: BatchLayout
+    optimizer: optax.GradientTransformationExtraArgs
+    hooks: Mapping[str, AccessHook]
+    seed: int
+    accumulate: int
+    groups: Mapping[str, tuple[str, ...]] | None
+
+    def objective(
+        self,
+        params: Params,
+        frozen: Params,
+        other: Pure,
+        batch: Batch,
+        mask: Mask | None,
+        key: jax.Array,
+    ) -> tuple[jax.Array, tuple[Means, Pure]]:
+        """Return the total of the loss, which is differentiated, and the rest as auxiliary output.
+
+        The total is not divided by its weight here: micro-batches must add up before the division.
+        """
+        definition = self.spec.definition
+        model = definition.merge(params, other, key, self.hooks, frozen)
+        with activations_on(self.spec.mesh, self.spec.rules):
+            means = as_means(self.loss(model, batch), num_rows(batch), mask)
+        return means["loss"].total, (means, definition.read_other(model))  # type: ignore[return-value]
+
+    def gradients(self, state: TrainState, batch: Batch) -> Gradients:
+        """Return the gradients of the mean loss, sharded like the parameters."""
+        key = jax.random.fold_in(jax.random.key(self.seed), state.step)
+        gradient = sums_in_float32(jax.grad(self.objective, has_aux=True))
+        compute = gradient if self.accumulate == 1 else self._accumulated(gradient)
+        grads, (means, other) = compute(
+            state.params, state.frozen, state.other, batch, self.layout.mask(), key
+        )
+        weight = means["loss"].weight
+        grads = jax.tree.map(lambda grad: grad / weight.astype(grad.dtype), grads)
+        return with_sharding_constraint(grads, self.spec.shardings.params), means, other
+
+    def _accumulated(self, gradient: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        """Return `gradient` summed over micro-batches, which a scan computes one after the other.
+
+        Example i goes to micro-batch `i % accumulate`, so that no example moves to another device.
+        Each micro-batch has its own random streams, and starts from the batch statistics that the
+        one before it has left.
+        """
+        count = self.accumulate
+        sharding = self.spec.sharding(PartitionSpec(None, *self.layout.sharding.spec))
+
+        def split(x: jax.Array) -> jax.Array:
+            x = x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)
+            x = with_sharding_constraint(x, sharding)
+            return x
+
+        def accumulated(
+            params: Params,
+            frozen: Params,
+            other: Pure,
+            batch: Batch,
+            mask: Mask | None,
+            key: jax.Array,
+        ) -> PyTree:
+            def add_micro_batch(carry: PyTree, micro_batch: PyTree) -> tuple[PyTree, None]:
+                sums, other = carry
+                index, (batch, mask) = micro_batch
+                micro_key = jax.random.fold_in(key, index)
+                grads, (means, other) = gradient(params, frozen, other, batch, mask, micro_key)
+                return (jax.tree.map(jnp.add, sums, (grads, means)), other), None
+
+            micro_batches = jax.tree.map(split, (batch, mask))
+            first = jax.tree.map(lambda x: x[0], micro_batches)
+            grads, (means, _) = jax.eval_shape(gradient, params, frozen, other, *first, key)
+            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (grads, means))
+            zero_grads = with_sharding_constraint(zeros[0], self.spec.shardings.params)
+            ((grads, means), other), _ = jax.lax.scan(
+                add_micro_batch, ((zero_grads, zeros[1]), other), (jnp.arange(count), micro_batches)
+            )
+            return grads, (means, other)
+
+        return accumulated
+
+    def update(
+        self, state: TrainState, grads: Params, means: Means, other: Pure
+    ) -> tuple[TrainState, Metrics]:
+        """Apply the optimizer, and return the new state and the metrics of the step.
+
+        If the loss or the gradient norm is non-finite, parameters, optimizer state and other
+        variables stay as they are. The step still counts, because its batch is consumed:
+        `state.step` is the position in the data.
+        """
+        grad_norm = norm(grads)
+        value = means["loss"].value
+        # `value` and `grad` are for optimizers that use them, for example `optax.polyak_sgd`.
+        updates, opt_state = self.optimizer.update(
+            grads, state.opt_state, state.params, value=value, grad=grads
+        )
+        _check_opt_state(state.opt_state, opt_state)
+        params = optax.apply_updates(state.params, updates)
+
+        finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)
+        new_state = TrainState(
+            state.step + 1,
+            _select(finite, params, state.params),
+            _select(finite, other, state.other),
+            _select(finite, opt_state, state.opt_state),
+            state.frozen,
+        )
+        metrics = {name: mean.value for name, mean in means.items()}
+        metrics["weight"] = jnp.asarray(means["loss"].weight)
+        metrics["grad_norm"] = grad_norm
+        metrics["finite"] = finite
+        metrics |= live_values(opt_state)
+        if self.groups is not None:
+            # Of the new parameters: if the old ones were read too, XLA could not update them in
+            # place.
+            measured = {"grad_norm": grads, "update_norm": updates, "param_norm": params}
+            metrics |= _group_norms(measured, self.groups)
+        return new_state, metrics
+
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """Run one training step: gradients, then update."""
+        return self.update(state, *self.gradients(state, batch))
+
+
+def _select(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)
+
+
+def _check_opt_state(old: PyTree, new: PyTree) -> None:
+    """Raise while tracing if an update changes shapes or dtypes of the optimizer state."""
+    changes = leaf_changes(old, new)
+    if changes:
+        raise ConfigError(
+            "an update changes shapes or dtypes of the optimizer state, so the step cannot be "
+            "compiled once and the state cannot be saved:\n  "
+            + "\n  ".join(changes[:5])
+            + "\nUse float32 parameters, or wrap the optimizer: "
+            "shardwise.optim.with_master(optimizer)."
+        )
+
+
+def _parameter_groups(spec: StateSpec) -> dict[str, tuple[str, ...]]:
+    chains = read_chains(spec.optimizer, spec.abstract.params)
+    return {path: chain.groups for path, chain in chains.items()}
+
+
+def _group_norms(
+    trees: Mapping[str, Params], groups: Mapping[str, tuple[str, ...]]
+) -> dict[str, jax.Array]:
+    """Return the norm of each tree and of each group of its leaves, by `name/group/subgroup`."""
+    norms = {}
+    for name, tree in trees.items():
+        leaves = named_leaves(tree)
+        prefixes = set()
+        for path in leaves:
+            prefixes |= {groups[path][:depth] for depth in range(len(groups[path]) + 1)}
+        for prefix in sorted(prefixes):
+            members = {
+                path: leaf for path, leaf in leaves.items() if groups[path][: len(prefix)] == prefix
+            }
+            norms["/".join([name, *prefix])] = norm(members)
+    return norms
+
+
+def _train_layout(spec: StateSpec, traced: TracedLoss, accumulate: int) -> BatchLayout:
+    """Return the layout of training batches; raise if the batch size does not fit the mesh."""
+    rows = num_rows(traced.shapes)
+    shards = num_batch_shards(spec.mesh, spec.rules)
+    if accumulate < 1 or accumulate > rows:
+        raise ConfigError(
+            f"accumulate={accumulate} cannot split a batch of {rows} examples. "
+            f"Use a value between 1 and {rows}."
+        )
+    multiple = shards * accumulate
+    padded = -(-rows // multiple) * multiple
+    if padded != rows:
+        _check_padding(spec, traced, rows, shards, accumulate)
+    return BatchLayout(rows, padded, spec.sharding(batch_spec(spec.mesh, spec.rules)))
+
+
+def _check_padding(
+    spec: StateSpec, traced: TracedLoss, rows: int, shards: int, accumulate: int
+) -> None:
+    """Raise if padding would change the loss or the variables of the model."""
+    multiple = shards * accumulate
+    fact = (
+        f"a batch of {rows} examples is not divisible by {multiple} "
+        f"({shards} batch shards x accumulate={accumulate})"
+    )
+    above = -(-rows // multiple) * multiple
+    sizes = sorted({max(above - multiple, multiple), above})
+    remedy = f"Use a batch size of {' or '.join(map(str, sizes))}"
+    if traced.scalars:
+        names = " and ".join(repr(name) for name in traced.scalars)
+        raise ConfigError(
+            f"{fact}. {remedy}, or return Mean(total, weight) with one entry per example for "
+            f"{names}, so that the batch can be padded."
+        )
+    if spec.other:
+        first = next(iter(spec.other))
+        raise ConfigError(
+            f"{fact}, and padding would change the statistics that the model keeps ('{first}'). "
+            f"{remedy}."
+        )
+
+
 @dataclass(frozen=True)
 class EvalStep:
-    """`step(state, batch) -> {name: Mean}`, summed over the batch; the model is in evaluation mode."""
+    """An evaluation step: the summed means of a batch, with the model in evaluation mode.
 
-    function: Callable[..., dict[str, Mean]]  # jitted
+    Attributes:
+        function: the jitted step, `(state, batch, mask) -> {name: Mean}`.
+        spec: the state that the step takes.
+        pads: whether shorter batches are padded. If not, the step is compiled for each batch size.
+    """
+
+    function: Callable[[TrainState, Batch, Mask | None], Means]
     spec: StateSpec
     pads: bool
 
-    def __call__(self, state: TrainState, batch: Batch, rows: int) -> dict[str, Mean]:
-        """A host batch of up to `rows` rows. A shorter one is padded, or compiled for its own size if the loss gives no weights."""
+    def __call__(self, state: TrainState, batch: Batch, rows: int) -> Means:
+        """Evaluate a host batch of at most `rows` examples."""
         return self.on(state, batch, self.layout(num_rows(batch), rows))
 
     def layout(self, size: int, rows: int) -> BatchLayout:
-        """How a batch of `size` rows is placed among others of up to `rows`."""
+        """Return the layout of a batch.
+
+        Args:
+            size: the number of examples in this batch.
+            rows: the number of examples in the largest batch, to which this one is padded.
+        """
         if size > rows:
             raise DataError(
-                f"a batch of {size} rows came after one of {rows}; give evaluate(..., rows={size}) the largest."
+                f"a batch of {size} examples follows a batch of {rows}. "
+                f"Pass the largest batch size to evaluate(..., rows={size})."
             )
         shards = num_batch_shards(self.spec.mesh, self.spec.rules)
         padded = -(-rows // shards) * shards if self.pads else size
-        spec = (
-            batch_spec(self.spec.mesh, self.spec.rules) if padded % shards == 0 else PartitionSpec()
-        )
+        is_sharded = padded % shards == 0
+        spec = batch_spec(self.spec.mesh, self.spec.rules) if is_sharded else PartitionSpec()
         return BatchLayout(size, padded, self.spec.sharding(spec))
 
-    def on(self, state: TrainState, batch: Batch, layout: BatchLayout) -> dict[str, Mean]:
-        """A host batch, or the rows of it that this process needs, placed like that."""
-        mask = (
-            put(np.arange(layout.padded_rows) < layout.rows, layout.sharding) if self.pads else None
-        )
+    def on(self, state: TrainState, batch: Batch, layout: BatchLayout) -> Means:
+        """Evaluate a host batch, or the examples of it that this process needs, with `layout`."""
+        mask = None
+        if self.pads:
+            is_example = np.arange(layout.padded_rows) < layout.rows
+            mask = put(is_example, layout.sharding)
         return self.function(state, layout.place(batch), mask)
 
 
@@ -330,216 +494,105 @@ def make_eval_step(
     loss: Loss,
     batch: Batch,
     *,
-    compute_dtype: Any = None,
-    traced: "TracedLoss | None" = None,
+    compute_dtype: DTypeLike | None = None,
+    traced: TracedLoss | None = None,
 ) -> EvalStep:
-    """Builds the evaluation of `loss` for batches like `batch`, on the average of the weights if the optimizer keeps one.
+    """Build the evaluation step. Nothing is compiled.
 
-    Random streams, if any are left, are the same each time.
-    traced: what a training step with the same loss has found; for batches of the same shapes the loss is not traced again.
+    The step uses the averaged weights if the optimizer keeps an average. Random streams that remain
+    in evaluation mode are the same for every batch.
+
+    Args:
+        spec: the abstract state.
+        loss: `loss(model, batch)`.
+        batch: a batch, as arrays or shapes.
+        compute_dtype: as for `make_train_step`.
+        traced: `TrainStep.traced` of a step with the same loss. If its batches have the same
+            shapes, the loss is not traced again.
     """
     hooks = access_hooks(spec, compute_dtype)
 
-    def step(state: TrainState, rows: Batch, mask: Any) -> dict[str, Mean]:
+    def step(state: TrainState, batch: Batch, mask: Mask | None) -> Means:
         params = evaluation_params(state.opt_state, state.params)
         model = spec.definition.merge(params, state.other, jax.random.key(0), hooks, state.frozen)
         model.eval()
         with activations_on(spec.mesh, spec.rules):
-            return as_means(loss(model, rows), num_rows(rows), mask)
+            return as_means(loss(model, batch), num_rows(batch), mask)
 
+    if traced is None or traced.shapes != batch_shapes(batch):
+        traced = trace_loss(spec, loss, batch)
     function = jax.jit(step, out_shardings=spec.sharding(PartitionSpec()))
-    if traced is None or traced.shapes != _shapes(batch):
-        traced = _trace_loss(spec, loss, batch)
     return EvalStep(function, spec, pads=not traced.scalars)
 
 
-def as_means(output: Any, rows: int, mask: Any = None) -> dict[str, Mean]:
-    """What a loss returned, as summed means: the loss itself under "loss", then its further metrics."""
-    named = _named(output)
-    if clash := [name for name in list(named)[1:] if name in RESERVED]:
-        raise ConfigError(
-            f"the loss returns metrics named {', '.join(clash)}; these names are taken ({', '.join(RESERVED)})."
-        )
-    means = {}
-    for name, value in named.items():
-        if isinstance(value, Mean):
-            means[name] = value.summed(mask)
-        elif jnp.ndim(value) == 0:
-            means[name] = Mean(jnp.asarray(value, jnp.float32) * rows, jnp.float32(rows))
-        else:
-            raise ConfigError(
-                f"the loss returned an array of shape {jnp.shape(value)} for '{name}'. Return a scalar, "
-                f"or Mean(total, weight) with an entry for each row."
-            )
-    return means
+def access_hooks(spec: StateSpec, compute_dtype: DTypeLike | None = None) -> dict[str, AccessHook]:
+    """Return for each variable the function that its value passes through where the model reads it.
 
-
-def _norms(trees: dict[str, Any], groups: dict[str, tuple[str, ...]]) -> dict[str, jax.Array]:
-    """The norm of each tree, and of each group of its leaves, those within groups included."""
-    found = {}
-    for name, tree in trees.items():
-        leaves = named_leaves(tree)
-        prefixes = sorted(
-            {groups[path][:depth] for path in leaves for depth in range(len(groups[path]) + 1)}
-        )
-        for prefix in prefixes:
-            found["/".join([name, *prefix])] = norm(
-                {
-                    path: leaf
-                    for path, leaf in leaves.items()
-                    if groups[path][: len(prefix)] == prefix
-                }
-            )
-    return found
-
-
-def access_hooks(spec: StateSpec, compute_dtype: Any = None) -> dict[str, AccessHook]:
-    """For each variable, the function that its value passes through wherever the model reads it."""
+    The hook casts a parameter to the compute dtype and gathers it over the batch axes. The model
+    does not know about it. Inside `nnx.scan` the hook sees the slice of one layer; inside
+    `nnx.remat` the gather is repeated in the backward pass, so that gathered parameters are not
+    kept in memory.
+    """
     dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
-    weights = {**spec.params, **spec.frozen}
-    hooks = {
-        path: _gather_hook(spec, p.shape, p.spec, spec.at_use(path).spec, dtype)
-        for path, p in weights.items()
-    }
-    return hooks | {
-        path: _gather_hook(spec, p.shape, p.spec, PartitionSpec(), None)
-        for path, p in spec.other.items()
-    }
+    hooks = {}
+    for path, placement in {**spec.params, **spec.frozen}.items():
+        used = spec.at_use(path).spec
+        hooks[path] = _gather_hook(spec, placement.shape, placement.spec, used, dtype)
+    for path, placement in spec.other.items():
+        hooks[path] = _gather_hook(spec, placement.shape, placement.spec, PartitionSpec(), None)
+    return hooks
 
 
 def _gather_hook(
-    spec: StateSpec, full: tuple[int, ...], stored: PartitionSpec, used: PartitionSpec, dtype: Any
+    spec: StateSpec,
+    full_shape: tuple[int, ...],
+    stored: PartitionSpec,
+    used: PartitionSpec,
+    dtype: jnp.dtype | None,
 ) -> AccessHook:
-    """Forward: cast, then gather. Backward: cast back, and reduce straight into the stored layout."""
+    """Return a hook that casts and gathers forward, and casts and reduces backward."""
 
-    def hook(variable: Any, value: jax.Array) -> jax.Array:
+    def hook(variable: nnx.Variable[jax.Array], value: jax.Array) -> jax.Array:
         is_cast = (
             dtype is not None
             and jnp.issubdtype(value.dtype, jnp.floating)
             and not variable.get_metadata("keep_dtype", False)
         )
-        cast = dtype if is_cast else value.dtype
-        used_here, stored_here = (_sliced(layout, full, value.shape) for layout in (used, stored))
+        cast_dtype = dtype if is_cast else value.dtype
+        used_sharding = spec.sharding(_spec_of_slice(used, full_shape, value.shape))
+        stored_sharding = spec.sharding(_spec_of_slice(stored, full_shape, value.shape))
 
         @jax.custom_vjp
         def gather(x: jax.Array) -> jax.Array:
-            return with_sharding_constraint(x.astype(cast), spec.sharding(used_here))
+            x = with_sharding_constraint(x.astype(cast_dtype), used_sharding)
+            return x
 
-        def backward(_: None, g: jax.Array) -> tuple[jax.Array]:
-            g = with_sharding_constraint(g.astype(value.dtype), spec.sharding(used_here))
-            return (with_sharding_constraint(g, spec.sharding(stored_here)),)
+        def forward(x: jax.Array) -> tuple[jax.Array, None]:
+            return gather(x), None
 
-        gather.defvjp(lambda x: (gather(x), None), backward)
+        def backward(_: None, grad: jax.Array) -> tuple[jax.Array]:
+            # First the sharding of use, then that of storage. With the second alone, the
+            # partitioner shards the activations instead: on TPU v5e (4 layers of width 1024,
+            # fsdp=8) temporaries take 1.16 times the memory of data=8, compared with 1.05 times.
+            grad = with_sharding_constraint(grad.astype(value.dtype), used_sharding)
+            return (with_sharding_constraint(grad, stored_sharding),)
+
+        gather.defvjp(forward, backward)
         return gather(value)
 
     return hook
 
 
-def _sliced(layout: PartitionSpec, full: tuple[int, ...], shape: tuple[int, ...]) -> PartitionSpec:
-    """The layout of a variable, for the part of it that a model reads: without the leading dims that a scan over
-    layers takes off, and whole along each dim that was sliced to another size."""
-    entries = (*layout, *(None,) * (len(full) - len(layout)))
-    lost = max(len(full) - len(shape), 0)
-    if len(shape) > len(full):
+def _spec_of_slice(
+    spec: PartitionSpec, full_shape: tuple[int, ...], shape: tuple[int, ...]
+) -> PartitionSpec:
+    """Return the spec of a variable for the slice of it that a model reads.
+
+    A scan over layers removes leading dims. A dim that was sliced to another size is replicated.
+    """
+    removed = len(full_shape) - len(shape)
+    if removed < 0:
         return PartitionSpec()
-    return PartitionSpec(
-        *(e if a == b else None for e, a, b in zip(entries[lost:], full[lost:], shape, strict=True))
-    )
-
-
-def _train_layout(spec: StateSpec, traced: "TracedLoss", accumulate: int) -> BatchLayout:
-    """Checks the batch against the mesh, and decides whether it must and may be padded."""
-    rows = num_rows(traced.shapes)
-    shards = num_batch_shards(spec.mesh, spec.rules)
-    if accumulate < 1 or accumulate > rows:
-        raise ConfigError(
-            f"accumulate={accumulate} does not split a batch of {rows} rows; it must be between 1 and {rows}."
-        )
-    unit = shards * accumulate
-    padded = -(-rows // unit) * unit
-    scalars = traced.scalars
-    if padded != rows:
-        what = f"a batch of {rows} rows is not divisible by {unit} ({shards} shards of the batch x accumulate={accumulate})"
-        remedy = f"Use a batch of {' or '.join(map(str, sorted({max(padded - unit, unit), padded})))} rows"
-        if scalars:
-            names = " and ".join(repr(name) for name in scalars)
-            raise ConfigError(
-                f"{what}. {remedy}, or let the loss return Mean(total, weight) with an entry for each row for {names}: "
-                f"then it can be padded."
-            )
-        if spec.other:
-            first = next(iter(spec.other))
-            raise ConfigError(
-                f"{what}, and padding would enter the statistics that the model keeps ('{first}'). {remedy}."
-            )
-    return BatchLayout(rows, padded, spec.sharding(batch_spec(spec.mesh, spec.rules)))
-
-
-@dataclass(frozen=True)
-class TracedLoss:
-    """What a trace tells of a loss, before anything is compiled."""
-
-    shapes: Batch  # of the batch that it was traced for
-    names: tuple[str, ...]  # "loss" and those of further metrics
-    scalars: tuple[str, ...]  # those that come without an entry for each row
-    flops: float  # of a forward pass
-    items: (
-        int | None
-    )  # what its weights of a batch add up to, masks aside; None if only computing tells
-
-
-def _trace_loss(spec: StateSpec, loss: Loss, batch: Batch) -> TracedLoss:
-    shapes = _shapes(batch)
-    rows = num_rows(batch)
-    found: list[tuple[list[str], list[str], int | None]] = []
-
-    def forward(state: TrainState, batch: Batch, key: jax.Array) -> Any:
-        output = loss(spec.module(state, key), batch)
-        means = as_means(output, rows)  # raises for what is no loss
-        scalars = [
-            name
-            for name, value in _named(output).items()
-            if not (isinstance(value, Mean) and value.has_rows(rows))
-        ]
-        value = _named(output)["loss"]
-        found.append((list(means), scalars, value.items if isinstance(value, Mean) else rows))
-        return means
-
-    try:
-        flops = count_flops(forward, spec.abstract, shapes, jax.random.key(0))
-    except ShardwiseError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"the loss cannot be computed for a batch of {_show_batch(batch)}: {where(error)}"
-        ) from error
-    names, scalars, items = found[-1]
-    return TracedLoss(shapes, tuple(names), tuple(scalars), flops, items)
-
-
-def _shapes(batch: Batch) -> Batch:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, _device_dtype(x)), batch)
-
-
-def _show_batch(batch: Batch) -> str:
-    return ", ".join(f"{name} {x.dtype}{list(x.shape)}" for name, x in named_leaves(batch).items())
-
-
-def _named(output: Any) -> dict[str, Any]:
-    loss, extra = output if isinstance(output, tuple) else (output, {})
-    return {"loss": loss, **extra}
-
-
-def num_rows(batch: Batch) -> int:
-    """The rows that all arrays of a batch have in common."""
-    leaves = named_leaves(batch)
-    rows = {leaf.shape[0] if leaf.shape else 0 for leaf in leaves.values()}
-    if len(rows) != 1 or 0 in rows:
-        raise DataError(
-            f"the arrays of a batch must have the same number of rows, at least 1: { {n: x.shape for n, x in leaves.items()} }."
-        )
-    return int(rows.pop())
-
-
-def _device_dtype(x: Any) -> Any:
-    return jax.dtypes.canonicalize_dtype(x.dtype)
+    entries = (*spec, *(None,) * (len(full_shape) - len(spec)))
+    dims = zip(entries[removed:], full_shape[removed:], shape, strict=True)
+    return PartitionSpec(*(entry if full == size else None for entry, full, size in dims))

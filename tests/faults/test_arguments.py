@@ -69,7 +69,7 @@ LATE = [  # need the recipe
     (["train", RECIPE, "--eval-every", "-1"], "-1"),
     (["train", RECIPE, "--max-skips", "-1"], "-1"),
     (["train", RECIPE, "--on-nonfinite", "maybe"], "skip"),
-    (["train", RECIPE, "--width", "0"], "the model cannot be made"),
+    (["train", RECIPE, "--width", "0"], "the model cannot be built"),
     (["train", RECIPE, "--cpu-devices", "0"], "at least 1"),
     (["train", f"{RECIPE}:nothing"], "has no function 'nothing'"),
     (["train", "syntax.py"], "cannot be imported: SyntaxError"),

@@ -22,7 +22,7 @@ def train(out, *args):
 @pytest.mark.slow
 def test_two_processes_stop_early_together_and_know_it_when_they_resume(tmp_path):
     out = tmp_path / "a"
-    assert "stopped early after step 6: eval_loss has not come below" in train(out)
+    assert "stopped early after step 6: eval_loss has not improved on" in train(out)
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["2", "6"]
     samples = [
         json.loads(line)["step"] for line in (out / "samples.jsonl").read_text().splitlines()

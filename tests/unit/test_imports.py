@@ -15,7 +15,7 @@ ROOT = Path(shardwise.__file__).parent
 BANDS = {
     "base": "errors text console runtime files tree metrics hardware flops precision",
     "parts": "axes sharding kernels models data optim cluster trackers rundir early_stop",
-    "step": "mesh module state step loop",
+    "step": "mesh module state batch_layout traced_loss step loop",
     "run": "checkpoint weights run recipe",
     "tools": "plan verification explanation report doctor",
     "training": "training",

@@ -119,7 +119,7 @@ def test_a_scalar_loss_cannot_be_padded_and_the_numbers_are_told():
     batch = make_batch(13, weights=False)
     with pytest.raises(
         ConfigError,
-        match=r"13 rows is not divisible by 8 .* Use a batch of 8 or 16 rows, or let the loss return Mean.* for 'loss'",
+        match=r"13 examples is not divisible by 8 .* Use a batch size of 8 or 16, or return Mean.* for 'loss'",
     ):
         one_step(batch, "data=8", scalar_loss)
     one_step(batch, "data=1", scalar_loss)
@@ -138,7 +138,7 @@ def test_padding_is_refused_where_it_would_enter_batch_statistics():
 
     with pytest.raises(
         ConfigError,
-        match="padding would enter the statistics that the model keeps \\('norm/mean'\\)",
+        match="padding would change the statistics that the model keeps \\('norm/mean'\\)",
     ):
         one_step(make_batch(13), "data=8", factory=Normed)
     state, _ = one_step(make_batch(16), "data=8", factory=Normed)
@@ -277,11 +277,11 @@ def test_further_metrics_are_exact_means_too():
 def test_what_is_no_loss_and_no_batch_is_refused():
     with pytest.raises(ConfigError, match=r"array of shape \(8, 3\) for 'loss'"):
         one_step(make_batch(8), loss=lambda model, batch: model(batch["x"]))
-    with pytest.raises(DataError, match="same number of rows"):
+    with pytest.raises(DataError, match="same number of examples"):
         one_step({**make_batch(8), "w": np.ones(7, "f4")})
-    with pytest.raises(ConfigError, match="accumulate=9 does not split a batch of 8 rows"):
+    with pytest.raises(ConfigError, match="accumulate=9 cannot split a batch of 8 examples"):
         one_step(make_batch(8), accumulate=9)
     spec = abstract_state(Plain, optax.sgd(LR), make_mesh("data=8"))
     step = make_train_step(spec, weighted_loss, make_batch(8))
-    with pytest.raises(DataError, match="compiled for 8 rows"):
+    with pytest.raises(DataError, match="compiled for 8 examples"):
         step.place(make_batch(16))

@@ -146,7 +146,7 @@ def test_a_failed_run_passes_its_exit_code(tmp_path):
     with pytest.raises(NumericsError):
         train(replace(make_run(tmp_path / "a", notes), data=nan_batches))
     assert notes.codes == [NumericsError.exit_code]
-    with pytest.raises(ConfigError, match="trackers: the run needs a directory"):
+    with pytest.raises(ConfigError, match="trackers needs a run directory"):
         train(make_run(None, notes))
 
 

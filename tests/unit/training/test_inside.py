@@ -178,7 +178,7 @@ def test_a_run_that_learns_nothing_more_stops_and_knows_it_when_it_resumes(tmp_p
     assert int(result.state.step) == 6
     assert (
         result.stopped_early
-        == "eval_loss has not come below its {:.6g} of step 2 in 2 evaluations".format(
+        == "eval_loss has not improved on {:.6g} (step 2) for 2 evaluations".format(
             result.eval_metrics["loss"]
         )
     )
@@ -197,9 +197,9 @@ def test_a_run_that_learns_nothing_more_stops_and_knows_it_when_it_resumes(tmp_p
 
 
 def test_what_early_stopping_and_the_best_checkpoint_go_by_must_be_measured(tmp_path):
-    with pytest.raises(ConfigError, match=r"evaluations give eval_loss\. Did you mean 'eval_loss'"):
+    with pytest.raises(ConfigError, match=r"evaluations produce eval_loss\. Did you mean 'eval_loss'"):
         go(make(**STUCK | {"stop_when": EarlyStop(metric="eval_los")}))
-    with pytest.raises(ConfigError, match="keep goes by 'eval_loss', and the run has no eval_data"):
+    with pytest.raises(ConfigError, match="keep depends on 'eval_loss', but the run has no eval_data"):
         go(make(keep=Keep(best=1)))
     with pytest.raises(ConfigError, match="patience"):
         EarlyStop(patience=0)
@@ -336,7 +336,7 @@ def test_a_window_of_steps_is_traced(tmp_path):
     assert "nothing is profiled: the run stands at step 12, after 5:7" in said
     with pytest.raises(ConfigError, match="counted from 1"):
         go(make(tmp_path / "b", profile=(0, 3)))
-    with pytest.raises(ConfigError, match="profile: the run needs a directory"):
+    with pytest.raises(ConfigError, match="profile needs a run directory"):
         go(make(profile=(1, 3)))
 
 
