@@ -9,7 +9,8 @@ place that knows which name has which role. To add a role, add its names here; `
 # crosses the slow network between them, because batch axes communicate least.
 BATCH = ("replica", "data", "dp", "batch", "fsdp")
 
-# Axes over which parameters and optimizer state are stored sharded, and gathered where they are used.
+# Axes over which parameters and optimizer state are stored sharded, and gathered where they are
+# used.
 FSDP = ("fsdp",)
 
 # Axes that shard attention heads, the hidden dimension of an MLP and the vocabulary.

@@ -1,9 +1,12 @@
-"""What a run did, for people: its curve as a picture, its end as a few lines."""
+"""Output for people: warnings, status lines, progress bars, and curves as PNG files.
 
-from collections.abc import Iterator
+This module imports no JAX at its top, because the launcher uses it before any process needs JAX.
+"""
+
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,10 +19,10 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from shardwise.metrics import read_metrics
-from shardwise.text import show_count as show_count
-from shardwise.text import show_seconds as show_seconds
 from shardwise.text import smoothed
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def warn(console: Console, text: str) -> None:
@@ -44,47 +47,66 @@ def working(console: Console, text: str) -> Iterator[None]:
 
 
 def progress_bar(console: Console) -> Progress:
-    """Steps done of all, a status, the time taken and the time left."""
-    counted = (
+    """Return a progress bar with steps, a status text, elapsed time and remaining time.
+
+    Tasks of the bar need a field `status`: `bar.add_task("training", total=100, status="")`.
+    """
+    return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.fields[status]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
     )
-    return Progress(
-        *counted, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console
-    )
+
+
+def show_metrics(metrics: Mapping[str, float]) -> str:
+    """Return metrics as text: `loss 0.5123, accuracy 0.8800`."""
+    return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
 
 def plot_losses(metrics: Path, picture: Path) -> None:
-    """Training loss of every step and held-out loss, from `metrics.jsonl` to a PNG file."""
+    """Plot training loss and validation loss.
+
+    Args:
+        metrics: the `metrics.jsonl` of a run.
+        picture: the PNG file to write.
+    """
+    # Here, because shardwise.metrics imports JAX.
+    from shardwise.metrics import read_metrics
+
     records = read_metrics(metrics)
-    trained = [(r["step"], r["loss"]) for r in records if "loss" in r and not r.get("skipped")]
-    held_out = [(r["step"], r["eval_loss"]) for r in records if "eval_loss" in r]
-    with line_picture(
-        picture, xlabel="step", ylabel="loss", title=str(picture.parent.name)
-    ) as axes:
-        axes.plot(*zip(*trained, strict=True), color="#9db8d9", linewidth=1, label="training")
-        smooth = smoothed([loss for _, loss in trained], 0.05)
-        axes.plot(
-            [step for step, _ in trained],
-            smooth,
-            color="#1f4e8c",
-            linewidth=2,
-            label="training, smoothed",
-        )
-        if held_out:
+    applied = [record for record in records if "loss" in record and not record.get("skipped")]
+    evaluated = [record for record in records if "eval_loss" in record]
+    steps = [record["step"] for record in applied]
+    losses = [record["loss"] for record in applied]
+    title = picture.parent.name
+    with line_picture(picture, xlabel="step", ylabel="loss", title=title) as axes:
+        axes.plot(steps, losses, color="#9db8d9", linewidth=1, label="training")
+        label = "training, smoothed"
+        axes.plot(steps, smoothed(losses, 0.05), color="#1f4e8c", linewidth=2, label=label)
+        if evaluated:
             axes.plot(
-                *zip(*held_out, strict=True),
+                [record["step"] for record in evaluated],
+                [record["eval_loss"] for record in evaluated],
                 color="#d1495b",
                 marker="o",
-                label=f"held out, {held_out[-1][1]:.3f} at the end",
+                label=f"validation ({evaluated[-1]['eval_loss']:.3f} at the end)",
             )
 
 
 @contextmanager
-def line_picture(picture: Path, **labels: Any) -> Iterator[Any]:
-    """Axes to plot lines on; written as a PNG file at the end. `labels` are those of `axes.set`: xlabel, ylabel, title ..."""
+def line_picture(picture: Path, **labels: object) -> Iterator["Axes"]:
+    """Yield axes to plot lines on, and write them to a PNG file at the end.
+
+    Args:
+        picture: the file to write.
+        **labels: arguments of `axes.set`: `xlabel`, `ylabel`, `title` and others.
+    """
+    # Here, because matplotlib takes most of a second to import.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -97,7 +119,3 @@ def line_picture(picture: Path, **labels: Any) -> Iterator[Any]:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.savefig(picture, dpi=120)
-
-
-def show_metrics(metrics: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())

@@ -1,80 +1,134 @@
-"""Mistakes that a user can mend. The command line prints the message, without a traceback, and exits with the code."""
+"""Exceptions for mistakes that users can fix, and the exit codes of the command line.
+
+The command line prints the message of these exceptions without a traceback, and exits with their
+code. This is the only module that knows the exit codes.
+"""
 
 import argparse
+import enum
 import os
 import sysconfig
 import traceback
-from typing import Any
+from typing import Any, NoReturn
 
 PACKAGE = os.path.dirname(__file__)
+# Prefixes of files that `where` skips.
 LIBRARIES = (PACKAGE, sysconfig.get_path("stdlib"), "<frozen ")
 
 
-class ShardwiseError(Exception):
-    """The fact with its values, the place, the remedy."""
+class ExitCode(enum.IntEnum):
+    """Exit codes of `shardwise`.
 
-    exit_code = 1
+    Attributes:
+        DONE: the run is complete, and its last checkpoint is verified.
+        FAILURE: an unexpected error, or a comparison that found a difference.
+        CONFIG: wrong usage or configuration, found before anything is compiled.
+        DATA: data is missing, too short or unreadable.
+        CHECKPOINT: a checkpoint cannot be written, read or used.
+        NUMERICS: non-finite values, divergence, or a failed verification.
+        LOST: a process is lost or hangs. Starting again may help.
+        IN_USE: another run uses the run directory.
+        STOPPED: stopped by a signal before the end, resumable. This is `EX_TEMPFAIL` of sysexits.h,
+            so that schedulers do not take an unfinished run for a finished one.
+    """
+
+    DONE = 0
+    FAILURE = 1
+    CONFIG = 2
+    DATA = 3
+    CHECKPOINT = 4
+    NUMERICS = 5
+    LOST = 6
+    IN_USE = 7
+    STOPPED = 75
+
+
+class ShardwiseError(Exception):
+    """The base class. A message states the fact with its values, the place, and the remedy.
+
+    Attributes:
+        exit_code: the code with which the command line exits.
+    """
+
+    exit_code = ExitCode.FAILURE
 
 
 class ConfigError(ShardwiseError):
-    """Usage or configuration; always raised before anything is compiled."""
+    """Wrong usage or configuration. It is always raised before anything is compiled."""
 
-    exit_code = 2
+    exit_code = ExitCode.CONFIG
 
 
 class DataError(ShardwiseError):
-    """Data that is missing, too short or unreadable."""
+    """Data is missing, too short or unreadable."""
 
-    exit_code = 3
+    exit_code = ExitCode.DATA
 
 
 class CheckpointError(ShardwiseError):
-    """A checkpoint that cannot be written, read or used for this run."""
+    """A checkpoint cannot be written, read or used for this run."""
 
-    exit_code = 4
+    exit_code = ExitCode.CHECKPOINT
 
 
 class NumericsError(ShardwiseError):
-    """A loss or gradient that is not finite."""
+    """A loss or a gradient is non-finite, or the run has diverged."""
 
-    exit_code = 5
+    exit_code = ExitCode.NUMERICS
 
 
 class LostError(ShardwiseError):
-    """Another process of the run cannot be reached, or is stuck. A new start may help."""
+    """Another process of the run cannot be reached, or hangs. Starting again may help."""
 
-    exit_code = 6
+    exit_code = ExitCode.LOST
 
 
 class DirectoryInUseError(ShardwiseError):
-    """Another run writes to the same directory."""
+    """Another run writes to the same run directory."""
 
-    exit_code = 7
+    exit_code = ExitCode.IN_USE
 
 
 class Stopped(ShardwiseError):
-    """Ended early by a signal, after saving; the same command goes on from there."""
+    """A signal stopped the run after it saved. The same command resumes it."""
 
-    exit_code = 75
+    exit_code = ExitCode.STOPPED
 
 
 class Parser(argparse.ArgumentParser):
-    """Reads a command line; what is wrong with it is raised, with its help."""
+    """An argument parser that raises `ConfigError` with the help text instead of exiting.
+
+    Attributes:
+        help_text: the text that follows the message of an error.
+    """
 
     def __init__(self, *args: Any, help_text: str = "", **options: Any):
+        """Create the parser.
+
+        Args:
+            *args: arguments of `argparse.ArgumentParser`.
+            help_text: the text that follows the message of an error.
+            **options: options of `argparse.ArgumentParser`.
+        """
         super().__init__(*args, **options)
         self.help_text = help_text
 
-    def error(self, message: str) -> Any:
+    def error(self, message: str) -> NoReturn:
+        """Raise `ConfigError`."""
         raise ConfigError(f"{message}\n\n{self.help_text}" if self.help_text else message)
 
 
 def where(error: BaseException) -> str:
-    """An exception in a line: what it is, and the last place in code that is not a library's."""
+    """Return type, message and place of an exception on one line.
+
+    The place is the last line in the user's code: files of shardwise, of the standard library and
+    of installed packages are skipped.
+    """
     frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        frame
-        for frame in frames
-        if "site-packages" not in frame.filename and not frame.filename.startswith(LIBRARIES)
-    ] or frames
-    return f"{type(error).__name__}: {error} ({own[-1].filename}, line {own[-1].lineno})"
+    own = [frame for frame in frames if not _is_library(frame.filename)]
+    last = (own or frames)[-1]
+    return f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
+
+
+def _is_library(filename: str) -> bool:
+    return "site-packages" in filename or filename.startswith(LIBRARIES)

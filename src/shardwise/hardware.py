@@ -1,126 +1,188 @@
-"""What accelerators can do, by JAX's name for them. Peak rates are the vendors', dense, bfloat16.
+"""Peak rates, memory and links of accelerators, for `shardwise plan` and MFU.
 
-What part of the peak real programs reach was measured on an H200 (`benchmarks/plan.py`) and is assumed of the other GPUs.
-For TPUs the compiler estimates the cycles of each instruction itself; the shares stand in where it does not.
+Where the numbers come from:
+
+* `flops`, `memory` and `bandwidth` of TPUs: Google's Cloud TPU pages ("System architecture"). JAX
+  treats each core of a TPU v3, and each half of a TPU7x chip, as one device, which has half the
+  numbers of the chip.
+* `link` and `wrap` of TPUs: "How to Scale Your Model" (jax-ml.github.io/scaling-book), one way per
+  link. The book also has `network` for v5e, v5p, v6e and TPU7x.
+* All numbers of GPUs up to `link`: NVIDIA's data sheets of the SXM modules; dense, without
+sparsity;
+  NVLink one way, which is half of the bidirectional number. `network` is one card of 200 Gbit/s
+  (A100) or 400 Gbit/s (newer) per GPU, as in NVIDIA's own machines.
+* `products`, `attention` and `copies`: measured on an H200 with `benchmarks/plan.py`, and assumed
+for
+  the other GPUs. For TPUs they matter only where the compiler does not report cycles.
+* No source is recorded for `clock`, `reserved` and `launch`, the `link` of TPU v3 (the book has
+  100e9), and the `network` of TPU v3 and v4. Measure before you rely on them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Chip:
+    """One device as JAX counts devices.
+
+    Attributes:
+        name: the name that people use.
+        flops: peak floating-point operations per second, dense bfloat16.
+        memory: bytes of device memory.
+        bandwidth: bytes per second between the device and its memory.
+        link: bytes per second one way. For a TPU, of one link to a neighbor; for a GPU, of all its
+            links to the switch within a machine.
+        network: bytes per second one way of one device to other machines (GPU) or slices (TPU).
+        group: the number of GPUs in a machine, all connected to each other; 0 for a torus of TPUs.
+        wrap: a dimension of a TPU torus has wrap-around links if its size is a multiple of this.
+        clock: cycles per second, for compilers that report cycles; otherwise 0.
+        reserved: bytes of device memory that programs cannot use.
+        products: the share of `flops` that large matmuls reach.
+        attention: the share of `flops` that fused attention reaches for long sequences.
+        copies: the share of `bandwidth` that element-wise operations reach.
+        launch: seconds between the start of one kernel and the next.
+        exact: the rate of float32 matmuls relative to bfloat16 ones.
+    """
+
     name: str
-    flops: float  # per second, bfloat16
-    memory: float  # bytes
-    bandwidth: float  # bytes per second to its own memory
-    link: float = 0.0  # bytes per second one way: of one TPU link to a neighbour, of one GPU to the switch within a machine
-    network: float = (
-        0.0  # bytes per second one way, of one chip to other machines (GPU) or other slices (TPU)
-    )
-    group: int = 0  # GPUs in a machine, all connected to each other; 0: a torus of TPU links
-    wrap: int = 0  # a TPU torus closes along a dimension whose length is a multiple of this
-    clock: float = 0.0  # cycles per second, where the compiler counts in cycles
-    reserved: float = 0.0  # bytes of memory that no program gets
-    products: float = 0.76  # of `flops`, that large matrix products reach
-    attention: float = 0.55  # of `flops`, that fused attention reaches for very long rows
-    copies: float = 0.65  # of `bandwidth`, that element-wise work reaches
-    launch: float = 0.0  # seconds from one kernel to the next
-    exact: float = 1 / 16  # rate of float32 products beside bfloat16 ones
+    flops: float
+    memory: float
+    bandwidth: float
+    link: float = 0.0
+    network: float = 0.0
+    group: int = 0
+    wrap: int = 0
+    clock: float = 0.0
+    reserved: float = 0.0
+    products: float = 0.76
+    attention: float = 0.55
+    copies: float = 0.65
+    launch: float = 0.0
+    exact: float = 1 / 16
 
 
-GIB = 2**30
+# What all TPUs, and all GPUs in machines of 8, have in common. A float32 matmul on a TPU takes 6
+# bfloat16 passes.
+_TPU = Chip(name="", flops=0, memory=0, bandwidth=0, reserved=GIB / 4, attention=0.5, exact=1 / 6)
+_GPU = Chip(name="", flops=0, memory=0, bandwidth=0, group=8, launch=1e-6)
+
+# Keys are the names of JAX (`device.device_kind`).
 CHIPS = {
-    # A core of TPU v3 is a device of its own for JAX; so is each half of a TPU7x.
-    "TPU v3": Chip(
-        "TPU v3",
-        61.5e12,
-        16 * GIB,
-        450e9,
-        70e9,
-        1.5e9,
+    "TPU v3": replace(
+        _TPU,
+        name="TPU v3",
+        flops=61.5e12,
+        memory=16 * GIB,
+        bandwidth=450e9,
+        link=70e9,
+        network=1.5e9,
         wrap=16,
         clock=0.94e9,
-        reserved=GIB / 4,
-        attention=0.5,
-        exact=1 / 6,
     ),
-    "TPU v4": Chip(
-        "TPU v4",
-        275e12,
-        32 * GIB,
-        1228e9,
-        45e9,
-        3.1e9,
+    "TPU v4": replace(
+        _TPU,
+        name="TPU v4",
+        flops=275e12,
+        memory=32 * GIB,
+        bandwidth=1228e9,
+        link=45e9,
+        network=3.1e9,
         wrap=4,
         clock=1.05e9,
-        reserved=GIB / 4,
-        attention=0.5,
-        exact=1 / 6,
     ),
-    "TPU v5 lite": Chip(
-        "TPU v5e",
-        197e12,
-        16 * GIB,
-        819e9,
-        45e9,
-        3.1e9,
+    "TPU v5 lite": replace(
+        _TPU,
+        name="TPU v5e",
+        flops=197e12,
+        memory=16 * GIB,
+        bandwidth=819e9,
+        link=45e9,
+        network=3.1e9,
         wrap=16,
         clock=1.5e9,
-        reserved=GIB / 4,
-        attention=0.5,
-        exact=1 / 6,
     ),
-    "TPU v5": Chip(
-        "TPU v5p",
-        459e12,
-        96 * GIB,
-        2765e9,
-        90e9,
-        6.2e9,
+    "TPU v5": replace(
+        _TPU,
+        name="TPU v5p",
+        flops=459e12,
+        memory=96 * GIB,
+        bandwidth=2765e9,
+        link=90e9,
+        network=6.2e9,
         wrap=4,
         clock=1.75e9,
-        reserved=GIB / 4,
-        attention=0.5,
-        exact=1 / 6,
     ),
-    "TPU v6 lite": Chip(
-        "TPU v6e",
-        918e12,
-        32 * GIB,
-        1640e9,
-        90e9,
-        12.5e9,
+    "TPU v6 lite": replace(
+        _TPU,
+        name="TPU v6e",
+        flops=918e12,
+        memory=32 * GIB,
+        bandwidth=1640e9,
+        link=90e9,
+        network=12.5e9,
         wrap=16,
         clock=1.75e9,
-        reserved=GIB / 4,
-        attention=0.5,
-        exact=1 / 6,
     ),
-    "TPU7x": Chip(
-        "TPU7x",
-        1153e12,
-        96 * GIB,
-        3690e9,
-        90e9,
-        12.5e9,
+    "TPU7x": replace(
+        _TPU,
+        name="TPU7x",
+        flops=1153e12,
+        memory=96 * GIB,
+        bandwidth=3690e9,
+        link=90e9,
+        network=12.5e9,
         wrap=4,
         clock=2.2e9,
-        reserved=GIB / 4,
-        attention=0.5,
-        exact=1 / 6,
     ),
-    "NVIDIA A100-SXM4-40GB": Chip(
-        "A100 40 GB", 312e12, 40 * GIB, 1555e9, 300e9, 25e9, group=8, launch=1e-6
+    "NVIDIA A100-SXM4-40GB": replace(
+        _GPU,
+        name="A100 40 GB",
+        flops=312e12,
+        memory=40 * GIB,
+        bandwidth=1555e9,
+        link=300e9,
+        network=25e9,
     ),
-    "NVIDIA A100-SXM4-80GB": Chip(
-        "A100 80 GB", 312e12, 80 * GIB, 2039e9, 300e9, 25e9, group=8, launch=1e-6
+    "NVIDIA A100-SXM4-80GB": replace(
+        _GPU,
+        name="A100 80 GB",
+        flops=312e12,
+        memory=80 * GIB,
+        bandwidth=2039e9,
+        link=300e9,
+        network=25e9,
     ),
-    "NVIDIA H100 80GB HBM3": Chip(
-        "H100", 989e12, 80 * GIB, 3350e9, 450e9, 50e9, group=8, launch=1e-6
+    "NVIDIA H100 80GB HBM3": replace(
+        _GPU,
+        name="H100",
+        flops=989e12,
+        memory=80 * GIB,
+        bandwidth=3350e9,
+        link=450e9,
+        network=50e9,
     ),
-    "NVIDIA H200": Chip("H200", 989e12, 141e9, 4800e9, 450e9, 50e9, group=8, launch=1e-6),
-    "NVIDIA B200": Chip("B200", 2250e12, 180 * GIB, 8000e9, 900e9, 50e9, group=8, launch=1e-6),
+    "NVIDIA H200": replace(
+        _GPU,
+        name="H200",
+        flops=989e12,
+        memory=141e9,
+        bandwidth=4800e9,
+        link=450e9,
+        network=50e9,
+    ),
+    "NVIDIA B200": replace(
+        _GPU,
+        name="B200",
+        flops=2250e12,
+        memory=180 * GIB,
+        bandwidth=8000e9,
+        link=900e9,
+        network=50e9,
+    ),
 }
+# The names of TPUs in targets such as `v5e:4x4`, and JAX's names for them.
 TPU_NAMES = {
     "v3": "TPU v3",
     "v4": "TPU v4",
@@ -132,5 +194,8 @@ TPU_NAMES = {
 
 
 def find_chip(device_kind: str) -> Chip | None:
-    """The chip of this name, or None for one that the table does not know (every CPU among them)."""
+    """Return the chip with JAX's name `device_kind`, or None if it is not in the table.
+
+    CPUs are not in the table: their rates depend on the machine.
+    """
     return CHIPS.get(device_kind)

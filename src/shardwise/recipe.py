@@ -1,35 +1,47 @@
-"""A recipe is the configuration: a Python function whose keyword arguments are the command line, and that returns a Run."""
+"""Recipes: functions that return a `Run`, and whose keyword arguments are the command line."""
 
 import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from shardwise.errors import ConfigError, ShardwiseError, where
-from shardwise.text import did_you_mean
+from shardwise.text import Json, did_you_mean
+
+if TYPE_CHECKING:
+    from shardwise.run import Run
 
 DEFAULT_FUNCTION = "recipe"
+# A function that should return a `Run`; `make_run` checks that it does.
+Recipe: TypeAlias = Callable[..., object]
 
 
 def find_recipe(target: str) -> tuple[Path, str]:
-    """(file, function) of "file.py" or "file.py:function"; looks at the disk only."""
+    """Return file and function name of a recipe, without importing it.
+
+    Args:
+        target: "file.py", or "file.py:function".
+
+    Raises:
+        ConfigError: if the file does not exist.
+    """
     file, _, function = target.partition(":")
     path = Path(file)
     if not path.is_file():
-        nearby = [
-            str(other)
-            for folder in (path.parent, Path("recipes"))
-            if folder.is_dir()
-            for other in folder.glob("*.py")
-        ]
+        folders = [folder for folder in (path.parent, Path("recipes")) if folder.is_dir()]
+        nearby = [str(other) for folder in folders for other in folder.glob("*.py")]
         raise ConfigError(f"there is no recipe file '{file}'.{did_you_mean(file, nearby)}")
     return path, function or DEFAULT_FUNCTION
 
 
-def load_recipe(path: Path, function: str) -> Callable[..., Any]:
-    """Imports the file, as `python file.py` would, and takes the function from it."""
+def load_recipe(path: Path, function: str) -> Recipe:
+    """Import the file as `python file.py` would, and return its function.
+
+    Raises:
+        ConfigError: if the file cannot be imported, or has no such function.
+    """
     spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
     if spec is None or spec.loader is None:
         raise ConfigError(f"recipe '{path}' is not a Python file.")
@@ -40,27 +52,39 @@ def load_recipe(path: Path, function: str) -> Callable[..., Any]:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise ConfigError(f"recipe '{path}' cannot be imported: {where(error)}") from error
-    recipe = getattr(module, function, None)
-    if not callable(recipe):
+    recipe: Recipe | None = getattr(module, function, None)
+    if recipe is None or not callable(recipe):
         functions = [
             name
             for name, value in vars(module).items()
             if inspect.isfunction(value) and value.__module__ == path.stem
         ]
         raise ConfigError(
-            f"recipe '{path}' has no function '{function}'; it has {', '.join(functions) or 'none'}.{did_you_mean(function, functions)}"
+            f"recipe '{path}' has no function '{function}'; "
+            f"it has {', '.join(functions) or 'none'}.{did_you_mean(function, functions)}"
         )
     return recipe
 
 
-def bind_recipe(recipe: Callable[..., Any], args: Sequence[str], prog: str) -> dict[str, Any]:
-    """The keyword arguments for the recipe from a command line. tyro prints what is wrong, with the closest flag, and exits with 2."""
+def bind_recipe(recipe: Recipe, args: Sequence[str], prog: str) -> Json:
+    """Parse a command line into keyword arguments of a recipe.
+
+    For a wrong command line, tyro prints the problem with the closest option, and exits with code
+    2.
+
+    Args:
+        recipe: the function; types and defaults of its arguments define the options.
+        args: the command line without the program.
+        prog: the program name in usage messages.
+    """
     import tyro
 
-    bound: dict[str, Any] = {}
+    bound: Json = {}
     signature = inspect.signature(recipe)
 
-    def capture(*positional: Any, **named: Any) -> None:
+    # tyro calls what it parses for. This stand-in has the signature of the recipe, and only stores
+    # the arguments: the recipe itself is called later, when its errors can be reported.
+    def capture(*positional: object, **named: object) -> None:
         bound.update(signature.bind(*positional, **named).arguments)
 
     capture.__signature__ = signature.replace(return_annotation=None)  # type: ignore[attr-defined]
@@ -70,8 +94,12 @@ def bind_recipe(recipe: Callable[..., Any], args: Sequence[str], prog: str) -> d
     return bound
 
 
-def make_run(recipe: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Calls the recipe; what it raises is its user's mistake until proven otherwise."""
+def make_run(recipe: Recipe, arguments: Json) -> "Run":
+    """Call a recipe with keyword arguments and return its run.
+
+    Raises:
+        ConfigError: if the recipe raises, or does not return a `Run`.
+    """
     from shardwise.run import Run
 
     try:
@@ -81,7 +109,8 @@ def make_run(recipe: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     except (Exception, SystemExit) as error:
         raise ConfigError(f"the recipe raised {where(error)}") from error
     if not isinstance(run, Run):
+        name = getattr(recipe, "__name__", recipe)
         raise ConfigError(
-            f"the recipe '{recipe.__name__}' returned a {type(run).__name__}; it must return a shardwise.Run."
+            f"the recipe '{name}' returned a {type(run).__name__}. It must return a shardwise.Run."
         )
     return run

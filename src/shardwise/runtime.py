@@ -1,6 +1,6 @@
-"""What C++ code prints, and how it takes memory.
+"""Settings of the process: native log noise, memory allocation on CPUs, the compilation cache.
 
-JAX's libraries tell much that is no news, and the rest as dumps.
+JAX's C++ libraries print many lines that are not news, and crash dumps for the rest.
 """
 
 import ctypes
@@ -10,111 +10,153 @@ import stat
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 from shardwise.files.cache import cache_folder
 
-MAX_CACHE_BYTES = 8 * 2**30  # bytes that the folder may hold; the longest unused go first
-COMPILED = "/backend_compile_duration"  # the end of the event that JAX records after a compilation
-PIECE, HEADER = (
-    16 << 10,
-    32,
-)  # bytes that fill a gap, and at most between two of them that lie side by side
-ROW = 64  # pieces side by side: 1 MiB is no gap
-MAX_PIECES = 1 << 15
+# The compilation cache is pruned to this many bytes; entries that were not used for longest go
+# first.
+MAX_CACHE_BYTES = 8 * 2**30
+# The end of the name of the event that JAX records after each compilation.
+COMPILED = "/backend_compile_duration"
+
+# `Gaps` fills gaps with blocks of this many bytes.
+PIECE = 16 << 10
+# The largest distance between two adjacent blocks, in addition to their size: malloc's header.
+HEADER = 32
+# This many adjacent blocks, 1 MiB, are free memory and not a gap.
+RUN_LENGTH = 64
+# `Gaps` holds at most 64 MiB.
+MAX_PIECES = (64 << 20) // PIECE
+
+# Options of glibc's `mallopt`, from malloc.h.
+M_TRIM_THRESHOLD = -1
+M_MMAP_MAX = -4
+M_ARENA_MAX = -8
+
+# Lines of C++ libraries that are dropped. Gloo's threads write into each other's lines. The fate of
+# other processes is reported by shardwise itself.
 NOISE = re.compile(
-    rb"^$|.*(is connected to|peer ranks\. Expected number of connected)|^(\[Gloo\] Rank )+$"  # gloo's threads write into each other's lines
-    rb"|^[WE]\d{4} .*(coordination_service|recoverable task)"  # what becomes of processes is told by shardwise
+    rb"^$|.*(is connected to|peer ranks\. Expected number of connected)|^(\[Gloo\] Rank )+$"
+    rb"|^[WE]\d{4} .*(coordination_service|recoverable task)"
     rb"|^F\d{4} .*JAX distributed service detected fatal errors"
-    rb"|^(Additional GRPC error information|:UNKNOWN:|:UNAVAILABLE:|RPC: /xla|The tasks have crashed|\d+$)"
+    rb"|^(Additional GRPC error information|:UNKNOWN:|:UNAVAILABLE:|RPC: /xla)"
+    rb"|^(The tasks have crashed|\d+$)"
     rb"|^\*\*\* Check failure stack trace"
     rb"|^    @ +0x[0-9a-f]+ "
 )
 
 
 def filter_native_output() -> None:
-    """From now on what C++ code prints passes a filter; `sys.stdout` and `sys.stderr` print as before."""
+    """Filter what C++ code prints from now on. `sys.stdout` and `sys.stderr` are not filtered."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         getattr(sys, name).flush()
         real = os.dup(number)
+        # Python keeps its own copy of the descriptor; only native code writes to the pipe.
         setattr(sys, name, os.fdopen(os.dup(number), "w", buffering=1))
-        reading, writing = os.pipe()
-        os.dup2(writing, number)
-        os.close(writing)
-        threading.Thread(
-            target=_relay, args=(reading, real), daemon=True, name=f"shardwise-{name}"
-        ).start()
+        read_end, write_end = os.pipe()
+        os.dup2(write_end, number)
+        os.close(write_end)
+        thread = threading.Thread(
+            target=_relay, args=(read_end, real), daemon=True, name=f"shardwise-{name}"
+        )
+        thread.start()
 
 
-def _relay(reading: int, real: int) -> None:
-    with os.fdopen(reading, "rb") as lines:
+def _relay(read_end: int, real: int) -> None:
+    with os.fdopen(read_end, "rb") as lines:
         for line in lines:
             if not NOISE.match(line):
                 os.write(real, line)
 
 
 def keep_freed_memory() -> None:
-    """Memory that is freed stays with the process. For computing on CPUs, before JAX has started its threads.
+    """Keep freed memory in the process, for training on CPUs. Does nothing without glibc.
 
-    XLA takes the temporaries of a step in one piece and gives it back at its end. glibc takes large pieces from the system each time,
-    and every page that is touched for the first time costs as much as computing on it: a fifth of a step of the default recipe.
-    All threads then share what a compilation has left in pieces, which is why its gaps are filled.
+    Call it before JAX starts its threads. XLA allocates the temporaries of a step as one block and
+    frees it at the end of the step. glibc gets such blocks from the system each time, and the first
+    access to each page costs as much as computing on it: 20 % of a step of the default recipe.
+
+    With these settings all threads share one heap, which a compilation leaves fragmented; `Gaps` is
+    the remedy.
     """
     libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallopt"):  # glibc has it
+    if not hasattr(libc, "mallopt"):
         return
-    m_arena_max, m_mmap_max, m_trim_threshold = -8, -4, -1
-    libc.mallopt(m_arena_max, 1)  # other arenas hold no more than 64 MiB
-    libc.mallopt(m_mmap_max, 0)
-    libc.mallopt(m_trim_threshold, -1)
+    # One heap, because other arenas hold at most 64 MiB.
+    libc.mallopt(M_ARENA_MAX, 1)
+    # Allocate large blocks in the heap too, and never return it to the system.
+    libc.mallopt(M_MMAP_MAX, 0)
+    libc.mallopt(M_TRIM_THRESHOLD, -1)
     from jax import monitoring
 
     gaps = Gaps(libc)
-    monitoring.register_event_duration_secs_listener(
-        lambda event, *_, **__: gaps.fill() if event.endswith(COMPILED) else None
-    )
+
+    def fill_after_compilation(event: str, *_: object, **__: object) -> None:
+        if event.endswith(COMPILED):
+            gaps.fill()
+
+    monitoring.register_event_duration_secs_listener(fill_after_compilation)
 
 
 class Gaps:
-    """Holds the free memory that lies between pieces in use, so that a search for some never passes it.
+    """Allocates the gaps between used blocks of the heap, so that malloc does not search them.
 
-    A compilation leaves thousands of such gaps. XLA's products ask for 2,000 buffers a step of the default recipe, and glibc looks
-    for each in a sorted list of them: a twelfth of the step.
+    A compilation leaves thousands of gaps. XLA's matmuls allocate 2,000 buffers per step of the
+    default recipe, and glibc searches for each in a sorted list of the gaps. Without `Gaps`, a step
+    of the default recipe takes 5 % more CPU time (lower quartile and median of 6 alternating runs
+    of 250 steps on 2 shared cores). The gaps are filled again after each compilation.
+
+    The memory that is held would not serve large buffers anyway, because they do not fit into the
+    gaps. It is at most 64 MiB; the same runs showed no loss from this limit.
+
+    Attributes:
+        held: addresses of the blocks that fill gaps.
     """
 
-    def __init__(self, libc: Any):
-        self.malloc, self.free = libc.malloc, libc.free
-        self.malloc.restype, self.malloc.argtypes, self.free.argtypes = (
-            ctypes.c_void_p,
-            [ctypes.c_size_t],
-            [ctypes.c_void_p],
-        )
+    def __init__(self, libc: ctypes.CDLL):
+        """Use `malloc` and `free` of this C library."""
+        self.malloc = libc.malloc
+        self.malloc.restype = ctypes.c_void_p
+        self.malloc.argtypes = [ctypes.c_size_t]
+        self.free = libc.free
+        self.free.argtypes = [ctypes.c_void_p]
         self.held: list[int] = []
-        self.lock = threading.Lock()
+        self._lock = threading.Lock()
 
     def fill(self) -> None:
-        """glibc gives the smallest gaps first. Where many pieces in a row lie side by side, there is no gap any more."""
-        with self.lock:
+        """Release all blocks, and fill the gaps that exist now.
+
+        glibc returns the smallest gaps first. When `RUN_LENGTH` blocks in a row are adjacent, they
+        come from free memory: there are no gaps left, and these blocks are released.
+        """
+        with self._lock:
             while self.held:
                 self.free(self.held.pop())
-            row = 0
-            while row < ROW and len(self.held) < MAX_PIECES and (at := self.malloc(PIECE)):
-                row = row + 1 if self.held and 0 < at - self.held[-1] <= PIECE + HEADER else 1
-                self.held.append(at)
-            for _ in range(row):
+            adjacent = 0
+            while adjacent < RUN_LENGTH and len(self.held) < MAX_PIECES:
+                address = self.malloc(PIECE)
+                if not address:
+                    break
+                distance = address - self.held[-1] if self.held else 0
+                adjacent = adjacent + 1 if 0 < distance <= PIECE + HEADER else 1
+                self.held.append(address)
+            for _ in range(adjacent):
                 self.free(self.held.pop())
 
 
 def has_accelerator() -> bool:
-    """Whether this machine seems to have a GPU or a TPU, as far as that can be told without JAX."""
+    """Return whether this machine seems to have a GPU or a TPU, without importing JAX."""
     return any(os.path.exists(f"/dev/{name}") for name in ("nvidiactl", "kfd", "accel0", "vfio/0"))
 
 
 def use_compilation_cache() -> str | None:
-    """Lets JAX keep its programs. Returns why not, where it cannot.
+    """Let JAX keep compiled programs in the cache directory of the user.
 
-    What is in there is run by whoever finds it: so nobody else may be able to write to it. A folder that was given to JAX
-    otherwise (JAX_COMPILATION_CACHE_DIR) is left alone.
+    Programs in the cache are executed, so nobody else may be able to write to it. A directory that
+    was configured otherwise (`JAX_COMPILATION_CACHE_DIR`) is left alone.
+
+    Returns:
+        None, or the reason why programs are not kept.
     """
     import jax
 
@@ -125,31 +167,31 @@ def use_compilation_cache() -> str | None:
         return "there is no home directory to keep compiled programs in"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
-        if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
-            return f"{folder} may be written by others, so no compiled programs are taken from there; chmod 700 it, or remove it"
+        status = folder.stat()
+        others_may_write = stat.S_IMODE(status.st_mode) & (stat.S_IWGRP | stat.S_IWOTH)
+        if status.st_uid != os.getuid() or others_may_write:
+            return (
+                f"{folder} is writable by other users, so compiled programs are not read from it; "
+                "run chmod 700 on it, or remove it"
+            )
         _prune(folder)
     except OSError as error:
         return f"compiled programs are not kept: {error}"
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update(
-        "jax_persistent_cache_min_compile_time_secs", 0.0
-    )  # a start compiles several small ones, 20 ms each
+    # A start compiles several small programs of about 20 ms each; keep these too.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     return None
 
 
 def _prune(folder: Path) -> None:
-    """Removes what was not used for longest, down to `MAX_CACHE_BYTES`."""
-    files = sorted(
-        (
-            (path.stat().st_atime, path.stat().st_size, path)
-            for path in folder.iterdir()
-            if path.is_file()
-        ),
-        reverse=True,
-    )
+    """Remove the files that were not used for longest, down to `MAX_CACHE_BYTES`."""
+    files = []
+    for path in folder.iterdir():
+        if path.is_file():
+            status = path.stat()
+            files.append((status.st_atime, status.st_size, path))
     total = 0
-    for _, size, path in files:
+    for _, size, path in sorted(files, reverse=True):
         total += size
         if total > MAX_CACHE_BYTES:
             path.unlink(missing_ok=True)

@@ -1,15 +1,18 @@
-"""Where every array lives: a PartitionSpec for each leaf of model, optimizer and batch, with the reason for it.
+"""Where every array lives: a `PartitionSpec` for each leaf of model, optimizer and batch, with a
+reason.
 
-For a parameter, the first of these that says something:
+For a parameter, the first of these decides:
 
-1. the annotation on the variable (`nnx.with_partitioning` and its kin), in mesh axes or logical names, if it names an
-   axis of this mesh;
-2. a rule by path in `Rules.paths`, which is taken as it stands;
-3. nothing.
+1. The annotation on the variable (`nnx.with_partitioning` and similar), in mesh axes or logical
+names, if it
+   names an axis of this mesh.
+2. A rule by path in `Rules.paths`, which is taken literally.
+3. Nothing: the parameter is replicated.
 
-Then, unless a rule by path decided, automatic FSDP cuts the largest dimension over the mesh's FSDP axes, if the leaf
-does not use them yet. Optimizer leaves follow their parameter. What cannot be done as asked is an error with numbers, never
-a silent replication.
+Unless a rule by path decided, automatic FSDP then shards the largest dim over the FSDP axes of the
+mesh, if the leaf does not use these axes yet. Leaves of the optimizer follow their parameter, by
+path and dim by dim, which covers factored, masked and partitioned states without knowing any of
+them. Whatever cannot be done as requested is an error with numbers, never silent replication.
 """
 
 import difflib
@@ -19,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeAlias, cast
 
 import jax
 import numpy as np
@@ -30,14 +33,32 @@ from shardwise.axes import BATCH, FSDP, TENSOR
 from shardwise.errors import ConfigError
 from shardwise.text import did_you_mean
 from shardwise.text import show_bytes as show_bytes
-from shardwise.tree import PyTree, leaf_name, matches, num_bytes, owner_of
+from shardwise.tree import DType, PyTree, leaf_name, matches, num_bytes, owner_of
 
-Axes = str | tuple[str, ...] | None
+# The axes of one dim, as users write them: a name, several names, or None for a replicated dim.
+Axes: TypeAlias = str | tuple[str, ...] | None
+# Mesh axes of one dim; empty for a replicated dim.
+MeshAxes: TypeAlias = tuple[str, ...]
+Shape: TypeAlias = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How names become mesh axes. Axes that a mesh does not have are left out, so one set serves every mesh."""
+    """How names and paths map to mesh axes.
+
+    Axes that a mesh does not have are ignored, so that one set of rules serves every mesh.
+
+    Attributes:
+        logical: mesh axes of each logical name that annotations use.
+        paths: pairs of a pattern for parameter paths and the axes of each dim. The first match
+            decides. `("head/*", ())` replicates.
+        batch: mesh axes that shard the examples of a batch.
+        fsdp: mesh axes over which parameters and optimizer state are stored sharded.
+        fsdp_min_size: automatic FSDP does not shard leaves with fewer elements.
+
+    Example:
+        >>> Rules(paths=(("blocks/*/up/kernel", (None, "model")), ("head/*", ())))
+    """
 
     logical: Mapping[str, Axes] = field(
         default_factory=lambda: {
@@ -48,21 +69,28 @@ class Rules:
             "layers": None,
         }
     )
-    paths: tuple[
-        tuple[str, tuple[Axes, ...]], ...
-    ] = ()  # (pattern, axes for each dim); the first match wins
-    batch: tuple[str, ...] = BATCH  # mesh axes that split the rows of a batch
-    fsdp: tuple[str, ...] = FSDP  # mesh axes over which parameters are stored in pieces
-    fsdp_min_size: int = 2**12  # elements; smaller leaves stay whole
+    paths: tuple[tuple[str, tuple[Axes, ...]], ...] = ()
+    batch: tuple[str, ...] = BATCH
+    fsdp: tuple[str, ...] = FSDP
+    fsdp_min_size: int = 2**12
 
 
 @dataclass(frozen=True)
 class Placement:
-    """One leaf: what it is, how it is cut, and why."""
+    """How one leaf is sharded, and why.
+
+    Attributes:
+        path: the name of the leaf.
+        shape: the global shape.
+        dtype: the dtype.
+        spec: the partition spec.
+        reason: the rule or annotation that decided, as text.
+        bytes_per_device: bytes on each device.
+    """
 
     path: str
-    shape: tuple[int, ...]
-    dtype: Any
+    shape: Shape
+    dtype: DType
     spec: PartitionSpec
     reason: str
     bytes_per_device: int
@@ -70,15 +98,26 @@ class Placement:
 
 @dataclass(frozen=True)
 class ModelLeaf:
-    """What the resolver needs to know of a parameter or other variable of the model."""
+    """A variable of the model, before it is placed.
 
-    shape: tuple[int, ...]
-    dtype: Any
+    Attributes:
+        shape: the global shape.
+        dtype: the dtype.
+        annotation: the axes of each dim that the model annotates, or None without annotation.
+    """
+
+    shape: Shape
+    dtype: DType
     annotation: tuple[Axes, ...] | None = None
 
 
 def place_model(leaves: Mapping[str, ModelLeaf], mesh: Mesh, rules: Rules) -> dict[str, Placement]:
-    """A placement for each variable of the model; all mistakes are reported at once."""
+    """Return a placement for each variable of the model, by path.
+
+    Raises:
+        ConfigError: with all problems at once: rules that match nothing, axes that do not exist,
+            dims that are not divisible, and mesh axes that shard nothing.
+    """
     problems = [
         f"rule '{pattern}' -> {axes} matches no parameter.{did_you_mean(pattern, leaves)}"
         for pattern, axes in rules.paths
@@ -91,36 +130,39 @@ def place_model(leaves: Mapping[str, ModelLeaf], mesh: Mesh, rules: Rules) -> di
         except ConfigError as error:
             problems.append(str(error))
     if not problems:
-        used = {axis for p in placements.values() for axis in _axes_in(p.spec)}
-        problems = [
-            f"mesh axis '{axis}' (size {size}) cuts neither the batch nor any parameter: its devices would all do the same work. "
-            f"Axes that split the batch are {', '.join(rules.batch)}; for another name, annotate the model, "
-            f"map one of its logical names ({', '.join(rules.logical)}) to '{axis}', or add it to Rules.batch."
-            for axis, size in mesh.shape.items()
-            if size > 1 and axis not in used and axis not in rules.batch
-        ]
+        problems = _idle_axes(placements, mesh, rules)
     if problems:
         raise ConfigError("\n".join(problems))
     return placements
 
 
+def _idle_axes(placements: Mapping[str, Placement], mesh: Mesh, rules: Rules) -> list[str]:
+    """Return a message for each mesh axis that shards neither the batch nor a parameter."""
+    used = {axis for placement in placements.values() for axis in _axes_in(placement.spec)}
+    return [
+        f"mesh axis '{axis}' (size {size}) shards neither the batch nor any parameter: its devices "
+        f"would all do the same work. Axes that shard the batch are {', '.join(rules.batch)}. "
+        f"For another name, annotate the model, map one of its logical names "
+        f"({', '.join(rules.logical)}) to '{axis}', or add it to Rules.batch."
+        for axis, size in mesh.shape.items()
+        if size > 1 and axis not in used and axis not in rules.batch
+    ]
+
+
 def _place(path: str, leaf: ModelLeaf, mesh: Mesh, rules: Rules) -> Placement:
-    dims: list[tuple[str, ...]] = [()] * len(leaf.shape)
+    what = f"parameter '{path}'"
+    dims: list[MeshAxes] = [()] * len(leaf.shape)
     reasons = []
     if leaf.annotation is not None:
-        dims = _resolve(
-            f"parameter '{path}'", leaf.shape, leaf.annotation, "annotation", mesh, rules
-        )
-        reasons.append(
-            f"annotation {show_spec(leaf.annotation)}"
-            + ("" if any(dims) else ": no such axis in this mesh")
-        )
-    rule = next(((pattern, axes) for pattern, axes in rules.paths if matches(pattern, path)), None)
-    if rule is not None and not any(dims):
-        dims = _resolve(
-            f"parameter '{path}'", leaf.shape, rule[1], f"rule '{rule[0]}'", mesh, rules
-        )
-        return _placement(path, leaf.shape, leaf.dtype, dims, f"rule '{rule[0]}'", mesh)
+        dims = _resolve(what, leaf.shape, leaf.annotation, "annotation", mesh, rules)
+        missing = "" if any(dims) else ": no such axis in this mesh"
+        reasons.append(f"annotation {show_spec(leaf.annotation)}{missing}")
+    if not any(dims):
+        for pattern, axes in rules.paths:
+            if matches(pattern, path):
+                rule = f"rule '{pattern}'"
+                dims = _resolve(what, leaf.shape, axes, rule, mesh, rules)
+                return _placement(path, leaf.shape, leaf.dtype, dims, rule, mesh)
     dims, reason = _add_fsdp(path, leaf.shape, dims, mesh, rules)
     if reason or not reasons:
         reasons.append(reason or "no rule")
@@ -128,41 +170,54 @@ def _place(path: str, leaf: ModelLeaf, mesh: Mesh, rules: Rules) -> Placement:
 
 
 def _resolve(
-    what: str, shape: tuple[int, ...], axes: Iterable[Axes], who: str, mesh: Mesh, rules: Rules
-) -> list[tuple[str, ...]]:
-    """Mesh axes for each dim, from names that are mesh axes or logical; checked against the shape."""
+    what: str, shape: Shape, axes: Iterable[Axes], source: str, mesh: Mesh, rules: Rules
+) -> list[MeshAxes]:
+    """Return the mesh axes of each dim, from names that are mesh axes or logical names.
+
+    Args:
+        what: the array, for messages.
+        shape: its shape.
+        axes: names for each dim; missing dims are replicated.
+        source: where the names come from, for messages.
+        mesh: the mesh.
+        rules: the mapping of logical names.
+
+    Raises:
+        ConfigError: if a name is unknown, an axis is used twice, or a dim is not divisible.
+    """
     entries = tuple(axes)
     if len(entries) > len(shape):
         raise ConfigError(
-            f"{what} has shape {shape}; its {who} {show_spec(entries)} names {len(entries)} dims. Shorten it."
+            f"{what} has shape {shape}; its {source} {show_spec(entries)} names {len(entries)} "
+            "dims. Shorten it."
         )
-    dims = [tuple(_mesh_axes(what, entry, who, mesh, rules)) for entry in entries]
+    dims = [tuple(_mesh_axes(what, entry, source, mesh, rules)) for entry in entries]
     dims += [()] * (len(shape) - len(dims))
-    seen: dict[str, int] = {}
+    dim_of: dict[str, int] = {}
     for dim, names in enumerate(dims):
         for name in names:
-            if name in seen:
+            if name in dim_of:
                 raise ConfigError(
-                    f"{what} has shape {shape}; its {who} {show_spec(entries)} puts mesh axis '{name}' on dim {seen[name]} "
-                    f"and on dim {dim}. An axis can cut one dim only: give one of them another axis or None."
+                    f"{what} has shape {shape}; its {source} {show_spec(entries)} puts mesh axis "
+                    f"'{name}' on dim {dim_of[name]} and on dim {dim}. An axis can shard one dim "
+                    "only: give one of them another axis or None."
                 )
-            seen[name] = dim
+            dim_of[name] = dim
         size = math.prod(mesh.shape[name] for name in names)
         if shape[dim] % size:
+            axis_names = " x ".join(map(repr, names))
             raise ConfigError(
-                f"{what} has shape {shape}; its {who} shards dim {dim} over mesh axis {' x '.join(map(repr, names))} "
-                f"(size {size}), and {shape[dim]} is not divisible by {size}. Use {'*'.join(names)}={_choices(shape[dim], size)}, "
-                f"or change the {who}."
+                f"{what} has shape {shape}; its {source} shards dim {dim} over mesh axis "
+                f"{axis_names} (size {size}), and {shape[dim]} is not divisible by {size}. "
+                f"Use {'*'.join(names)}={_choices(shape[dim], size)}, or change the {source}."
             )
     return dims
 
 
-def _mesh_axes(what: str, entry: Axes, who: str, mesh: Mesh, rules: Rules) -> Iterator[str]:
-    known = (
-        {axis for value in rules.logical.values() for axis in _as_tuple(value)}
-        | set(rules.batch)
-        | set(rules.fsdp)
-    )
+def _mesh_axes(what: str, entry: Axes, source: str, mesh: Mesh, rules: Rules) -> Iterator[str]:
+    """Yield the mesh axes for the names of one dim; known axes that this mesh lacks are skipped."""
+    known = {axis for value in rules.logical.values() for axis in _as_tuple(value)}
+    known |= {*rules.batch, *rules.fsdp}
     for name in _as_tuple(entry):
         if name in rules.logical:
             yield from (axis for axis in _as_tuple(rules.logical[name]) if axis in mesh.shape)
@@ -170,43 +225,53 @@ def _mesh_axes(what: str, entry: Axes, who: str, mesh: Mesh, rules: Rules) -> It
             yield name
         elif name not in known:
             raise ConfigError(
-                f"{what}: its {who} names '{name}', which is neither an axis of the mesh ({', '.join(mesh.shape)}) "
-                f"nor a logical name ({', '.join(rules.logical)}).{did_you_mean(name, {*mesh.shape, *rules.logical})}"
+                f"{what}: its {source} names '{name}', which is neither an axis of the mesh "
+                f"({', '.join(mesh.shape)}) nor a logical name ({', '.join(rules.logical)})."
+                f"{did_you_mean(name, {*mesh.shape, *rules.logical})}"
             )
 
 
 def _add_fsdp(
-    path: str, shape: tuple[int, ...], dims: list[tuple[str, ...]], mesh: Mesh, rules: Rules
-) -> tuple[list[tuple[str, ...]], str]:
-    """Cuts the largest dim that can be over the FSDP axes that the leaf does not use yet, a whole one for preference."""
+    path: str, shape: Shape, dims: list[MeshAxes], mesh: Mesh, rules: Rules
+) -> tuple[list[MeshAxes], str]:
+    """Shard the largest divisible dim over the FSDP axes that the leaf does not use yet.
+
+    A dim that is not sharded yet is preferred.
+
+    Returns:
+        The mesh axes of each dim, and the reason as text; "" if the mesh has no FSDP axis to add.
+    """
     used = {axis for names in dims for axis in names}
     axes = tuple(axis for axis in rules.fsdp if mesh.shape.get(axis, 1) > 1 and axis not in used)
     if not axes:
         return dims, ""
-    if math.prod(shape) < rules.fsdp_min_size:
+    num_elements = math.prod(shape)
+    if num_elements < rules.fsdp_min_size:
         return dims, f"small: under {rules.fsdp_min_size} elements"
     size = math.prod(mesh.shape[axis] for axis in axes)
-    fitting = [
-        dim
-        for dim, names in enumerate(dims)
-        if shape[dim] % (size * math.prod(mesh.shape[name] for name in names)) == 0
-    ]
-    if not fitting and used:
-        return dims, f"no dim left that {' x '.join(axes)} ({size}) divides"
-    if not fitting and math.prod(shape) // size < rules.fsdp_min_size:
-        return (
-            dims,
-            f"small: {size} pieces of under {rules.fsdp_min_size} elements, and no dim that {' x '.join(axes)} divides",
+    divisible = []
+    for dim, names in enumerate(dims):
+        shards = size * math.prod(mesh.shape[name] for name in names)
+        if shape[dim] % shards == 0:
+            divisible.append(dim)
+    axis_names = " x ".join(axes)
+    if not divisible and used:
+        return dims, f"no dim left that is divisible by {axis_names} ({size})"
+    if not divisible and num_elements // size < rules.fsdp_min_size:
+        return dims, (
+            f"small: {size} shards of under {rules.fsdp_min_size} elements, "
+            f"and no dim is divisible by {axis_names}"
         )
-    if not fitting:
+    if not divisible:
         raise ConfigError(
-            f"parameter '{path}' has shape {shape}, and no dim of it is divisible by mesh axis {' x '.join(axes)} (size {size}). "
-            f"Use {axes[0]}={_choices(max(shape), size)}, or say Rules(paths=(('{path}', ()),)) to keep it whole on purpose."
+            f"parameter '{path}' has shape {shape}, and none of its dims is divisible by mesh axis "
+            f"{axis_names} (size {size}). Use {axes[0]}={_choices(max(shape), size)}, or set "
+            f"Rules(paths=(('{path}', ()),)) to replicate it on purpose."
         )
-    best = max(fitting, key=lambda dim: (not dims[dim], shape[dim]))
-    return [
-        (*names, *axes) if dim == best else names for dim, names in enumerate(dims)
-    ], f"automatic FSDP on dim {best}"
+    best = max(divisible, key=lambda dim: (not dims[dim], shape[dim]))
+    sharded = [*dims]
+    sharded[best] = (*dims[best], *axes)
+    return sharded, f"automatic FSDP on dim {best}"
 
 
 def place_optimizer(
@@ -298,21 +363,33 @@ def _followed_dims(
 
 
 def at_use(spec: PartitionSpec, rules: Rules) -> PartitionSpec:
-    """The layout in which the loss uses a parameter: whole over every axis that splits the batch.
+    """Return the spec with which the loss uses a parameter: replicated over all batch axes.
 
-    This is what keeps activations on the batch axes. A parameter that stayed cut over an axis that also cuts the
-    batch would leave the partitioner to choose, and it often chooses to move activations, which are larger.
+    This keeps activations sharded over the batch axes. If a parameter stayed sharded over an axis
+    that also shards the batch, the partitioner would have to choose, and it often moves the
+    activations, which are larger.
     """
-    return PartitionSpec(
-        *(_join(axis for axis in _as_tuple(entry) if axis not in rules.batch) for entry in spec)
-    )
+    entries = []
+    for entry in spec:
+        entries.append(_join(axis for axis in _as_tuple(entry) if axis not in rules.batch))
+    return PartitionSpec(*entries)
 
 
 def constrain(x: jax.Array, *names: Axes) -> jax.Array:
-    """An activation, laid out as the model says: for each dim "batch", a logical name, a mesh axis, or None for whole.
+    """Constrain the sharding of an activation inside a shardwise step.
 
-    Inside a step of shardwise; anywhere else `x` as it is, so a model that says more than its parameters do stays a plain model.
-    Axes that split the batch belong to the dim named "batch", whatever else may be mapped to them.
+    Outside a step, `x` is returned unchanged, so that a model that calls this stays a plain model.
+    Batch axes belong to the dim named "batch", whatever else maps to them.
+
+    Args:
+        x: the activation.
+        *names: for each dim "batch", a logical name, a mesh axis, or None to replicate it.
+
+    Raises:
+        ConfigError: if a name is unknown or a dim is not divisible.
+
+    Example:
+        >>> hidden = constrain(hidden, "batch", None, "mlp")
     """
     layout = _LAYOUT.get()
     if layout is None:
@@ -321,17 +398,25 @@ def constrain(x: jax.Array, *names: Axes) -> jax.Array:
     entries = [None if name == "batch" else name for name in names]
     dims = _resolve("an activation", x.shape, entries, "constraint", mesh, rules)
     spec = at_use(PartitionSpec(*(_join(axes) for axes in dims)), rules)
-    rows = batch_spec(mesh, rules)[0]
+    batch_axes = batch_spec(mesh, rules)[0]
     spec = PartitionSpec(
-        *(rows if name == "batch" else axes for name, axes in zip(names, spec, strict=False))
+        *(batch_axes if name == "batch" else axes for name, axes in zip(names, spec, strict=False))
     )
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    constrained: jax.Array = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    return constrained
+
+
+# The mesh and the rules of the step that is being traced.
+_LAYOUT: ContextVar[tuple[Mesh, Rules] | None] = ContextVar("layout", default=None)
 
 
 @contextmanager
 def activations_on(mesh: Mesh, rules: Rules) -> Iterator[None]:
-    """While a model is traced inside: what `constrain` is to make of names. JAX's own context is set too, since it is part
-    of the key under which JAX keeps what it has traced: a jitted part of the model is traced again for another mesh."""
+    """Set mesh and rules for `constrain` while a model is traced.
+
+    JAX's own mesh context is set too. JAX caches traces of jitted functions by this context, so a
+    jitted part of the model is traced again for another mesh. Kernels read the platform from it.
+    """
     token = _LAYOUT.set((mesh, rules))
     try:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -340,87 +425,100 @@ def activations_on(mesh: Mesh, rules: Rules) -> Iterator[None]:
         _LAYOUT.reset(token)
 
 
-_LAYOUT: ContextVar[tuple[Mesh, Rules] | None] = ContextVar("layout", default=None)
-
-
 def batch_spec(mesh: Mesh, rules: Rules) -> PartitionSpec:
-    """Rows cut over all batch axes of the mesh; every other dim whole."""
+    """Return the spec of a batch: examples sharded over all batch axes of the mesh."""
     return PartitionSpec(_join(axis for axis in mesh.axis_names if axis in rules.batch))
 
 
 def num_batch_shards(mesh: Mesh, rules: Rules) -> int:
+    """Return the number of shards of a batch."""
     return math.prod(size for axis, size in mesh.shape.items() if axis in rules.batch)
 
 
-def put(values: Any, sharding: NamedSharding) -> Any:
-    """Host arrays, the same in every process, as arrays on the mesh; each process moves what its devices hold."""
+def put(values: PyTree, sharding: NamedSharding) -> PyTree:
+    """Return host arrays as arrays on the mesh.
+
+    Args:
+        values: arrays that are the same in every process. Each process transfers what its devices
+            hold.
+        sharding: the sharding of all of them.
+    """
     if sharding.is_fully_addressable:
         return jax.device_put(values, sharding)
-    return jax.tree.map(
-        lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index]), values
-    )
+
+    def put_leaf(x: np.ndarray) -> jax.Array:
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+    return jax.tree.map(put_leaf, values)
 
 
-def annotation_of(metadata: Mapping[str, Any]) -> tuple[Axes, ...] | None:
-    """The annotation that NNX keeps with a variable, in any of the forms it allows."""
+def annotation_of(metadata: Mapping[str, object]) -> tuple[Axes, ...] | None:
+    """Return the sharding annotation of an NNX variable, in any of the forms that NNX allows.
+
+    Args:
+        metadata: the metadata of the variable.
+    """
     value = metadata.get("out_sharding")
     if isinstance(value, NamedSharding):
         value = value.spec
-    return None if value is None else tuple(value)
+    return None if value is None else tuple(cast(Iterable[Axes], value))
 
 
 def placement_table(placements: Iterable[Placement], title: str) -> Table:
-    """For people: each leaf, its layout, the reason, and its bytes on one device."""
+    """Return a table with the sharding, its reason and the bytes per device of each leaf."""
     placements = list(placements)
-    whole = sum(num_bytes(p.shape, p.dtype) for p in placements)
-    one = sum(p.bytes_per_device for p in placements)
-    table = Table(
-        title=title,
-        caption=f"{show_bytes(one)} on each device, of {show_bytes(whole)} in all",
-        title_justify="left",
-    )
-    for column, justify in (
-        ("path", "left"),
-        ("shape", "left"),
-        ("dtype", "left"),
-        ("layout", "left"),
-        ("why", "left"),
-        ("per device", "right"),
-    ):
+    total = sum(num_bytes(placement.shape, placement.dtype) for placement in placements)
+    per_device = sum(placement.bytes_per_device for placement in placements)
+    caption = f"{show_bytes(per_device)} per device, {show_bytes(total)} in total"
+    table = Table(title=title, caption=caption, title_justify="left")
+    for column in ("path", "shape", "dtype", "layout", "why"):
         no_wrap = column in ("path", "shape", "layout")
-        table.add_column(column, justify=justify, overflow="fold", no_wrap=no_wrap)  # type: ignore[arg-type]
-    for p in placements:
-        shape = " x ".join(map(str, p.shape)) or "scalar"
+        table.add_column(column, overflow="fold", no_wrap=no_wrap)
+    table.add_column("per device", overflow="fold", justify="right")
+    for placement in placements:
         table.add_row(
-            p.path, shape, str(p.dtype), show_spec(p.spec), p.reason, show_bytes(p.bytes_per_device)
+            placement.path,
+            " x ".join(map(str, placement.shape)) or "scalar",
+            str(placement.dtype),
+            show_spec(placement.spec),
+            placement.reason,
+            show_bytes(placement.bytes_per_device),
         )
     return table
 
 
+def show_spec(spec: Iterable[Axes]) -> str:
+    """Return a spec as text: `(fsdp, -)`, or `replicated` if no dim is sharded."""
+    entries = ["-" if entry is None else "*".join(_as_tuple(entry)) for entry in spec]
+    if all(entry == "-" for entry in entries):
+        return "replicated"
+    return f"({', '.join(entries)})"
+
+
 def _placement(
-    path: str,
-    shape: tuple[int, ...],
-    dtype: Any,
-    dims: list[tuple[str, ...]],
-    reason: str,
-    mesh: Mesh,
+    path: str, shape: Shape, dtype: DType, dims: list[MeshAxes], reason: str, mesh: Mesh
 ) -> Placement:
-    pieces = math.prod(mesh.shape[axis] for names in dims for axis in names)
+    num_shards = math.prod(mesh.shape[axis] for names in dims for axis in names)
     spec = PartitionSpec(*(_join(names) for names in dims)) if any(dims) else PartitionSpec()
-    return Placement(path, shape, dtype, spec, reason, num_bytes(shape, dtype) // pieces)
+    return Placement(path, shape, dtype, spec, reason, num_bytes(shape, dtype) // num_shards)
 
 
-def _as_tuple(entry: Axes) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+def _as_tuple(entry: Axes) -> MeshAxes:
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _join(axes: Iterable[str]) -> Axes:
     names = tuple(axes)
-    return None if not names else names[0] if len(names) == 1 else names
+    if len(names) > 1:
+        return names
+    return names[0] if names else None
 
 
 def _entry(spec: PartitionSpec, dim: int) -> Axes:
-    return spec[dim] if dim < len(spec) else None
+    entry: Axes = spec[dim] if dim < len(spec) else None
+    return entry
 
 
 def _axes_in(spec: PartitionSpec) -> Iterator[str]:
@@ -428,16 +526,9 @@ def _axes_in(spec: PartitionSpec) -> Iterator[str]:
         yield from _as_tuple(entry)
 
 
-def show_spec(spec: Iterable[Axes]) -> str:
-    """ "(fsdp, -)", or "whole" where nothing is cut."""
-    entries = ["-" if entry is None else "*".join(_as_tuple(entry)) for entry in spec]
-    return f"({', '.join(entries)})" if any(entry != "-" for entry in entries) else "whole"
-
-
 def _choices(dim: int, size: int) -> str:
-    """The divisors of a dim that are nearest to the size that does not fit."""
-    divisors = sorted((d for d in range(1, dim + 1) if dim % d == 0), key=lambda d: abs(d - size))[
-        :5
-    ]
-    *head, last = map(str, sorted(divisors))
+    """Return the five divisors of `dim` that are closest to `size`, as text."""
+    divisors = [divisor for divisor in range(1, dim + 1) if dim % divisor == 0]
+    closest = sorted(divisors, key=lambda divisor: abs(divisor - size))[:5]
+    *head, last = map(str, sorted(closest))
     return f"{', '.join(head)} or {last}" if head else last

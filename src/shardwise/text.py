@@ -1,4 +1,7 @@
-"""Numbers as people read them. Imports nothing, so that what only shows things need not wait for JAX."""
+"""Text for people: numbers, sizes, durations, tables.
+
+This module imports no JAX, so that commands which only display something start fast.
+"""
 
 import datetime
 import difflib
@@ -9,12 +12,15 @@ from typing import Any, TypeAlias
 # A JSON object as `json.loads` returns it.
 Json: TypeAlias = dict[str, Any]
 
+# Shown in place of a value that does not exist.
 NONE = "\N{EN DASH}"
 TIMES = "\N{MULTIPLICATION SIGN}"
-SMOOTH = 0.02  # of the points of a curve, the weight of the mean's memory
+# The share of the points of a curve that `smoothed` averages over in reports.
+SMOOTH = 0.02
 
 
 def show_bytes(count: float) -> str:
+    """Return a size in binary units: `512 B`, `1.5 KiB`, `15.8 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -23,7 +29,12 @@ def show_bytes(count: float) -> str:
 
 
 def show_count(value: float, gap: str = "") -> str:
-    """Three digits and a prefix: 844k, 13.2M, 1.56G."""
+    """Return three significant digits and a decimal prefix: `844k`, `13.2M`, `1.56G`.
+
+    Args:
+        value: a number that is not negative.
+        gap: the text between digits and prefix.
+    """
     for prefix in ("", "k", "M", "G", "T"):
         if value < 999.5:
             return f"{value:.3g}{gap}{prefix}"
@@ -32,64 +43,85 @@ def show_count(value: float, gap: str = "") -> str:
 
 
 def show_seconds(seconds: float) -> str:
+    """Return a duration: `12.3 s`, or `h:mm:ss` from one minute on."""
     return f"{seconds:.1f} s" if seconds < 60 else str(datetime.timedelta(seconds=round(seconds)))
 
 
 def show_short_time(seconds: float) -> str:
-    """Three digits, also of what takes less than a second."""
+    """Return a duration with three significant digits, also below a second: `119 ms`, `1.25 s`."""
     for scale, unit in ((1e6, "µs"), (1e3, "ms")):
         if seconds * scale < 999.5:
-            return f"{seconds * scale:#.3g}".rstrip(".") + f" {unit}"
+            digits = f"{seconds * scale:#.3g}".rstrip(".")
+            return f"{digits} {unit}"
     return f"{seconds:.2f} s" if seconds < 60 else show_seconds(seconds)
 
 
 def show_share(part: float, whole: float) -> str:
+    """Return `part` as a percentage of `whole`; a dash if `whole` is 0."""
     return f"{100 * part / whole:.1f} %" if whole else NONE
 
 
 def show_number(value: float) -> str:
-    """As the axes of a chart have it: 0.0125, 12.5k, 1e-4. `report_page.js` writes the same."""
+    """Return a number as on the axes of charts: `0.0125`, `12.5k`, `1e-4`.
+
+    `report/static/report_page.js` formats numbers in the same way.
+    """
     size = abs(value)
     sign = "\N{MINUS SIGN}" if value < 0 else ""
-    if not math.isfinite(value):
-        return f"{sign}∞" if size == math.inf else "not a number"
+    if math.isnan(value):
+        return "not a number"
+    if size == math.inf:
+        return f"{sign}∞"
     if size == 0:
         return "0"
     if 1e-3 <= size < 1e4:
         return f"{sign}{size:.4g}"
     for power, prefix in ((3, "k"), (6, "M"), (9, "G"), (12, "T")):
+        # Below the value that rounds up to 1000 of this prefix.
         if 1e4 <= size < 10.0 ** (power + 3) * 0.99995:
             return f"{sign}{size / 10.0**power:.4g}{prefix}"
-    mantissa, _, power_text = f"{size:.3e}".partition("e")
-    return f"{sign}{mantissa.rstrip('0').rstrip('.')}e{int(power_text)}"
+    mantissa, _, exponent = f"{size:.3e}".partition("e")
+    return f"{sign}{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
 def any_layer(path: str) -> str:
-    """The path with "*" for every number in it: the same for a parameter that every layer has."""
+    """Return a path with `*` for each number in it, which is the same for all layers.
+
+    Example:
+        >>> any_layer("blocks/3/attn/kernel")
+        'blocks/*/attn/kernel'
+    """
     return "/".join("*" if part.isdigit() else part for part in path.split("/"))
 
 
 def smoothed(values: Sequence[float], share: float) -> list[float]:
-    """Exponential mean over about `share` of the points, corrected for its start."""
+    """Return the exponential moving average of `values`, with bias correction at the start.
+
+    Args:
+        values: the points of a curve.
+        share: the share of the points that the average covers, for example 0.02.
+    """
     decay = 1 - 1 / max(1.0, share * len(values))
-    mean, weight, out = 0.0, 0.0, []
+    mean, weight = 0.0, 0.0
+    averages = []
     for value in values:
-        mean, weight = decay * mean + (1 - decay) * value, decay * weight + (1 - decay)
-        out.append(mean / weight)
-    return out
+        mean = decay * mean + (1 - decay) * value
+        weight = decay * weight + (1 - decay)
+        averages.append(mean / weight)
+    return averages
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of text under each other, each column as wide as it must be."""
+    """Return a table as text: one line per row, indented, with each column padded to its width."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  "
-        + "  ".join(f"{text:{width}}" for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    lines = []
+    for row in rows:
+        cells = [f"{text:{width}}" for text, width in zip(row, widths, strict=True)]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
-    """' Did you mean ...?' for the closest valid name, or nothing when none is close."""
+    """Return `" Did you mean 'x'?"` for the valid name closest to `name`; "" if none is close."""
     close = difflib.get_close_matches(name, sorted(valid), n=1, cutoff=0.5)
     return f" Did you mean '{close[0]}'?" if close else ""

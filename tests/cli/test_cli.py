@@ -76,7 +76,7 @@ def records(folder, run="a"):
         (["train", "tiny.py", "--stepz", "3"], "--steps"),
         (["train", "tiny.py", "--steps", "three"], "--steps"),
         (["train", "tiny.py:broken"], "the recipe raised ValueError: no such corpus"),
-        (["train", "tiny.py:other"], "returned a int; it must return a shardwise.Run"),
+        (["train", "tiny.py:other"], "returned a int. It must return a shardwise.Run"),
         (["train", "tiny.py", "--steps", "0"], "steps=0; it must be at least 1"),
         (
             ["train", "tiny.py", "--mesh", "data=3", "--cpu-devices", "8"],
@@ -84,7 +84,7 @@ def records(folder, run="a"):
         ),
         (
             ["--cpu-devices", "8", "train", "tiny.py", "--mesh", "data=4,model=2"],
-            "mesh axis 'model' (size 2) cuts neither",
+            "mesh axis 'model' (size 2) shards neither",
         ),
         (
             ["train", "tiny.py", "--cpu-devices", "8", "--batch-size", "6"],

@@ -60,7 +60,7 @@ def test_programs_that_others_could_have_written_are_not_run(tmp_path, monkeypat
     programs.chmod(0o777)
     before = jax.config.jax_compilation_cache_dir
     assert use_compilation_cache() == (
-        f"{programs} may be written by others, so no compiled programs are taken from there; chmod 700 it, or remove it"
+        f"{programs} is writable by other users, so compiled programs are not read from it; run chmod 700 on it, or remove it"
     )
     assert jax.config.jax_compilation_cache_dir == before
 

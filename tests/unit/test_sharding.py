@@ -84,7 +84,7 @@ def test_a_leaf_that_is_cut_already_is_cut_further_where_that_divides():
     placement = place((4098,), ("model",))
     assert (placement.spec, placement.reason) == (
         P("model"),
-        "annotation (model), no dim left that fsdp (2) divides",
+        "annotation (model), no dim left that is divisible by fsdp (2)",
     )
 
 
@@ -145,7 +145,7 @@ def test_named_shardings_and_specs_count_as_annotations():
             (299, 301),
             None,
             "fsdp=4,model=2",
-            "no dim of it is divisible by mesh axis fsdp (size 4)",
+            "none of its dims is divisible by mesh axis fsdp (size 4)",
         ),
     ],
 )
@@ -162,7 +162,7 @@ def test_what_cannot_be_done_is_an_error_with_numbers(shape, annotation, mesh, w
 def test_a_leaf_of_small_pieces_that_nothing_divides_stays_whole_and_says_so():
     placed = place((99, 101), mesh="fsdp=8")
     assert placed.spec == P()
-    assert placed.reason == "small: 8 pieces of under 4096 elements, and no dim that fsdp divides"
+    assert placed.reason == "small: 8 shards of under 4096 elements, and no dim is divisible by fsdp"
 
 
 def test_the_closest_name_is_offered():
@@ -184,7 +184,7 @@ def test_all_mistakes_are_told_at_once():
 
 def test_an_axis_that_cuts_nothing_is_refused():
     with pytest.raises(
-        ConfigError, match="mesh axis 'model' \\(size 2\\) cuts neither the batch nor any parameter"
+        ConfigError, match="mesh axis 'model' \\(size 2\\) shards neither the batch nor any parameter"
     ):
         place_model({"w": ModelLeaf((64, 64), F32)}, make_mesh("data=4,model=2"), Rules())
     place_model({"w": ModelLeaf((64, 64), F32)}, make_mesh("data=8,model=1"), Rules())
@@ -274,7 +274,7 @@ def test_the_table_shows_layout_reason_and_bytes():
     text = console.export_text()
     assert "(fsdp, model)" in text
     assert "annotation (embed, mlp)" in text
-    assert "128.0 KiB on each device, of 512.0 KiB in all" in text
+    assert "128.0 KiB per device, 512.0 KiB in total" in text
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,7 @@ def test_a_mesh_that_cannot_be_is_refused_when_given_and_left_out_when_found():
     run = planted.make(lambda model, batch: planted.squares(model, batch).mean())  # 40 rows
     with pytest.raises(ConfigError, match="needs 3 devices, and there are 8"):
         verify(run, ["data=3"])
-    with pytest.raises(ConfigError, match="mesh axis 'model' \\(size 8\\) cuts neither"):
+    with pytest.raises(ConfigError, match="mesh axis 'model' \\(size 8\\) shards neither"):
         verify(run, ["model=8"])
     found = verify(
         replace(run, rules=Rules(paths=(("out/bias", ("model",)),))), steps=1
