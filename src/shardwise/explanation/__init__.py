@@ -1,1 +1,1 @@
-"""`shardwise explain`: what an optimizer does to each parameter, and likely mistakes."""
+"""`shardwise explain`: what an optimizer does to each parameter, and likely mistakes in it."""

@@ -1,13 +1,13 @@
-"""What an optimizer will do to each parameter, for any Optax transformation: read where it can be read, measured elsewhere.
+"""Explain what an optimizer does to each parameter, and find likely mistakes in it.
 
-`explain(optimizer, model)` gives a table and findings: the mistakes that train without an error and without success.
+`explain(optimizer, model)` works for any Optax transformation: settings are read where possible and
+measured elsewhere. The findings are mistakes that train without an error and without success.
 """
 
 import string
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -18,42 +18,55 @@ from rich.table import Table
 
 from shardwise.console import line_picture
 from shardwise.errors import ShardwiseError
-from shardwise.explanation.findings import Finding, Row, View, find, updates_for_one
+from shardwise.explanation.findings import Finding, Row, View, find
 from shardwise.mesh import make_mesh
 from shardwise.module import ModelFactory
 from shardwise.optim.parts import state_changes
-from shardwise.optim.probe import DOUBLE, PLAIN, STILL, Probe, probe
-from shardwise.optim.read import ANY, Chain, read_chains
+from shardwise.optim.probe import PLAIN, STILL, Probe, probe
+from shardwise.optim.read import ANY, Chain, Chains, Optimizer, calls_per_update, read_chains
 from shardwise.sharding import Placement, Rules, show_spec
 from shardwise.state import StateSpec, abstract_state
-from shardwise.text import show_bytes
-from shardwise.tree import lookup, named_leaves, nest, num_bytes, owner_of
+from shardwise.text import Json, show_bytes
+from shardwise.tree import Params, lookup, named_leaves, nest, num_bytes, owner_of
+
+SPARKS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
 class Explanation:
+    """What an optimizer does in a run.
+
+    Attributes:
+        steps: the length of the run in updates.
+        rows: what it does to each parameter. Empty if it does not work for the model.
+        findings: likely mistakes.
+        curves: for each group that moves, the numbers of updates and the learning rates at them,
+            each of shape (n,).
+    """
+
     steps: int
     rows: tuple[Row, ...]
     findings: tuple[Finding, ...]
-    curves: Mapping[
-        str, tuple[np.ndarray, np.ndarray]
-    ]  # (update, learning rate) of each group, over the run
+    curves: Mapping[str, tuple[np.ndarray, np.ndarray]]
 
     def table(self) -> Table:
-        return _table(self)
+        """Return a table with one line for each parameter."""
+        return _table(self.rows)
 
     def lines(self) -> Iterator[str]:
-        """The schedule of each group, drawn, and the findings."""
+        """Yield a line of text for the learning rate of each group, then one for each finding."""
         width = max((len(group) for group in self.curves), default=0)
         for group, (_, values) in self.curves.items():
-            yield f"{group:{width}}  {sparkline(values)}  peak {values.max():.3g}, last {values[-1]:.3g}"
+            summary = f"peak {values.max():.3g}, last {values[-1]:.3g}"
+            yield f"{group:{width}}  {sparkline(values)}  {summary}"
         for finding in self.findings:
-            where = f" ({_some(finding.paths)})" if finding.paths else ""
+            where = f" ({_first_few(finding.paths)})" if finding.paths else ""
             yield f"{finding.name}: {finding.fact}{where}. {finding.remedy}"
         if not self.findings:
             yield "nothing suspicious found"
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Json:
+        """Return the explanation as a JSON object."""
         curves = {
             group: {"steps": steps.tolist(), "lr": values.tolist()}
             for group, (steps, values) in self.curves.items()
@@ -61,13 +74,21 @@ class Explanation:
         return {
             "steps": self.steps,
             "parameters": [asdict(row) for row in self.rows],
-            "findings": list(map(asdict, self.findings)),
+            "findings": [asdict(finding) for finding in self.findings],
             "curves": curves,
         }
 
     def plot(self, picture: Path) -> None:
-        """The learning rate of every group over the run, as a PNG file."""
-        distinct = {values.tobytes(): (steps, values) for steps, values in self.curves.values()}
+        """Draw the learning rate of each group over the run.
+
+        Groups with the same learning rate share a line.
+
+        Args:
+            picture: the PNG file to write.
+        """
+        groups_of: dict[bytes, list[str]] = {}
+        for group, (_, values) in self.curves.items():
+            groups_of.setdefault(values.tobytes(), []).append(group)
         with line_picture(
             picture,
             xlabel="update",
@@ -75,13 +96,10 @@ class Explanation:
             title="Learning rate of each group",
             ylim=(0, None),
         ) as axes:
-            for steps, values in distinct.values():
-                groups = ", ".join(
-                    group
-                    for group, (_, other) in self.curves.items()
-                    if np.array_equal(other, values)
-                )
-                axes.plot(steps, values, linewidth=2, label=f"{groups}: peak {values.max():.3g}")
+            for groups in groups_of.values():
+                steps, values = self.curves[groups[0]]
+                label = f"{', '.join(groups)}: peak {values.max():.3g}"
+                axes.plot(steps, values, linewidth=2, label=label)
 
 
 def explain(
@@ -92,177 +110,211 @@ def explain(
     mesh: Mesh | str | None = None,
     rules: Rules | None = None,
 ) -> Explanation:
-    """Explains `optimizer` for the parameters of `model` in a run of `steps` updates."""
+    """Explain what an optimizer does to the parameters of a model.
+
+    No array of the size of the model is created.
+
+    Args:
+        optimizer: any Optax transformation.
+        model: a model, or a function `(rngs) -> nnx.Module`.
+        steps: the length of the run in updates. Schedules are compared with it.
+        mesh: the device mesh whose layout the table shows. One device by default.
+        rules: the sharding rules.
+
+    Returns:
+        A table of what each parameter gets, learning rates over the run, and findings.
+
+    Raises:
+        ShardwiseError: if parameter groups, mesh or rules do not fit the model.
+
+    Example:
+        >>> import optax
+        >>> from flax import nnx
+        >>> model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+        >>> explanation = explain(optax.adamw(1e-3, weight_decay=0.1), model)
+        >>> [finding.name for finding in explanation.findings]
+        ['decay-of-vectors']
+    """
     factory = (lambda rngs: model) if isinstance(model, nnx.Module) else model
     mesh = make_mesh("data=1", jax.devices()[:1]) if mesh is None else make_mesh(mesh)
     try:
         spec = abstract_state(factory, optimizer, mesh, rules)
     except ShardwiseError:
         raise
-    except Exception as error:  # whatever a transformation may raise
+    except Exception as error:
+        # A transformation can raise anything.
         return _not_applicable(steps, error)
     return explain_state(spec, steps)
 
 
 def explain_state(spec: StateSpec, steps: int) -> Explanation:
-    """The same for a state that is described already."""
+    """Explain the optimizer of an abstract training state.
+
+    Args:
+        spec: the description of the training state.
+        steps: the length of the run in updates.
+    """
     params = spec.abstract.params
     try:
         changes = state_changes(spec.optimizer, params)
-    except Exception as error:  # whatever a transformation may raise
+    except Exception as error:
+        # A transformation can raise anything.
         return _not_applicable(steps, error)
     if changes:
-        fact = f"the state changes at an update ({changes[0]}), so it can be neither compiled once nor saved"
-        remedy = "Keep float32 parameters, or wrap the optimizer: shardwise.optim.with_master(optimizer)."
-        return Explanation(steps, (), (Finding("state-changes", fact, remedy),), {})
-    chains = read_chains(spec.optimizer, params)
-    found, stand_in = _probe(spec.optimizer, params, chains, steps)
-    column = {path: found.paths.index(stand_in[path]) for path in spec.params}
-    leaf_bytes = _state_bytes(spec)
-    rate_of = {
-        path: _learning_rate(chains[path], found, column[path]) for path in set(stand_in.values())
-    }
-    rates = {path: rate_of[stand_in[path]] for path in spec.params}
-    rows = []
-    for path, placement in spec.params.items():
-        rows.append(
-            _row(
-                path,
-                placement,
-                chains[path],
-                found,
-                column[path],
-                rates[path],
-                leaf_bytes.get(path, 0),
-            )
+        finding = Finding(
+            "state-changes",
+            f"an update changes the type of the optimizer state ({changes[0]}), so it can be "
+            "neither compiled once nor saved",
+            "Use float32 parameters, or wrap the optimizer in shardwise.optim.with_master.",
         )
-    findings = find(View(spec, steps, tuple(rows), chains, found, column, rates))
+        return Explanation(steps, (), (finding,), {})
+
+    chains = read_chains(spec.optimizer, params)
+    measured, representative = _probe(spec.optimizer, params, chains, steps)
+    column = {path: measured.paths.index(representative[path]) for path in spec.params}
+    rate_of = {
+        path: _learning_rate(chains[path], measured, measured.paths.index(path))
+        for path in set(representative.values())
+    }
+    rates = {path: rate_of[representative[path]] for path in spec.params}
+    state_bytes = _state_bytes(spec)
+    rows = tuple(
+        _row(placement, chains[path], measured, column[path], rates[path], state_bytes.get(path, 0))
+        for path, placement in spec.params.items()
+    )
+    findings = find(View(spec, steps, rows, chains, measured, column, rates))
+    within = slice(measured.num_within)
     curves: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     for row in rows:
         if row.moves:
-            curves.setdefault(
-                row.group, (found.steps[: found.num_within], rates[row.path][: found.num_within])
-            )
-    return Explanation(steps, tuple(rows), findings, curves)
+            curves.setdefault(row.group, (measured.steps[within], rates[row.path][within]))
+    return Explanation(steps, rows, findings, curves)
 
 
 def _not_applicable(steps: int, error: Exception) -> Explanation:
-    fact = f"the optimizer cannot be applied to this model: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    remedy = "Labels and masks must be functions of the parameters, or trees of their very structure; extra arguments are value and grad."
-    return Explanation(steps, (), (Finding("not-applicable", fact, remedy),), {})
+    first_line = str(error).partition("\n")[0]
+    finding = Finding(
+        "not-applicable",
+        f"the optimizer does not work for this model: {type(error).__name__}: {first_line}",
+        "Labels and masks must be functions of the parameters, or trees of exactly their "
+        "structure. Extra arguments of `update` are limited to value and grad.",
+    )
+    return Explanation(steps, (), (finding,), {})
 
 
 def _probe(
-    tx: Any, params: Any, chains: Mapping[str, Chain], steps: int
+    tx: Optimizer, params: Params, chains: Chains, steps: int
 ) -> tuple[Probe, dict[str, str]]:
-    """Measures one parameter for all that are treated alike, and says which stands for which.
+    """Measure one parameter of each kind.
 
-    Parameters are alike when they go through the same parts, all of them known; if the optimizer does not work on
-    a part of the tree, as one with a tree of labels does not, all are measured.
+    Parameters are of one kind if they pass through the same parts. That is certain only if all
+    parts are known; otherwise every parameter is measured. The same holds if the optimizer does
+    not work on a subset of the parameters, for example because it has a tree of labels.
+
+    Returns:
+        The measurements, and for each parameter the measured one that represents it.
     """
-    leaves = named_leaves(params)
-    kind = {
-        path: (chains[path], leaf.ndim, leaf.dtype, path.rpartition("/")[2])
-        for path, leaf in leaves.items()
-    }
-    firsts: dict[Any, str] = {}
-    every = updates_for_one(chains)
+    paths = list(named_leaves(params))
+    every = calls_per_update(chains)
     if all(part.is_known for part in chains[ANY].parts):
-        for path in leaves:
-            firsts.setdefault(_signature(*kind[path]), path)
-        kept = sorted(firsts.values())
-        few = nest(
-            {tuple(path.split("/")): lookup(params, tuple(path.split("/"))) for path in kept}
-        )
+        kinds = {path: _kind(path, params, chains[path]) for path in paths}
+        first_of_kind: dict[tuple[object, ...], str] = {}
+        for path in paths:
+            first_of_kind.setdefault(kinds[path], path)
+        keys = [tuple(path.split("/")) for path in sorted(first_of_kind.values())]
+        subset = nest({key: lookup(params, key) for key in keys})
+        representative = {path: first_of_kind[kinds[path]] for path in paths}
         try:
-            return probe(tx, few, steps, every), {
-                path: firsts[_signature(*kind[path])] for path in leaves
-            }
-        except Exception:  # noqa: S110 - whatever a transformation may raise for a part of its tree
+            return probe(tx, subset, steps, every), representative
+        except Exception:  # noqa: S110
+            # A transformation can raise anything for a subset of its parameters.
             pass
-    return probe(tx, params, steps, every), {path: path for path in leaves}
+    return probe(tx, params, steps, every), {path: path for path in paths}
 
 
-def _signature(chain: Chain, *rest: Any) -> tuple[Any, ...]:
-    return (
-        chain.groups,
-        tuple((part.name, tuple(map(id, part.settings.values()))) for part in chain.parts),
-        *rest,
-    )
+def _kind(path: str, params: Params, chain: Chain) -> tuple[object, ...]:
+    """Return a key that is equal for two parameters if the optimizer treats them alike."""
+    leaf = lookup(params, tuple(path.split("/")))
+    # Settings such as arrays and functions are compared by identity.
+    parts = tuple((part.name, tuple(map(id, part.settings.values()))) for part in chain.parts)
+    return (chain.groups, parts, leaf.ndim, leaf.dtype, path.rpartition("/")[2])
 
 
-def _learning_rate(chain: Chain, found: Probe, column: int) -> np.ndarray:
-    """Of each update: as the chain says, or as it was measured."""
-    read = chain.learning_rate(found.steps)
-    if read is not None and not any(part.name == "MultiSteps" for part in chain.parts):
-        return read
-    size, double = (
-        np.nan_to_num(found.size[run, :, column], posinf=0.0) for run in (PLAIN, DOUBLE)
-    )
-    is_linear = size.any() and np.allclose(double, 2 * size, rtol=0.1)
-    return size / found.gradient_rms[column] if is_linear else size
+def _learning_rate(chain: Chain, measured: Probe, column: int) -> np.ndarray:
+    """Return the learning rate at each of `measured.steps`: read if possible, or measured."""
+    # The schedule inside `MultiSteps` counts updates, while the measurement counts calls.
+    if not any(part.name == "MultiSteps" for part in chain.parts):
+        rate = chain.learning_rate(measured.steps)
+        if rate is not None:
+            return rate
+    return measured.learning_rate(column)
 
 
 def _row(
-    path: str,
     placement: Placement,
     chain: Chain,
-    found: Probe,
+    measured: Probe,
     column: int,
     rate: np.ndarray,
     state_bytes: int,
 ) -> Row:
-    within = slice(0, found.num_within)
-    size = np.nan_to_num(found.size[PLAIN, within, column], nan=np.inf)
-    shrink, steady = (
-        found.shrink[STILL, within, column],
-        size if chain.is_self_tuned else rate[within],
-    )
-    acting = np.flatnonzero((found.size[STILL, within, column] > 0) & (steady > 0))[:50]
+    within = slice(measured.num_within)
+    size = np.nan_to_num(measured.size[PLAIN, within, column], nan=np.inf)
     return Row(
-        path=path,
+        path=placement.path,
         shape=placement.shape,
         dtype=str(placement.dtype),
         group=chain.group,
         transformations=tuple(map(str, chain.parts)),
         peak_lr=float(rate[within].max()) if size.any() else 0.0,
         peak_update=float(size.max()),
-        decay=float(shrink[acting[0]] / steady[acting[0]])
-        if len(acting) and not _is_rounding(shrink[acting])
-        else 0.0,
+        decay=_decay(measured, column, size if chain.is_self_tuned else rate[within]),
         state_bytes=state_bytes,
         layout=show_spec(placement.spec),
         moves=bool(size.any()),
     )
 
 
+def _decay(measured: Probe, column: int, rate: np.ndarray) -> float:
+    """Return the measured weight decay as a multiple of the learning rate."""
+    within = slice(measured.num_within)
+    shrink = measured.shrink[STILL, within, column]
+    moves = measured.size[STILL, within, column] > 0
+    acting = np.flatnonzero(moves & (rate > 0))[:50]
+    if not len(acting) or _is_rounding(shrink[acting]):
+        return 0.0
+    return float(shrink[acting[0]] / rate[acting[0]])
+
+
 def _is_rounding(shrink: np.ndarray) -> bool:
-    """Decay pulls one way; rounding errors, as in an update that is a difference of two averages, pull both ways or not at all."""
-    return bool(
-        np.mean(np.sign(shrink) == np.sign(np.median(shrink))) < 0.9 or not np.median(shrink)
-    )
+    """Return whether weights shrink by rounding errors only.
+
+    Decay always pulls one way. Rounding errors, as in an update that is a difference of two
+    averages, pull both ways or not at all.
+    """
+    median = np.median(shrink)
+    return bool(not median or np.mean(np.sign(shrink) == np.sign(median)) < 0.9)
 
 
 def _state_bytes(spec: StateSpec) -> dict[str, int]:
-    """Bytes of optimizer state that belong to each parameter, over all devices."""
+    """Return the bytes of optimizer state that belong to each parameter, over all devices."""
     total: dict[str, int] = {}
     for path, placement in spec.opt_state.items():
-        if (owner := owner_of(path, spec.params)) is not None:
+        owner = owner_of(path, spec.params)
+        if owner is not None:
             total[owner] = total.get(owner, 0) + num_bytes(placement.shape, placement.dtype)
     return total
 
 
-def _table(explanation: Explanation) -> Table:
-    chains: dict[tuple[str, ...], str] = {}
-    for row in explanation.rows:
-        chains.setdefault(row.transformations, _letter(len(chains)))
-    legend = "\n".join(
-        f"{letter}: {' -> '.join(parts) or 'nothing'}" for parts, letter in chains.items()
-    )
+def _table(rows: Sequence[Row]) -> Table:
+    letters: dict[tuple[str, ...], str] = {}
+    for row in rows:
+        letters.setdefault(row.transformations, _letter(len(letters)))
+    legend = [f"{letter}: {' -> '.join(parts) or 'nothing'}" for parts, letter in letters.items()]
     table = Table(
         title="what each parameter gets",
         title_justify="left",
-        caption=legend,
+        caption="\n".join(legend),
         caption_justify="left",
     )
     for column in ("parameter", "shape", "group", "parts"):
@@ -270,44 +322,53 @@ def _table(explanation: Explanation) -> Table:
     for column in ("peak lr", "peak update", "decay", "state"):
         table.add_column(column, justify="right")
     table.add_column("layout", no_wrap=True)
-    for row in explanation.rows:
-        shape = " x ".join(map(str, row.shape)) or "scalar"
-        numbers = [
-            f"{value:.3g}" if value else "-" for value in (row.peak_lr, row.peak_update, row.decay)
-        ]
+    for row in rows:
         table.add_row(
             row.path,
-            shape,
+            " x ".join(map(str, row.shape)) or "scalar",
             row.group,
-            chains[row.transformations],
-            *numbers,
+            letters[row.transformations],
+            _number(row.peak_lr),
+            _number(row.peak_update),
+            _number(row.decay),
             show_bytes(row.state_bytes),
             row.layout,
         )
     return table
 
 
-def _letter(number: int) -> str:
+def _number(value: float) -> str:
+    return f"{value:.3g}" if value else "-"
+
+
+def _letter(index: int) -> str:
+    """Return a name for a chain: A to Z, then AA, AB and so on."""
     letters = string.ascii_uppercase
-    return (
-        letters[number]
-        if number < len(letters)
-        else f"{letters[number // 26 - 1]}{letters[number % 26]}"
-    )
+    first = letters[index // 26 - 1] if index >= 26 else ""
+    return first + letters[index % 26]
 
 
 def sparkline(values: np.ndarray, width: int = 60) -> str:
-    """A curve in one line of text, from zero to its peak."""
-    if not len(values) or not np.nanmax(values) > 0:
-        return "▁" * width
-    picked = values[np.linspace(0, len(values) - 1, min(width, len(values))).round().astype(int)]
-    return "".join(
-        "▁▂▃▄▅▆▇█"[min(7, int(8 * value / np.nanmax(values)))] for value in np.nan_to_num(picked)
-    )
+    """Return a curve as one line of text, from zero to its peak.
+
+    Args:
+        values: the values, shape (n,).
+        width: the largest number of characters.
+
+    Example:
+        >>> sparkline(np.array([0.0, 0.5, 1.0]))
+        '▁▅█'
+    """
+    peak = np.nanmax(values) if len(values) else 0.0
+    if not peak > 0:
+        return SPARKS[0] * width
+    picked = np.linspace(0, len(values) - 1, min(width, len(values))).round().astype(int)
+    heights = 8 * np.nan_to_num(values[picked]) / peak
+    return "".join(SPARKS[min(7, int(height))] for height in heights)
 
 
-def _some(paths: Iterable[str], count: int = 3) -> str:
-    paths = list(paths)
-    return ", ".join(paths[:count]) + (
-        f" and {len(paths) - count} more" if len(paths) > count else ""
-    )
+def _first_few(paths: Sequence[str], count: int = 3) -> str:
+    """Return the first paths, and how many more there are."""
+    text = ", ".join(paths[:count])
+    num_more = len(paths) - count
+    return f"{text} and {num_more} more" if num_more > 0 else text

@@ -1,8 +1,12 @@
-"""What is probably not meant in an optimizer: a list of checks, each on what was read and measured of it."""
+"""Checks that find likely mistakes in an optimizer.
+
+Each check is a function from a `View` of the optimizer to findings. To add a check, write one such
+function and add it to `CHECKS`.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +14,14 @@ import numpy as np
 
 from shardwise.optim.groups import VECTORS
 from shardwise.optim.probe import PLAIN, STILL, STILL_DOUBLE, Probe
-from shardwise.optim.read import ANY, Chain, Part, evaluate
+from shardwise.optim.read import ANY, Chain, ChainPart, calls_per_update, schedule_values
 from shardwise.state import StateSpec
 from shardwise.text import show_bytes
 from shardwise.tree import named_leaves, num_bytes
 
-HALF = ("bfloat16", "float16")
-CLIPS = ("clip", "clip_by_norm", "clip_by_global_norm", "adaptive_grad_clip")
+HALF_PRECISION = ("bfloat16", "float16")
+CLIPPING = ("clip", "clip_by_norm", "clip_by_global_norm", "adaptive_grad_clip")
+# Transformations that divide the update by a measure of the size of the gradients.
 ADAPTIVE = (
     "scale_by_adam",
     "scale_by_rms",
@@ -26,22 +31,37 @@ ADAPTIVE = (
     "scale_by_radam",
     "scale_by_amsgrad",
 )
+# Adam keeps 2 numbers per parameter, with a master copy and an average of the weights 4.
+MAX_STATE_PER_PARAMETER = 4.5
 
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter."""
+    """What the optimizer does to one parameter.
+
+    Attributes:
+        path: the path of the parameter.
+        shape: its shape.
+        dtype: its dtype.
+        group: the parameter group that it belongs to, `all` if there are none.
+        transformations: the transformations that it passes through, in order.
+        peak_lr: the largest learning rate of the run. Read from the factors and schedules of the
+            chain, or measured if there are none.
+        peak_update: root mean square of the largest update under a constant gradient, measured.
+        decay: weight decay as a multiple of the learning rate, measured.
+        state_bytes: bytes of optimizer state that belong to the parameter, over all devices.
+        layout: the sharding of the parameter.
+        moves: whether any update of the run changes the parameter.
+    """
 
     path: str
     shape: tuple[int, ...]
     dtype: str
     group: str
-    transformations: tuple[str, ...]  # in order
-    peak_lr: (
-        float  # read from the factors and schedules of the chain; measured where there are none
-    )
-    peak_update: float  # RMS of the largest update under a constant gradient, measured
-    decay: float  # weight decay as a multiple of the learning rate, measured
+    transformations: tuple[str, ...]
+    peak_lr: float
+    peak_update: float
+    decay: float
     state_bytes: int
     layout: str
     moves: bool
@@ -49,7 +69,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is probably not meant, and what to do about it."""
+    """A likely mistake in an optimizer, and what to do about it.
+
+    Attributes:
+        name: a stable name, such as `decay-of-vectors`.
+        fact: what was found, with values.
+        remedy: what to do.
+        paths: the parameters or groups that it concerns. Empty if it concerns the whole optimizer.
+    """
 
     name: str
     fact: str
@@ -59,7 +86,17 @@ class Finding:
 
 @dataclass(frozen=True)
 class View:
-    """Everything that a check may look at."""
+    """Everything that a check can use.
+
+    Attributes:
+        spec: the description of the training state.
+        steps: the length of the run in updates.
+        rows: what the optimizer does to each parameter.
+        chains: the transformations that each parameter passes through, by path.
+        probe: the measurements.
+        column: for each path, the index of the measured parameter that represents it.
+        rates: for each path, the learning rate at each of `probe.steps`.
+    """
 
     spec: StateSpec
     steps: int
@@ -70,355 +107,474 @@ class View:
     rates: Mapping[str, np.ndarray]
 
     def measured(self, name: str, run: int, path: str) -> np.ndarray:
-        """A measurement of one parameter, over the updates of the run."""
-        values: np.ndarray = getattr(self.probe, name)[
-            run, : self.probe.num_within, self.column[path]
-        ]
-        return values
+        """Return a measurement of one parameter at the updates within the run.
 
-    def where(self, test: Callable[[Row], bool]) -> tuple[str, ...]:
+        Args:
+            name: a field of `Probe`: `size`, `along`, `shrink` or `lost`.
+            run: one of the four runs of the probe, such as `PLAIN`.
+            path: the path of the parameter.
+        """
+        values: np.ndarray = getattr(self.probe, name)
+        return values[run, : self.probe.num_within, self.column[path]]
+
+    def paths_where(self, test: Callable[[Row], bool]) -> tuple[str, ...]:
+        """Return the paths of the parameters for which `test` is true."""
         return tuple(row.path for row in self.rows if test(row))
 
-    def parts(self, *names: str) -> list[Part]:
-        """Parts of these names, also those that no mask lets through."""
+    def parts(self, *names: str) -> list[ChainPart]:
+        """Return all parts with these names, including those that no mask lets through."""
         return [part for part in self.chains[ANY].parts if part.name in names]
 
+    def is_raw(self, path: str) -> bool:
+        """Return whether the update of a parameter is its gradient itself."""
+        return bool(self.probe.is_raw[self.column[path]])
 
-def _not_finite(v: View) -> Iterator[Finding]:
-    paths = v.where(lambda row: not np.isfinite(v.measured("size", PLAIN, row.path)[:10]).all())
-    if paths:
-        broken = min(int(np.argmin(np.isfinite(v.measured("size", PLAIN, path)))) for path in paths)
-        fact = f"update {broken + 1} is not finite for ordinary gradients"
+
+Check: TypeAlias = Callable[[View], Iterator[Finding]]
+
+
+def _not_finite(view: View) -> Iterator[Finding]:
+    """Find updates that are NaN or infinite for ordinary gradients.
+
+    The cause is usually a dtype: in bfloat16, `b2=0.999` rounds to 1 and Adam divides by zero.
+    """
+
+    def is_broken(row: Row) -> bool:
+        return not np.isfinite(view.measured("size", PLAIN, row.path)[:10]).all()
+
+    if paths := view.paths_where(is_broken):
+        sizes = [view.measured("size", PLAIN, path) for path in paths]
+        first = min(int(np.argmin(np.isfinite(size))) for size in sizes)
         yield Finding(
             "not-finite",
-            fact,
-            "Look at the dtypes of hyperparameters, moments and parameters.",
+            f"update {first + 1} is not finite for ordinary gradients",
+            "Check the dtypes of hyperparameters, moments and parameters.",
             paths,
         )
 
 
-def _half_hyperparameters(v: View) -> Iterator[Finding]:
-    leaves = named_leaves(v.spec.abstract.opt_state)
+def _half_hyperparameters(view: View) -> Iterator[Finding]:
+    """Find hyperparameters that `inject_hyperparams` stores in the half precision of the model."""
+    leaves = named_leaves(view.spec.abstract.opt_state)
     names = sorted(
         path.rpartition("/")[2]
         for path, leaf in leaves.items()
-        if "hyperparams/" in path and str(leaf.dtype) in HALF
+        if "hyperparams/" in path and str(leaf.dtype) in HALF_PRECISION
     )
     if names:
-        fact = f"{', '.join(names)} are kept in the dtype of the parameters, where 0.999 is 1"
         yield Finding(
             "half-hyperparameters",
-            fact,
-            "Keep float32 parameters, or wrap it in shardwise.optim.with_master.",
+            f"{', '.join(names)} are stored in the dtype of the parameters, which rounds 0.999 "
+            "to 1",
+            "Use float32 parameters, or wrap the optimizer in shardwise.optim.with_master.",
         )
 
 
-def _ascends(v: View) -> Iterator[Finding]:
-    def up(row: Row) -> bool:
-        by_gradient = v.measured("along", PLAIN, row.path) - v.measured("along", STILL, row.path)
-        return not _is_raw(v, row) and bool(np.nan_to_num(by_gradient).sum() > 0)
+def _ascends(view: View) -> Iterator[Finding]:
+    """Find updates in the direction of the gradient, which increase the loss.
 
-    if paths := v.where(up):
+    The part of the update that does not come from the gradient, such as decay, is subtracted.
+    """
+
+    def ascends(row: Row) -> bool:
+        along = view.measured("along", PLAIN, row.path) - view.measured("along", STILL, row.path)
+        return not view.is_raw(row.path) and bool(np.nan_to_num(along).sum() > 0)
+
+    if paths := view.paths_where(ascends):
         yield Finding(
             "ascends",
-            "updates point along the gradient, so the loss rises",
-            "A minus sign is missing, or there are two of them.",
+            "updates point along the gradient, so the loss increases",
+            "Add the missing minus sign, or remove the second one.",
             paths,
         )
 
 
-def _is_raw(v: View, row: Row) -> bool:
-    return bool(v.probe.is_raw[v.column[row.path]])
-
-
-def _raw_gradient(v: View) -> Iterator[Finding]:
-    if paths := v.where(lambda row: _is_raw(v, row)):
-        fact = "the update is the raw gradient: these parameters are left out by a mask, and so go up with full force"
-        remedy = (
-            "To freeze them use optax.partition with set_to_zero(), or Group(..., frozen=True)."
+def _raw_gradient(view: View) -> Iterator[Finding]:
+    """Find parameters that `optax.masked` excludes: it passes their gradient through unchanged."""
+    if paths := view.paths_where(lambda row: view.is_raw(row.path)):
+        yield Finding(
+            "raw-gradient",
+            "a mask excludes these parameters, so their update is the raw gradient: they ascend "
+            "at a learning rate of 1",
+            "To freeze them, use optax.partition with set_to_zero(), or Group(..., frozen=True).",
+            paths,
         )
-        yield Finding("raw-gradient", fact, remedy, paths)
 
 
-def _moves_without_gradient(v: View) -> Iterator[Finding]:
+def _frozen_moves(view: View) -> Iterator[Finding]:
+    """Find parameters that move although their gradient has no effect: decay still applies."""
+
     def drifts(row: Row) -> bool:
-        same = np.allclose(
-            v.measured("along", PLAIN, row.path),
-            v.measured("along", STILL, row.path),
-            rtol=1e-4,
-            atol=1e-12,
+        with_gradient = view.measured("along", PLAIN, row.path)
+        without = view.measured("along", STILL, row.path)
+        has_no_effect = np.allclose(with_gradient, without, rtol=1e-4, atol=1e-12)
+        moves_alone = bool(view.measured("size", STILL, row.path).any())
+        return row.moves and has_no_effect and moves_alone
+
+    if paths := view.paths_where(drifts):
+        yield Finding(
+            "frozen-moves",
+            "weight decay is applied after freezing, so these parameters move although their "
+            "gradient has no effect",
+            "Freeze last in the chain, or with optax.partition.",
+            paths,
         )
-        return row.moves and same and bool(v.measured("size", STILL, row.path).any())
-
-    if paths := v.where(drifts):
-        fact = "they move though their gradient does not reach them: decay comes after they were frozen"
-        yield Finding("frozen-moves", fact, "Freeze last, or with optax.partition.", paths)
 
 
-def _nothing_moves(v: View) -> Iterator[Finding]:
-    if not any(row.moves for row in v.rows):
-        remedy = "Look at the masks; selective_transform takes trees of booleans, not functions."
-        yield Finding("nothing-moves", "no parameter moves in the whole run", remedy)
+def _nothing_moves(view: View) -> Iterator[Finding]:
+    """Find an optimizer that never changes any parameter."""
+    if not any(row.moves for row in view.rows):
+        yield Finding(
+            "nothing-moves",
+            "no update of the run changes any parameter",
+            "Check the masks. selective_transform needs trees of booleans, not functions.",
+        )
 
 
-def _first_update(v: View) -> Iterator[Finding]:
-    moving = [row.path for row in v.rows if row.moves]
-    if (
-        moving
-        and not v.parts("MultiSteps")
-        and not any(v.measured("size", PLAIN, path)[0] for path in moving)
-    ):
-        fact = "the first update changes nothing, since the learning rate begins at 0"
+def _first_update_idle(view: View) -> Iterator[Finding]:
+    """Find a warm-up that starts at 0: the first batch is read and nothing is learned from it."""
+    moving = [row.path for row in view.rows if row.moves]
+    if not moving or view.parts("MultiSteps"):
+        return
+    if not any(view.measured("size", PLAIN, path)[0] for path in moving):
         yield Finding(
             "first-update-idle",
-            fact,
-            "Begin the warm-up above 0, as shardwise.optim.cosine does; one batch is lost otherwise.",
+            "the first update changes nothing, because the learning rate starts at 0",
+            "Start the warm-up above 0, as shardwise.optim.cosine does, to use the first batch.",
         )
 
 
-def _decay(v: View) -> Iterator[Finding]:
-    asked = [
-        part
-        for part in v.parts("add_decayed_weights")
-        if _is_nonzero(part.settings.get("weight_decay"))
-    ]
-    if asked and not any(row.decay for row in v.rows):
-        fact = f"weight decay of {asked[0].settings['weight_decay']} reaches no parameter: its mask is False everywhere"
-        remedy = "Compare names of the path: jax.tree_util.keystr(path, simple=True, separator='/').split('/')."
-        yield Finding("decay-reaches-nothing", fact, remedy)
-    if paths := v.where(
-        lambda row: row.decay > 0 and (len(row.shape) < 2 or row.path.rpartition("/")[2] in VECTORS)
-    ):
-        fact = "weight decay pulls norms and biases to zero"
+def _decay_reaches_nothing(view: View) -> Iterator[Finding]:
+    """Find weight decay whose mask selects no parameter."""
+    strengths = [part.settings.get("weight_decay") for part in view.parts("add_decayed_weights")]
+    requested = [value for value in strengths if value is not None and _is_nonzero(value)]
+    if requested and not any(row.decay for row in view.rows):
+        yield Finding(
+            "decay-reaches-nothing",
+            f"weight_decay={requested[0]} applies to no parameter: its mask is False everywhere",
+            "In the mask, compare names, not key objects: "
+            "jax.tree_util.keystr(path, simple=True, separator='/').split('/').",
+        )
+
+
+def _decay_of_vectors(view: View) -> Iterator[Finding]:
+    """Find weight decay on biases and norms, which have no reason to be small."""
+
+    def is_vector(row: Row) -> bool:
+        return len(row.shape) < 2 or row.path.rpartition("/")[2] in VECTORS
+
+    if paths := view.paths_where(lambda row: row.decay > 0 and is_vector(row)):
         yield Finding(
             "decay-of-vectors",
-            fact,
-            "Give a mask: mask=optim.mask_fn(optim.decays_matrices).",
+            "weight decay applies to norms and biases",
+            "Pass a mask: mask=optim.mask_fn(optim.decays_matrices).",
             paths,
         )
-    if paths := v.where(lambda row: row.decay < 0):
-        fact = "weight decay has the wrong sign: the weights grow"
-        yield Finding("decay-grows", fact, "It must come before the factor -learning_rate.", paths)
 
-    def adaptive(row: Row) -> bool:
-        once, twice = (
-            v.measured("size", run, row.path) * (row.decay != 0) for run in (STILL, STILL_DOUBLE)
-        )
-        first = np.flatnonzero(once > 1e-12)
-        return len(first) > 0 and bool(twice[first[0]] < 1.5 * once[first[0]])
 
-    if paths := v.where(adaptive):
-        fact = (
-            "weight decay goes through the adaptive step, which turns it into a step of fixed size"
+def _decay_grows(view: View) -> Iterator[Finding]:
+    """Find weight decay with the wrong sign."""
+    if paths := view.paths_where(lambda row: row.decay < 0):
+        yield Finding(
+            "decay-grows",
+            "weight decay has the wrong sign, so the weights grow",
+            "Put it before the factor -learning_rate.",
+            paths,
         )
+
+
+def _decay_not_decoupled(view: View) -> Iterator[Finding]:
+    """Find weight decay before the adaptive part, which removes its size.
+
+    Decoupled decay of weights twice as large is twice as large.
+    """
+
+    def is_coupled(row: Row) -> bool:
+        if not row.decay:
+            return False
+        size = view.measured("size", STILL, row.path)
+        size_of_double = view.measured("size", STILL_DOUBLE, row.path)
+        acting = np.flatnonzero(size > 1e-12)
+        if not len(acting):
+            return False
+        first = acting[0]
+        return bool(size_of_double[first] < 1.5 * size[first])
+
+    if paths := view.paths_where(is_coupled):
         yield Finding(
             "decay-not-decoupled",
-            fact,
+            "weight decay passes through the adaptive part, which turns it into a step of fixed "
+            "size",
             "Put add_decayed_weights after the adaptive part, as AdamW does.",
             paths,
         )
-    if paths := v.where(lambda row: bool((v.measured("shrink", STILL, row.path)[:5] > 0.05).any())):
-        fact = "weight decay takes more than 5 % of the weights at every update"
+
+
+def _decay_too_strong(view: View) -> Iterator[Finding]:
+    """Find weight decay that is not multiplied by the learning rate."""
+
+    def is_strong(row: Row) -> bool:
+        return bool((view.measured("shrink", STILL, row.path)[:5] > 0.05).any())
+
+    if paths := view.paths_where(is_strong):
         yield Finding(
             "decay-too-strong",
-            fact,
-            "It is not multiplied by the learning rate; put it before that factor.",
+            "weight decay removes more than 5 % of the weights at every update",
+            "Put it before the learning rate, so that it is multiplied by it.",
             paths,
         )
 
 
-def _clipping(v: View) -> Iterator[Finding]:
-    def late(row: Row) -> bool:
-        names = [part.name for part in v.chains[row.path].parts]
-        after = next((i for i, name in enumerate(names) if name in ADAPTIVE), len(names))
-        return any(name in CLIPS for name in names[after:])
+def _clip_after_adaptive(view: View) -> Iterator[Finding]:
+    """Find clipping that never takes effect, because it follows an adaptive part.
 
-    if paths := v.where(late):
-        fact = "gradients are clipped after the adaptive part, whose updates are never large"
-        yield Finding("clip-after-adaptive", fact, "Put the clipping first in the chain.", paths)
+    The update of an adaptive part is never large, while a gradient spike stays in its moments.
+    """
+
+    def clips_late(row: Row) -> bool:
+        names = [part.name for part in view.chains[row.path].parts]
+        adaptive = [index for index, name in enumerate(names) if name in ADAPTIVE]
+        return bool(adaptive) and any(name in CLIPPING for name in names[adaptive[0] :])
+
+    if paths := view.paths_where(clips_late):
+        yield Finding(
+            "clip-after-adaptive",
+            "clipping follows the adaptive part, whose updates are never large",
+            "Put the clipping first in the chain.",
+            paths,
+        )
 
 
-def _schedule(v: View) -> Iterator[Finding]:
+def _schedule(view: View) -> Iterator[Finding]:
+    """Find schedules whose length does not match the run, once for each distinct schedule."""
+    groups = {row.group for row in view.rows if row.moves}
+    every = calls_per_update(view.chains)
+    calls = np.arange(len(view.probe.steps))
+    # With `MultiSteps`, only every k-th call is an update.
+    is_update = calls % every == every - 1
+    num_within = int(is_update[: view.probe.num_within].sum())
     seen: set[bytes] = set()
-    every = updates_for_one(v.chains)
-    groups = {row.group for row in v.rows if row.moves}
-    for row in v.rows:
-        rate = v.rates[row.path]
+    for row in view.rows:
+        rate = view.rates[row.path]
         if not row.moves or rate.tobytes() in seen:
             continue
         seen.add(rate.tobytes())
-        real = np.arange(len(rate)) % every == every - 1  # in between there are no updates
-        num_within = int(real[: v.probe.num_within].sum())
+        schedule = _Schedule.thinned(rate[is_update], view.probe.steps[is_update], num_within)
         where = (f"group {row.group}",) if len(groups) > 1 else ()
-        yield from _schedule_of(rate[real], v.probe.steps[real], num_within, v.steps, where)
+        yield from _wrong_length(schedule, view.steps, where)
 
 
-def _schedule_of(
-    rate: np.ndarray, numbers: np.ndarray, num_within: int, steps: int, where: tuple[str, ...]
-) -> Iterator[Finding]:
-    """Where a schedule that falls gradually comes to its floor, compared with where the run ends."""
-    every = max(
-        1, num_within // 1000
-    )  # so that a step from one value to the next is a thousandth of the run
-    picked = np.r_[0:num_within:every, num_within - 1, num_within : len(rate)]
-    num_within, rate, numbers = (
-        len(picked) - (len(rate) - num_within),
-        rate[picked],
-        numbers[picked],
-    )
-    within, peak = rate[:num_within], rate.max()
+@dataclass(frozen=True)
+class _Schedule:
+    """A learning rate over the run and beyond its end.
+
+    Attributes:
+        rate: the learning rate at each sample, shape (sample,).
+        numbers: the number of the update of each sample, shape (sample,).
+        num_within: the number of samples within the run.
+    """
+
+    rate: np.ndarray
+    numbers: np.ndarray
+    num_within: int
+
+    @classmethod
+    def thinned(cls, rate: np.ndarray, numbers: np.ndarray, num_within: int) -> "_Schedule":
+        """Return the schedule with about 1,000 samples within the run.
+
+        The difference of neighboring samples is then at least the change in 0.1 % of the run, so
+        that a slow decay is not mistaken for rounding.
+        """
+        every = max(1, num_within // 1000)
+        picked = np.r_[0:num_within:every, num_within - 1, num_within : len(rate)]
+        num_beyond = len(rate) - num_within
+        return cls(rate[picked], numbers[picked], len(picked) - num_beyond)
+
+
+def _wrong_length(schedule: _Schedule, steps: int, where: tuple[str, ...]) -> Iterator[Finding]:
+    """Compare where a schedule reaches its floor with where the run ends."""
+    rate = schedule.rate
+    within = rate[: schedule.num_within]
+    peak = rate.max()
     top = int(np.argmax(rate))
-    if top >= num_within and within[-1] > within[0] and np.all(np.diff(within) >= -1e-6 * peak):
-        fact = f"the warm-up ends at about update {numbers[top]}, and the run after {steps}: the peak is never reached"
+    never_falls = np.all(np.diff(within) >= -1e-6 * peak)
+    if top >= schedule.num_within and within[-1] > within[0] and never_falls:
         yield Finding(
             "warmup-too-long",
-            fact,
-            "Give the warm-up in steps of this run, or as a fraction of it.",
+            f"the warm-up ends at about update {schedule.numbers[top]}, but the run ends after "
+            f"{steps} updates: the peak is never reached",
+            "Set the warm-up in steps of this run, or as a fraction of it.",
             where,
         )
         return
+
     drops = -np.diff(rate)
-    falls = np.flatnonzero(drops > 1e-4 * rate[:-1])
-    if len(falls) < 5 or np.median(drops[falls]) > 0.05 * peak:  # constant, or in a few drops
+    falling = np.flatnonzero(drops > 1e-4 * rate[:-1])
+    # A constant schedule, or one with a few large drops, has no floor to compare.
+    if len(falling) < 5 or np.median(drops[falling]) > 0.05 * peak:
         return
-    last = int(falls[-1])
-    if last >= len(rate) - 3:  # it never ends, as an inverse square root does not
+    last = int(falling[-1])
+    # A schedule that still falls at the end, such as an inverse square root, has no floor either.
+    if last >= len(rate) - 3:
         return
-    floor = int(numbers[last + 1])
+    floor = int(schedule.numbers[last + 1])
+    is_above_floor = within[-1] > rate[-1] + 0.02 * (peak - rate[-1])
     if floor < 0.98 * steps - 1:
-        fact = (
-            f"the schedule ends at update {floor}, and the run goes on to {steps} at {rate[-1]:.3g}"
+        yield Finding(
+            "schedule-too-short",
+            f"the schedule ends at update {floor}, but the run continues to update {steps} at "
+            f"{rate[-1]:.3g}",
+            "Set the schedule to the length of the run. In Optax, decay_steps of "
+            "warmup_cosine_decay_schedule include the warm-up.",
+            where,
         )
-        remedy = "In Optax the decay steps of warmup_cosine_decay_schedule include the warm-up."
-        yield Finding("schedule-too-short", fact, remedy, where)
-    elif last >= num_within and within[-1] > rate[-1] + 0.02 * (peak - rate[-1]):
-        fact = f"the schedule goes on to about update {floor}; the run ends after {steps} at {within[-1]:.3g}, above the floor {rate[-1]:.3g}"
-        remedy = "Count updates, not micro-batches or epochs, and give the schedule the steps of this run."
-        yield Finding("schedule-too-long", fact, remedy, where)
+    elif last >= schedule.num_within and is_above_floor:
+        yield Finding(
+            "schedule-too-long",
+            f"the schedule continues to about update {floor}, but the run ends after {steps} "
+            f"updates at {within[-1]:.3g}, above the final value {rate[-1]:.3g}",
+            "Set the schedule to the length of the run, in updates, not micro-batches or epochs.",
+            where,
+        )
 
 
-def _learning_rates_multiply(v: View) -> Iterator[Finding]:
-    def product(row: Row) -> bool:
-        factors = [part.factor for part in v.chains[row.path].parts if part.factor is not None]
+def _two_learning_rates(view: View) -> Iterator[Finding]:
+    """Find two small factors in one chain, such as `optax.adam(1e-3)` followed by a scale."""
+    steps = view.probe.steps[: view.probe.num_within]
+
+    def has_two(row: Row) -> bool:
+        factors = [part.factor for part in view.chains[row.path].parts]
         peaks = [
-            float(np.abs(evaluate(factor, v.probe.steps[: v.probe.num_within])).max())
+            float(np.abs(schedule_values(factor, steps)).max())
             for factor in factors
+            if factor is not None
         ]
         return row.moves and sum(peak < 0.1 for peak in peaks) > 1
 
-    if paths := v.where(product):
-        peak = next(row.peak_lr for row in v.rows if row.path == paths[0])
-        fact = f"two learning rates are multiplied, to {peak:.3g}"
+    if paths := view.paths_where(has_two):
+        peak = next(row.peak_lr for row in view.rows if row.path == paths[0])
         yield Finding(
             "two-learning-rates",
-            fact,
-            "optax.adamw and its kin contain theirs; chain scale_by_adam instead.",
+            f"two learning rates are multiplied, which makes {peak:.3g}",
+            "optax.adamw and similar optimizers include a learning rate. Chain scale_by_adam "
+            "instead.",
             paths,
         )
 
 
-def _average_of_updates(v: View) -> Iterator[Finding]:
-    def late(row: Row) -> bool:
-        parts = v.chains[row.path].parts
-        rate = next((i for i, part in enumerate(parts) if part.factor is not None), len(parts))
-        return any(part.name == "ema" for part in parts[rate:])
+def _average_of_updates(view: View) -> Iterator[Finding]:
+    """Find `optax.ema` after the learning rate: it is one more momentum, not averaged weights."""
 
-    if paths := v.where(late):
-        fact = "optax.ema averages the updates, not the weights"
+    def averages_updates(row: Row) -> bool:
+        parts = view.chains[row.path].parts
+        factors = [index for index, part in enumerate(parts) if part.factor is not None]
+        return bool(factors) and any(part.name == "ema" for part in parts[factors[0] :])
+
+    if paths := view.paths_where(averages_updates):
         yield Finding(
             "average-of-updates",
-            fact,
-            "For an average of the weights use shardwise.optim.keep_average or ema=.",
+            "optax.ema averages the updates, not the weights",
+            "To average the weights, use shardwise.optim.keep_average, or ema= of a recipe.",
             paths,
         )
 
 
-def _state_size(v: View) -> Iterator[Finding]:
-    if paths := v.where(
-        lambda row: not row.moves and row.state_bytes >= num_bytes(row.shape, jnp.dtype(row.dtype))
-    ):
-        total = sum(row.state_bytes for row in v.rows if row.path in paths)
-        fact = f"{show_bytes(total)} of optimizer state are kept for parameters that never move"
+def _state_for_frozen(view: View) -> Iterator[Finding]:
+    """Find memory that is used for the optimizer state of parameters that never move."""
+
+    def has_state(row: Row) -> bool:
+        return row.state_bytes >= num_bytes(row.shape, jnp.dtype(row.dtype))
+
+    if paths := view.paths_where(lambda row: not row.moves and has_state(row)):
+        total = sum(row.state_bytes for row in view.rows if row.path in paths)
         yield Finding(
             "state-for-frozen",
-            fact,
-            "Freeze with optax.partition or Group(..., frozen=True), which keeps none.",
+            f"parameters that never move have {show_bytes(total)} of optimizer state",
+            "Freeze them with optax.partition or Group(..., frozen=True), which keep no state.",
             paths,
         )
-    params, state = (
-        v.spec.num_params,
-        sum(leaf.size for leaf in jax.tree.leaves(v.spec.abstract.opt_state)),
-    )
-    if state > 4.5 * params:
-        fact = f"the optimizer keeps {state / params:.1f} numbers for each parameter; Adam keeps 2"
+
+
+def _state_too_large(view: View) -> Iterator[Finding]:
+    """Find an optimizer state of an unusual size, such as one with nested averages."""
+    leaves = jax.tree.leaves(view.spec.abstract.opt_state)
+    ratio = sum(leaf.size for leaf in leaves) / max(1, view.spec.num_params)
+    if ratio > MAX_STATE_PER_PARAMETER:
         yield Finding(
             "state-too-large",
-            fact,
-            "Look for histories, stacked wrappers, or averages that are kept twice.",
+            f"the optimizer keeps {ratio:.1f} numbers per parameter; Adam keeps 2",
+            "Check for gradient histories, nested wrappers, and averages that are kept twice.",
         )
 
 
-def _applies_nan(v: View) -> Iterator[Finding]:
-    for part in v.parts("apply_if_finite"):
-        count = part.settings.get("max_consecutive_errors")
-        fact = (
-            f"apply_if_finite applies the update that is not finite after {count} of them in a row"
-        )
+def _applies_nan(view: View) -> Iterator[Finding]:
+    """Find `optax.apply_if_finite`, which gives up after a number of bad updates."""
+    for part in view.parts("apply_if_finite"):
+        limit = part.settings.get("max_consecutive_errors")
         yield Finding(
             "applies-nan",
-            fact,
-            "Leave it out: a step of shardwise never applies one, and Run(max_skips=...) stops the run.",
+            f"apply_if_finite applies an update that is not finite after {limit} consecutive ones",
+            "Remove it: shardwise never applies such an update, and Run(max_skips=...) stops the "
+            "run.",
         )
 
 
-def _lost_updates(v: View) -> Iterator[Finding]:
-    def lost(row: Row) -> bool:
-        return row.dtype in HALF and float(np.median(v.measured("lost", PLAIN, row.path))) > 0.3
+def _updates_lost(view: View) -> Iterator[Finding]:
+    """Find updates that are smaller than the spacing of numbers in half precision."""
 
-    if not v.parts("with_master") and (paths := v.where(lost)):
-        share = max(float(np.median(v.measured("lost", PLAIN, path))) for path in paths)
-        fact = (
-            f"{share:.0%} of the updates are too small for the dtype of the parameters and are lost"
-        )
+    def lost_fraction(path: str) -> float:
+        return float(np.median(view.measured("lost", PLAIN, path)))
+
+    def is_lost(row: Row) -> bool:
+        return row.dtype in HALF_PRECISION and lost_fraction(row.path) > 0.3
+
+    if view.parts("with_master"):
+        return
+    if paths := view.paths_where(is_lost):
+        fraction = max(lost_fraction(path) for path in paths)
         yield Finding(
             "updates-lost",
-            fact,
-            "Keep float32 parameters and compute in bfloat16, or say master=True.",
+            f"{fraction:.0%} of the updates are too small for the dtype of the parameters and "
+            "are lost",
+            "Use float32 parameters and compute in bfloat16, or set master=True.",
             paths,
         )
 
 
-def _is_nonzero(value: Any) -> bool:
-    return callable(value) or bool(value is not None and value != 0)
+def _is_nonzero(value: object) -> bool:
+    """Return whether a weight decay is a schedule or a number other than 0."""
+    return callable(value) or bool(value != 0)
 
 
-CHECKS: tuple[Callable[[View], Iterator[Finding]], ...] = (
+CHECKS: tuple[Check, ...] = (
     _not_finite,
     _half_hyperparameters,
     _ascends,
     _raw_gradient,
-    _moves_without_gradient,
+    _frozen_moves,
     _nothing_moves,
-    _first_update,
-    _decay,
-    _clipping,
+    _first_update_idle,
+    _decay_reaches_nothing,
+    _decay_of_vectors,
+    _decay_grows,
+    _decay_not_decoupled,
+    _decay_too_strong,
+    _clip_after_adaptive,
     _schedule,
-    _learning_rates_multiply,
+    _two_learning_rates,
     _average_of_updates,
-    _state_size,
+    _state_for_frozen,
+    _state_too_large,
     _applies_nan,
-    _lost_updates,
+    _updates_lost,
 )
 
 
-def updates_for_one(chains: Mapping[str, Chain]) -> int:
-    return next(
-        (int(part.settings["every_k"]) for part in chains[ANY].parts if part.name == "MultiSteps"),
-        1,
-    )
-
-
 def find(view: View) -> tuple[Finding, ...]:
-    """Everything that the checks have to say, each of it once."""
-    found = [finding for check in CHECKS for finding in check(view)]
-    return tuple({(finding.name, finding.paths): finding for finding in found}.values())
+    """Return the findings of all checks, without repeats.
+
+    Args:
+        view: what was read and measured of the optimizer.
+    """
+    findings = [finding for check in CHECKS for finding in check(view)]
+    return tuple({(finding.name, finding.paths): finding for finding in findings}.values())
