@@ -1,4 +1,4 @@
-"""The doctor finds what is wrong, says what helps, and survives what is broken."""
+"""The doctor finds problems, says what to do, and survives broken installations."""
 
 import json
 import os
@@ -6,17 +6,15 @@ import time
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from shardwise.cli import main
-from shardwise.doctor import packages as doctor_packages
-from shardwise.doctor import system as doctor_system
-from shardwise.doctor.doctor import Probed, machine_findings, probe_findings, run_probe
-from shardwise.doctor.environment import environment_findings
-from shardwise.doctor.finding import others_can_write
-from shardwise.doctor.packages import gpu_findings, package_findings
+from shardwise.doctor import packages, system
+from shardwise.doctor.check import check_private, run_check
+from shardwise.doctor.devices import Probe, probe_results, run_probe
+from shardwise.doctor.environment import check_environment
+from shardwise.doctor.gpus import check_gpus
+from shardwise.doctor.machine import check_machine
 from shardwise.files.lock import lock_directory
-from shardwise.runtime import MAX_CACHE_BYTES as LIMIT
 from tests.helpers.command import run
 
 RECIPE = """
@@ -26,20 +24,36 @@ from flax import nnx
 from shardwise import Batches, Run
 
 def recipe(steps: int = 4, out: Path | None = None) -> Run:
-    return Run(model=lambda rngs: nnx.Linear(4, 2, rngs=rngs), loss=lambda model, batch: (model(batch["x"]) ** 2).mean(),
-               optimizer=optax.sgd(0.1), data=Batches({"x": np.ones((64, 4), "f4")}, 8), steps=steps, out=out, save_every=2)
+    return Run(
+        model=lambda rngs: nnx.Linear(4, 2, rngs=rngs),
+        loss=lambda model, batch: (model(batch["x"]) ** 2).mean(),
+        optimizer=optax.sgd(0.1),
+        data=Batches({"x": np.ones((64, 4), "f4")}, 8),
+        steps=steps,
+        out=out,
+        save_every=2,
+    )
 """
 
 
-def by_name(findings):
-    return {finding.name: finding for finding in findings}
+def by_name(results):
+    return {result.name: result for result in results}
 
 
-def tried_out(timeout=60.0, cpu_devices=None):
-    return by_name(probe_findings(run_probe(timeout, lambda text: None, cpu_devices), timeout))
+def check_devices(timeout=60.0, cpu_devices=None):
+    probe = run_probe(timeout, lambda text: None, cpu_devices)
+    return by_name(probe_results(probe, timeout))
 
 
-def test_the_command_here(tmp_path):
+def check_packages():
+    return [result for check in packages.CHECKS for result in check()]
+
+
+def check_disks():
+    return by_name(result for check in system.DISK_CHECKS for result in check())
+
+
+def test_the_command_on_this_machine(tmp_path):
     before = set(tmp_path.iterdir())
     done = run("doctor", "--cpu-devices", 2, "--json", "found.json", cwd=tmp_path)
     answer = json.loads((tmp_path / "found.json").read_text())
@@ -66,17 +80,18 @@ def test_the_command_here(tmp_path):
     assert all(finding["remedy"] for finding in answer["findings"] if finding["state"] != "ok")
 
 
-def test_a_flag_that_xla_does_not_know(monkeypatch):
+def test_an_unknown_xla_flag(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_nonsense=3")
-    found = tried_out()["trying out"]  # XLA ends the whole process
+    # XLA ends the whole process.
+    found = check_devices()["device check"]
     assert found.state == "problem"
     assert "Unknown flag in XLA_FLAGS: --xla_nonsense=3" in found.text
     assert "unset XLA_FLAGS" in found.remedy
 
 
-def test_a_platform_that_is_not_there(monkeypatch):
+def test_a_platform_without_a_plugin(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
-    found = tried_out()["trying out"]
+    found = check_devices()["device check"]
     assert found.state == "problem"
     assert "unset JAX_PLATFORMS" in found.remedy
 
@@ -93,35 +108,36 @@ def test_a_platform_that_is_not_there(monkeypatch):
         (
             "import time; time.sleep(1000)",
             1.0,
-            "importing jax: no answer for 1 s; the process was ended",
+            "importing jax: no answer for 1 s; the process was killed",
             "--timeout 600",
         ),
         ("import os; os.abort()", 30, "importing jax: ended by SIGABRT", "Reinstall"),
         (
-            "import sys; print('CUDA driver version is insufficient', file=sys.stderr); sys.exit(3)",
+            "import sys; print('CUDA driver version is insufficient', file=sys.stderr)\nsys.exit(3)",
             30,
             "insufficient",
             "nvidia-smi",
         ),
     ],
 )
-def test_a_broken_jax_is_told_and_not_suffered(tmp_path, monkeypatch, code, timeout, text, remedy):
+def test_a_broken_jax_is_reported(tmp_path, monkeypatch, code, timeout, text, remedy):
     (tmp_path / "jax.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     began = time.monotonic()
-    found = tried_out(timeout)
+    found = check_devices(timeout)
     assert time.monotonic() - began < 10
-    assert list(found) == ["trying out"]
-    assert found["trying out"].state == "problem"
-    assert text in found["trying out"].text
-    assert remedy in found["trying out"].remedy
+    assert list(found) == ["device check"]
+    assert found["device check"].state == "problem"
+    assert text in found["device check"].text
+    assert remedy in found["device check"].remedy
 
 
 def test_wrong_results_are_a_problem():
     kinds = [{"kind": "odd", "is_right": False, "seconds": 1.0}]
-    step = {"count": 2, "falls": False, "losses": [1.0, 2.0], "first": 1.0, "second": 1.0}
-    found = by_name(probe_findings(Probed(found={"compute": {"kinds": kinds}, "step": step}), 1.0))
-    assert found["product"].state == found["training step"].state == "problem"
+    step = {"count": 2, "losses": [1.0, 2.0], "first": 1.0, "second": 1.0}
+    probe = Probe(found={"compute": {"kinds": kinds}, "step": step})
+    found = by_name(probe_results(probe, 1.0))
+    assert found["arithmetic"].state == found["training step"].state == "problem"
 
 
 @pytest.mark.parametrize(
@@ -135,9 +151,9 @@ def test_wrong_results_are_a_problem():
             {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
             "XLA_FLAGS",
             "warning",
-            "wait for ever",
+            "wait forever",
         ),
-        ({"XLA_FLAGS": "xla_gpu_x=1"}, "XLA_FLAGS", "problem", "no flag"),
+        ({"XLA_FLAGS": "xla_gpu_x=1"}, "XLA_FLAGS", "problem", "not a flag"),
         (
             {"XLA_PYTHON_CLIENT_MEM_FRACTION": "90"},
             "XLA_PYTHON_CLIENT_MEM_FRACTION",
@@ -150,12 +166,12 @@ def test_wrong_results_are_a_problem():
 )
 def test_variables(variables, name, state, words):
     settings = {"jax_enable_x64": False, "jax_platforms": None}
-    found = by_name(environment_findings(settings, variables))[name]
+    found = by_name(check_environment(settings, variables))[name]
     assert (found.state, bool(found.remedy)) == (state, True)
     assert words in found.text
 
 
-def test_variables_that_are_off_or_fine_are_left_alone():
+def test_harmless_variables_are_not_reported():
     fine = {
         "JAX_ENABLE_X64": "0",
         "JAX_DISABLE_JIT": "False",
@@ -163,20 +179,45 @@ def test_variables_that_are_off_or_fine_are_left_alone():
         "SHARDWISE_JOB": "3",
         "XLA_PYTHON_CLIENT_MEM_FRACTION": ".9",
     }
-    assert list(environment_findings({"jax_enable_x64": False}, fine)) == []
+    assert list(by_name(check_environment({"jax_enable_x64": False}, fine))) == ["variables"]
 
 
-def test_versions_that_do_not_go_together(monkeypatch):
-    real = doctor_packages.version_of
+def test_a_compilation_cache_that_others_can_write_to_is_reported(tmp_path):
+    """Regression: the variable was reported as harmless, and the folder was not looked at."""
+    name = "JAX_COMPILATION_CACHE_DIR"
+    tmp_path.chmod(0o777)
+    found = by_name(check_environment({}, {name: str(tmp_path)}))[name]
+    assert (found.state, found.remedy[:9]) == ("warning", "chmod 700")
+    tmp_path.chmod(0o700)
+    assert by_name(check_environment({}, {name: str(tmp_path)}))[name].state == "ok"
+    remote = by_name(check_environment({}, {name: "gs://bucket/cache"}))[name]
+    assert (remote.state, "gs://bucket/cache" in remote.text) == ("ok", True)
+
+
+def test_a_check_that_fails_does_not_hide_the_others():
+    def check():
+        yield from check_private("x", Path("/nowhere"))
+        raise ValueError("broken")
+
+    results = run_check("disk", check)
+    assert [(result.group, result.state) for result in results] == [
+        ("disk", "ok"),
+        ("disk", "warning"),
+    ]
+    assert "ValueError: broken" in results[1].text
+
+
+def test_incompatible_versions(monkeypatch):
+    real = packages.version_of
     monkeypatch.setattr(
-        doctor_packages,
+        packages,
         "version_of",
         lambda name: {"jaxlib": "0.4.1", "flax": "0.8.0", "grain": None}.get(name, real(name)),
     )
-    found = by_name(package_findings())
+    found = by_name(check_packages())
     assert {found[name].state for name in ("jax", "flax", "grain")} == {"problem"}
     assert found["rich"].state == "ok"
-    assert "does not go with jaxlib 0.4.1" in found["jax"].text
+    assert "is not compatible with jaxlib 0.4.1" in found["jax"].text
     assert "0.8.0; shardwise needs >=0.12" in found["flax"].text
     assert "not installed" in found["grain"].text
 
@@ -184,19 +225,23 @@ def test_versions_that_do_not_go_together(monkeypatch):
 @pytest.mark.parametrize(
     ("plugins", "state", "words"),
     [
-        ({"jax-cuda12-plugin": "0.9.0"}, "warning", "left unused with a warning, or crashes"),
+        (
+            {"jax-cuda12-plugin": "0.9.0"},
+            "warning",
+            "ignores such a plugin with a warning, or crashes",
+        ),
         ({"jax-cuda12-plugin": "X", "jax-cuda13-plugin": "X"}, "warning", "are both installed"),
         ({"jax-metal": "0.1.1"}, "problem", "older releases"),
     ],
 )
 def test_plugins(monkeypatch, plugins, state, words):
-    jaxlib = doctor_packages.version_of("jaxlib")
+    jaxlib = packages.version_of("jaxlib")
     monkeypatch.setattr(
-        doctor_packages,
+        packages,
         "installed_plugins",
         lambda: {name: v.replace("X", jaxlib) for name, v in plugins.items()},
     )
-    assert any(finding.state == state and words in finding.text for finding in package_findings())
+    assert any(result.state == state and words in result.text for result in check_packages())
 
 
 NVIDIA_SMI = """#!/bin/sh
@@ -207,20 +252,20 @@ esac
 """
 
 
-def test_gpus_as_the_driver_sees_them(tmp_path, monkeypatch):
+def test_gpus_and_their_driver(tmp_path, monkeypatch):
     tool = tmp_path / "nvidia-smi"
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(doctor_packages, "installed_plugins", lambda: {"jax-cuda12-plugin": "1"})
+    monkeypatch.setattr(packages, "installed_plugins", lambda: {"jax-cuda12-plugin": "1"})
     tool.write_text(NVIDIA_SMI.format(pid=os.getpid()))
     tool.chmod(0o755)
-    found = by_name(gpu_findings())
+    found = by_name(check_gpus())
     assert (found["NVIDIA driver"].state, found["GPU 0"].state) == ("problem", "warning")
     assert "470.57 is too old for cuda12" in found["NVIDIA driver"].text
     assert found[f"process {os.getpid()}"].text == "python3 (this user's) holds 119000 MiB of a GPU"
     tool.write_text("#!/bin/sh\nexec sleep 100\n")
-    assert "the driver hangs" in by_name(gpu_findings(0.3))["NVIDIA driver"].text
+    assert "the driver hangs" in by_name(check_gpus(0.3))["NVIDIA driver"].text
     tool.write_text("#!/bin/sh\necho 'Failed to initialize NVML'; exit 9\n")
-    assert "Failed to initialize NVML" in by_name(gpu_findings())["NVIDIA driver"].text
+    assert "Failed to initialize NVML" in by_name(check_gpus())["NVIDIA driver"].text
 
 
 def test_limits_of_a_container(tmp_path, monkeypatch):
@@ -230,35 +275,30 @@ def test_limits_of_a_container(tmp_path, monkeypatch):
         "cpu.max": "50000 100000",
     }.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(
-        doctor_system, "_cgroup_files", lambda new, old, kind: iter([tmp_path / new])
-    )
-    found = by_name(doctor_system.memory_findings())
+    monkeypatch.setattr(system, "_cgroup_files", lambda new, old, kind: iter([tmp_path / new]))
+    found = by_name([*system.check_memory(), *system.check_processors()])
     assert (found["memory"].state, found["processors"].state) == ("problem", "warning")
     assert "95.4 MiB of 286.1 MiB free in this container" in found["memory"].text
     assert "may use 0.5" in found["processors"].text
 
 
 def test_the_program_cache(tmp_path, monkeypatch):
-    assert doctor_system.LIMIT_OF_PROGRAMS == LIMIT
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert "is not there yet" in by_name(doctor_system.disk_findings())["program cache"].text
+    assert "does not exist yet" in check_disks()["program cache"].text
     assert not list(tmp_path.iterdir())
     folder = tmp_path / "shardwise" / "programs"
     folder.mkdir(parents=True, mode=0o700)
     (folder / "a").write_bytes(b"0" * 2048)
-    assert by_name(doctor_system.disk_findings())["program cache"].text.startswith(
-        "1 files, 2.0 KiB of at most 8.0 GiB"
-    )
+    assert check_disks()["program cache"].text.startswith("1 files, 2.0 KiB of at most 8.0 GiB")
     folder.chmod(0o777)
-    found = by_name(doctor_system.disk_findings())["program cache"]
+    found = check_disks()["program cache"]
     assert (found.state, found.remedy[:9]) == ("warning", "chmod 700")
-    assert [finding.state for finding in others_can_write("x", folder)] == ["warning"]
+    assert [result.state for result in check_private("x", folder)] == ["warning"]
 
 
-def test_without_devices_nothing_is_started():
-    found = machine_findings(Console(quiet=True), None)
-    assert {finding.group for finding in found} == {"packages", "environment", "system", "disk"}
+def test_without_devices_no_process_is_started():
+    results = check_machine(None, lambda text: None)
+    assert {result.group for result in results} == {"packages", "environment", "system", "disk"}
 
 
 def test_a_run(tmp_path, monkeypatch, capsys):
@@ -266,7 +306,7 @@ def test_a_run(tmp_path, monkeypatch, capsys):
     Path("tiny.py").write_text(RECIPE)
     assert main(["train", "tiny.py", "--out", "a"]) == 0
 
-    def look(code):
+    def check(code):
         capsys.readouterr()
         assert main(["doctor", "a", "--json", "found.json"]) == code
         return [
@@ -274,37 +314,34 @@ def test_a_run(tmp_path, monkeypatch, capsys):
             for f in json.loads(Path("found.json").read_text())["findings"]
         ]
 
-    def said(name, state, words, code=0):
-        return any(row[:2] == (name, state) and words in row[2] for row in look(code))
+    def has(name, state, words, code=0):
+        return any(row[:2] == (name, state) and words in row[2] for row in check(code))
 
     files = {path: path.stat().st_mtime_ns for path in Path("a").rglob("*")}
-    assert said("next", "ok", "it has finished")
-    assert said("checkpoints", "ok", "step 4 is the newest of 2, and whole")
-    assert said("lock", "ok", "free")
-    assert files == {
-        path: path.stat().st_mtime_ns for path in Path("a").rglob("*")
-    }  # nothing was touched
+    assert has("next", "ok", "finished: shardwise report a")
+    assert has("checkpoints", "ok", "step 4 is the newest of 2, and undamaged")
+    assert has("lock", "ok", "free")
+    # Nothing was written.
+    assert files == {path: path.stat().st_mtime_ns for path in Path("a").rglob("*")}
     with lock_directory(Path("a")):
-        assert said("lock", "ok", f"in use by process {os.getpid()}")
+        assert has("lock", "ok", f"in use by process {os.getpid()}")
     Path("a/lock").write_text(
         json.dumps({"pid": 1, "host": "far", "boot_id": "other", "started": 1.0})
     )
-    assert said("lock", "warning", "process 1 on far has not left it in order")
+    assert has("lock", "warning", "process 1 on far did not release it")
     Path("a/stacks").mkdir()
     Path("a/stacks/process-0.txt").write_text("Mon: saving step 3\nThread ...")
-    assert said("stacks", "warning", "process-0.txt: Mon: saving step 3")
+    assert has("stacks", "warning", "process-0.txt: Mon: saving step 3")
     Path("a/checkpoints/4/meta.json").write_text("{}")
-    assert said(
-        "checkpoints", "warning", "step 4: a/checkpoints/4/meta.json is damaged: its digest"
-    )
-    assert said("checkpoints", "ok", "step 2 is whole, and is where the run would resume")
-    assert said("next", "ok", "the same command resumes at step 2")
+    assert has("checkpoints", "warning", "step 4: a/checkpoints/4/meta.json is damaged: its digest")
+    assert has("checkpoints", "ok", "step 2 is undamaged; the run would resume from it")
+    assert has("next", "ok", "the same command resumes at step 2")
     Path("a/checkpoints/2/MANIFEST").unlink()
-    assert said("checkpoints", "problem", "step 2: ", code=2)
+    assert has("checkpoints", "problem", "step 2: ", code=2)
 
 
-def test_no_run(tmp_path, capsys):
+def test_a_directory_without_a_run(tmp_path, capsys):
     assert main(["doctor", str(tmp_path / "nowhere")]) == 2
     assert "there is no run directory" in capsys.readouterr().err
     assert main(["doctor", str(tmp_path)]) == 2
-    assert "is no run directory" in capsys.readouterr().err
+    assert "is not a run directory" in capsys.readouterr().err

@@ -12,8 +12,8 @@ def test_the_page_on_the_doctor(tmp_path):
     commands = run_page(DOCS / "doctor.md", tmp_path).commands
     assert len(commands) == 4
     out = "".join(command.printed for command in commands)
-    assert "nothing in the way" in out
-    assert "it has finished: shardwise report runs/a" in out
+    assert "no problems, " in out
+    assert "finished: shardwise report runs/a" in out
     assert "complete -F _shardwise shardwise" in out
 
 

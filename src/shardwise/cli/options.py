@@ -618,6 +618,7 @@ a signal stopped the sweep, otherwise that of the first failed run.""",
         "check whether training can work here, or how a run is doing",
         _doctor,
         "shardwise.cli.doctor",
+        notes="Exit code 0, also with warnings; 2 if a problem prevents training.",
     ),
 )
 BY_NAME = {command.name: command for command in COMMANDS}

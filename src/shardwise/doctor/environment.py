@@ -1,221 +1,173 @@
-"""Environment variables that change what JAX, XLA or shardwise do, and those that are meant to and do nothing."""
+"""Environment variables that change what JAX, XLA or shardwise do, and misspelt ones."""
 
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-from shardwise.doctor.finding import Finding, State, has_gpu, has_tpu, others_can_write, version_of
+from shardwise.doctor.check import (
+    CheckResult,
+    State,
+    check_private,
+    has_gpu,
+    has_tpu,
+    ok,
+    version_of,
+)
 from shardwise.text import did_you_mean
 
-JAX_MATTERS: dict[str, tuple[State, str, str]] = {
-    "JAX_DISABLE_JIT": (
-        "warning",
-        "every operation runs by itself: steps take many times as long",
-        "unset JAX_DISABLE_JIT",
-    ),
-    "JAX_DEBUG_NANS": (
-        "warning",
-        "raises in place of shardwise's own answer to bad steps, and slows all down",
-        "unset JAX_DEBUG_NANS",
-    ),
-    "JAX_ENABLE_X64": (
-        "warning",
-        "float64 where nothing else is said: twice the memory, far slower on accelerators",
-        "unset JAX_ENABLE_X64",
-    ),
-    "JAX_LOG_COMPILES": ("ok", "each compilation is told", ""),
-    "JAX_CHECK_TRACER_LEAKS": (
-        "warning",
-        "slows tracing, and finds leaks that are none",
-        "unset JAX_CHECK_TRACER_LEAKS",
-    ),
-    "JAX_ENABLE_COMPILATION_CACHE": ("ok", "whether compiled programs are kept", ""),
-    "JAX_DEFAULT_MATMUL_PRECISION": (
-        "ok",
-        "the precision of products where a model says nothing",
-        "",
-    ),
-    "JAX_DEFAULT_PRNG_IMPL": ("ok", "the kind of random numbers", ""),
-    "JAX_COMPILATION_CACHE_DIR": (
-        "ok",
-        "compiled programs are kept there, and shardwise's own folder is not used",
-        "",
-    ),
+# What a variable does when it is switched on, and whether that is meant to be warned about.
+SWITCHES: dict[str, tuple[State, str]] = {
+    "JAX_DISABLE_JIT": ("warning", "nothing is compiled, so steps take many times as long"),
+    "JAX_DEBUG_NANS": ("warning", "raises before shardwise can handle a bad step, and is slow"),
+    "JAX_ENABLE_X64": ("warning", "float64 by default: twice the memory, slow on accelerators"),
+    "JAX_CHECK_TRACER_LEAKS": ("warning", "slows down tracing and reports leaks that are none"),
+    "JAX_LOG_COMPILES": ("ok", "logs each compilation"),
+    "JAX_ENABLE_COMPILATION_CACHE": ("ok", "turns the cache of compiled programs on or off"),
+    "JAX_DEFAULT_MATMUL_PRECISION": ("ok", "precision of matmuls where a model sets none"),
+    "JAX_DEFAULT_PRNG_IMPL": ("ok", "the random number generator"),
 }
-JAX_OTHERS = {  # that JAX reads, and that are no settings of jax.config
-    "JAX_PLATFORM_NAME",
-    "JAX_COORDINATOR_ADDRESS",
-    "JAX_COORDINATOR_BIND_ADDRESS",
-    "JAX_COORDINATOR_PORT",
-    "JAX_LOCAL_DEVICE_IDS",
-    "JAX_SLICE_INDEX",
-    "JAX_PARTITION_INDEX",
-    "JAX_NUM_PROCESSES",
-    "JAX_PROCESS_ID",
-    "JAX_FORCE_TPU_INIT",
-    "JAX_PALLAS_VERBOSE_ERRORS",
-    "JAX_DUMP_IR_MODES",
+OFF = ("", "0", "false", "no", "off")
+# Variables that JAX reads and that are not settings of jax.config.
+OTHER_JAX = {
+    f"JAX_{name}"
+    for name in (
+        *("PLATFORM_NAME", "COORDINATOR_ADDRESS", "COORDINATOR_BIND_ADDRESS", "COORDINATOR_PORT"),
+        *("LOCAL_DEVICE_IDS", "SLICE_INDEX", "PARTITION_INDEX", "NUM_PROCESSES", "PROCESS_ID"),
+        *("FORCE_TPU_INIT", "PALLAS_VERBOSE_ERRORS", "DUMP_IR_MODES"),
+    )
 }
-SHARDWISE_OWN = {
-    "SHARDWISE_FAILPOINT",
-    "SHARDWISE_JOB",
-    "SHARDWISE_STARTED",
-    "SHARDWISE_PROGRESS",
-    "SHARDWISE_SOURCE",
-}
+SHARDWISE = {f"SHARDWISE_{name}" for name in ("FAILPOINT", "JOB", "STARTED", "PROGRESS", "SOURCE")}
+PLATFORMS = ("cpu", "cuda", "gpu", "tpu", "rocm")
+CACHE = "JAX_COMPILATION_CACHE_DIR"
 
 
-def environment_findings(
-    settings: Mapping[str, Any] | None, environment: Mapping[str, str]
-) -> Iterator[Finding]:
-    """Variables that change what JAX, XLA or shardwise do, and those that are meant to and do nothing. `settings`: of jax.config."""
-    known = {name.upper() for name in settings or {}} | JAX_OTHERS | set(JAX_MATTERS)
-    for name, value in sorted(environment.items()):
-        if name in JAX_MATTERS and value.strip().lower() not in ("", "0", "false", "no", "off"):
-            state, text, remedy = JAX_MATTERS[name]
-            yield _variable(name, value, state, text, remedy)
-        elif name == "JAX_COMPILATION_CACHE_DIR":
-            yield from others_can_write(name, Path(value))
-        elif name == "JAX_PLATFORMS" and value:
-            yield from _platforms(value)
-        elif name.startswith("JAX_") and name not in known:
-            if settings is not None:
-                yield _variable(
-                    name,
-                    value,
-                    "warning",
-                    f"JAX knows no such variable.{did_you_mean(name, known)}",
-                    f"unset {name}",
-                )
-        elif name == "SHARDWISE_FAILPOINT":
-            yield _variable(name, value, "warning", "makes runs fail, for tests", f"unset {name}")
-        elif name.startswith("SHARDWISE_") and name not in SHARDWISE_OWN:
-            yield _variable(
-                name,
-                value,
-                "warning",
-                f"shardwise knows no such variable.{did_you_mean(name, SHARDWISE_OWN)}",
-                f"unset {name}",
-            )
-    yield from _xla_variables(environment)
-    libraries = [
-        part
-        for part in environment.get("LD_LIBRARY_PATH", "").split(":")
-        if re.search(r"cuda|cudnn|nccl|nvidia", part, re.I)
+def check_environment(
+    settings: Mapping[str, object] | None, environment: Mapping[str, str]
+) -> Iterator[CheckResult]:
+    """Check all environment variables.
+
+    Args:
+        settings: jax.config as the device check has read it; None if it has not run. Without it
+            misspelt JAX variables are not recognized.
+        environment: the variables, by name.
+    """
+    results = [
+        *_switches(settings, environment),
+        *_shardwise(environment),
+        *_platforms(environment.get("JAX_PLATFORMS", "")),
+        *_xla_flags(environment),
+        *_memory(environment),
+        *_cuda(environment),
+        *_cache(environment.get(CACHE, "")),
     ]
-    if libraries and (version_of("nvidia-cudnn-cu12") or version_of("nvidia-cudnn-cu13")):
-        text = f"{libraries[0]} comes before the CUDA libraries that pip has installed for JAX"
-        yield _variable(
-            "LD_LIBRARY_PATH", ":".join(libraries), "warning", text, "unset LD_LIBRARY_PATH"
-        )
+    yield from results or [ok("variables", "none that changes what JAX or shardwise do")]
 
 
-def _platforms(value: str) -> Iterator[Finding]:
-    names = [part.strip() for part in value.split(",") if part.strip()]
-    known = ("cpu", "cuda", "gpu", "tpu", "rocm")
-    if wrong := [
-        name for name in names if name not in known and name not in ("METAL", "axon", "proxy")
-    ]:
-        text = f"JAX has no platform '{wrong[0]}'; there are {', '.join(known)}.{did_you_mean(wrong[0], known)}"
-        yield _variable(
-            "JAX_PLATFORMS",
-            value,
-            "warning",
-            text,
-            "export JAX_PLATFORMS=cuda, cpu or tpu; or unset it",
-        )
-    elif names == ["cpu"] and (has_gpu() or has_tpu()):
-        text = "the accelerator of this machine is left alone"
-        yield _variable(
-            "JAX_PLATFORMS", value, "warning", text, "unset JAX_PLATFORMS, if training is to use it"
-        )
-    else:
-        yield _variable("JAX_PLATFORMS", value, "ok", "the devices to look for", "")
+def _variable(name: str, value: str, state: State, text: str, remedy: str = "") -> CheckResult:
+    shown = value if len(value) <= 60 else f"{value[:57]}..."
+    if state != "ok":
+        remedy = remedy or f"unset {name}"
+    return CheckResult(name, state, f"{shown!r}: {text}", remedy)
 
 
-def _xla_variables(environment: Mapping[str, str]) -> Iterator[Finding]:
-    flags = environment.get("XLA_FLAGS", "").split()
-    if wrong := [flag for flag in flags if not flag.startswith("--")]:
-        yield _variable(
-            "XLA_FLAGS",
-            wrong[0],
-            "problem",
-            "XLA ends the process at a word that is no flag",
-            "Write --xla_name=value.",
+def _switches(
+    settings: Mapping[str, object] | None, environment: Mapping[str, str]
+) -> Iterator[CheckResult]:
+    """Check JAX variables that are switched on, and those that JAX does not know."""
+    known = {name.upper() for name in settings or {}} | OTHER_JAX | set(SWITCHES) | {CACHE}
+    for name, value in sorted(environment.items()):
+        if name in SWITCHES and value.strip().lower() not in OFF:
+            yield _variable(name, value, *SWITCHES[name])
+        elif name.startswith("JAX_") and name not in known and settings is not None:
+            text = f"JAX does not know this variable.{did_you_mean(name, known)}"
+            yield _variable(name, value, "warning", text)
+
+
+def _shardwise(environment: Mapping[str, str]) -> Iterator[CheckResult]:
+    """Check variables of shardwise."""
+    for name, value in sorted(environment.items()):
+        if name == "SHARDWISE_FAILPOINT":
+            yield _variable(name, value, "warning", "makes runs fail, for tests")
+        elif name.startswith("SHARDWISE_") and name not in SHARDWISE:
+            text = f"shardwise does not know this variable.{did_you_mean(name, SHARDWISE)}"
+            yield _variable(name, value, "warning", text)
+
+
+def _platforms(value: str) -> Iterator[CheckResult]:
+    """Check the platforms that JAX may use."""
+    name = "JAX_PLATFORMS"
+    platforms = [part.strip() for part in value.split(",") if part.strip()]
+    unknown = [part for part in platforms if part not in (*PLATFORMS, "METAL", "axon", "proxy")]
+    if unknown:
+        text = (
+            f"JAX has no platform '{unknown[0]}'; the platforms are {', '.join(PLATFORMS)}."
+            f"{did_you_mean(unknown[0], PLATFORMS)}"
         )
+        yield _variable(name, value, "warning", text)
+    elif platforms == ["cpu"] and (has_gpu() or has_tpu()):
+        yield _variable(name, value, "warning", "the accelerator of this machine is not used")
+    elif platforms:
+        yield _variable(name, value, "ok", "the platforms that JAX may use")
+
+
+def _xla_flags(environment: Mapping[str, str]) -> Iterator[CheckResult]:
+    """Check the flags that are passed to XLA."""
+    name = "XLA_FLAGS"
+    flags = environment.get(name, "").split()
     for flag in flags:
-        name, _, value = flag.partition("=")
-        if name == "--xla_force_host_platform_device_count":
-            text = "devices without threads of their own: two exchanges at once may wait for ever"
-            yield _variable(
-                "XLA_FLAGS",
-                flag,
-                "warning",
-                text,
-                f"Leave it out and say --cpu-devices {value or 'N'}.",
-            )
-        elif name == "--xla_gpu_deterministic_ops" and value.lower() != "false":
-            yield _variable(
-                "XLA_FLAGS",
-                flag,
-                "warning",
-                "slower kernels, also where nothing asks for them",
-                "Leave it out, unless it is meant.",
-            )
-        elif name.startswith("--xla_dump"):
-            yield _variable(
-                "XLA_FLAGS",
-                flag,
-                "warning",
-                "every program is written to the disk",
-                "Leave it out when done looking.",
-            )
-        elif name.startswith("--"):
-            yield _variable("XLA_FLAGS", flag, "ok", "passed to the compiler", "")
-    if "JAX_NUM_CPU_DEVICES" in environment and any("device_count" in flag for flag in flags):
-        text = "JAX refuses both it and --xla_force_host_platform_device_count"
+        option, _, value = flag.partition("=")
+        if not flag.startswith("--"):
+            text = "XLA ends the process because this is not a flag"
+            yield _variable(name, flag, "problem", text, "Write it as --xla_name=value.")
+        elif option == "--xla_force_host_platform_device_count":
+            text = "these devices share too few threads: two collectives may wait forever"
+            yield _variable(name, flag, "warning", text, f"Use --cpu-devices {value or 'N'}.")
+        elif option == "--xla_gpu_deterministic_ops" and value.lower() != "false":
+            text = "slower kernels, also where nothing needs them"
+            yield _variable(name, flag, "warning", text, "Remove it, unless it is intended.")
+        elif option.startswith("--xla_dump"):
+            text = "every program is written to disk"
+            yield _variable(name, flag, "warning", text, "Remove it when you are done.")
+        else:
+            yield _variable(name, flag, "ok", "passed to the compiler")
+    count = environment.get("JAX_NUM_CPU_DEVICES")
+    if count is not None and any("device_count" in flag for flag in flags):
+        text = "JAX refuses this together with --xla_force_host_platform_device_count"
         yield _variable(
-            "JAX_NUM_CPU_DEVICES",
-            environment["JAX_NUM_CPU_DEVICES"],
-            "problem",
-            text,
-            "Set one of them, or say --cpu-devices.",
+            "JAX_NUM_CPU_DEVICES", count, "problem", text, "Set neither; use --cpu-devices."
         )
-    fraction = environment.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
+
+
+def _memory(environment: Mapping[str, str]) -> Iterator[CheckResult]:
+    """Check how JAX allocates GPU memory."""
+    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    fraction = environment.get(name)
     if fraction is not None and not re.fullmatch(r"0?\.\d+|1(\.0*)?", fraction):
-        text = "it is the part of a GPU's memory that is taken at the start, above 0 and up to 1"
-        yield _variable(
-            "XLA_PYTHON_CLIENT_MEM_FRACTION",
-            fraction,
-            "problem",
-            text,
-            "export XLA_PYTHON_CLIENT_MEM_FRACTION=.9, or unset it",
-        )
-    if environment.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform":
-        text = "each array is taken from the driver by itself: slow"
-        yield _variable(
-            "XLA_PYTHON_CLIENT_ALLOCATOR",
-            "platform",
-            "warning",
-            text,
-            "unset XLA_PYTHON_CLIENT_ALLOCATOR",
-        )
-    if (
-        "CUDA_VISIBLE_DEVICES" in environment
-        and environment["CUDA_VISIBLE_DEVICES"].strip() in ("", "-1")
-        and has_gpu()
-    ):
-        text = "no GPU can be seen"
-        yield _variable(
-            "CUDA_VISIBLE_DEVICES",
-            environment["CUDA_VISIBLE_DEVICES"],
-            "warning",
-            text,
-            "unset CUDA_VISIBLE_DEVICES",
-        )
+        text = "must be the fraction of GPU memory to allocate at the start, above 0 and up to 1"
+        yield _variable(name, fraction, "problem", text, f"export {name}=.9, or unset it.")
+    name = "XLA_PYTHON_CLIENT_ALLOCATOR"
+    if environment.get(name) == "platform":
+        yield _variable(name, "platform", "warning", "asks the driver for each array: slow")
 
 
-def _variable(name: str, value: str, state: State, text: str, remedy: str) -> Finding:
-    shown = value if len(value) <= 60 else value[:57] + "..."
-    return Finding("environment", name, state, f"{shown!r}: {text}", remedy)
+def _cuda(environment: Mapping[str, str]) -> Iterator[CheckResult]:
+    """Check what hides GPUs or replaces the CUDA libraries of JAX."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1") and has_gpu():
+        yield _variable("CUDA_VISIBLE_DEVICES", visible, "warning", "hides all GPUs")
+    parts = environment.get("LD_LIBRARY_PATH", "").split(":")
+    libraries = [part for part in parts if re.search(r"cuda|cudnn|nccl|nvidia", part, re.I)]
+    has_wheels = version_of("nvidia-cudnn-cu12") or version_of("nvidia-cudnn-cu13")
+    if libraries and has_wheels:
+        text = (
+            f"{libraries[0]} takes precedence over the CUDA libraries that JAX was installed with"
+        )
+        yield _variable("LD_LIBRARY_PATH", ":".join(libraries), "warning", text)
+
+
+def _cache(folder: str) -> Iterator[CheckResult]:
+    """Check the cache of compiled programs that replaces shardwise's own."""
+    if "://" in folder:
+        yield ok(CACHE, f"{folder} replaces shardwise's own cache")
+    elif folder:
+        yield from check_private(CACHE, Path(folder))

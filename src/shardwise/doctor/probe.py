@@ -1,7 +1,8 @@
-"""Tries out JAX, its devices and one training step, in a process of its own: run as a script, it tells each stage as it goes.
+"""Checks JAX, its devices and one training step. Run as a script, in a separate process.
 
-What it imports may fail, abort the process or never come back. `doctor.py` hears how far it came. It imports nothing of shardwise
-before the last stage, and holds no GPU memory but what it uses.
+What it imports may fail, abort the process or never return. It writes one JSON line at the start
+and at the end of each stage to a pipe, so `devices.py` knows how far it came. It imports nothing of
+shardwise before the last stage, and holds no GPU memory except what it uses.
 """
 
 import importlib
@@ -10,146 +11,145 @@ import os
 import sys
 import time
 import traceback
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
 
-LIBRARIES = ("flax", "optax", "orbax.checkpoint", "grain")
-STAGES = {
-    "jax": "importing jax",
-    "devices": "looking for devices",
-    "compute": "a product on one device of each kind",
-    "libraries": "importing flax, optax, orbax and grain",
-    "step": "a training step on all devices",
-}
-
-
-def main(descriptor: int) -> None:
-    def tell(stage: str, **found: Any) -> None:
-        os.write(descriptor, json.dumps({"stage": stage, **found}, default=str).encode() + b"\n")
-
-    tell("jax", begun=True)
-    began = time.perf_counter()
+if TYPE_CHECKING:
     import jax
 
-    tell(
-        "jax",
-        version=jax.__version__,
-        file=jax.__file__,
-        seconds=time.perf_counter() - began,
-        settings=_settings(jax),
-    )
-    tell("devices", begun=True)
-    began = time.perf_counter()
-    devices = jax.devices()
-    tell(
-        "devices",
-        devices=[_describe(device) for device in devices],
-        seconds=time.perf_counter() - began,
-    )
-    tell("compute", begun=True)
-    tell(
-        "compute",
-        kinds=[
-            _compute(jax, device)
-            for device in {device.device_kind: device for device in devices}.values()
-        ],
-    )
-    tell("libraries", begun=True)
-    tell("libraries", failed=_import_libraries())
-    tell("step", begun=True)
-    tell("step", **_step(jax))
+Fields: TypeAlias = dict[str, object]
+
+LIBRARIES = ("flax", "optax", "orbax.checkpoint", "grain")
 
 
-def _settings(jax: Any) -> dict[str, Any]:
-    """Names and values of what JAX can be told by the environment."""
-    return {
+def import_jax() -> Fields:
+    """Import JAX, and read the settings that the environment can change."""
+    import jax
+
+    settings = {
         name: value
         for name, value in jax.config.values.items()
         if isinstance(value, bool | int | float | str | None)
     }
+    return {"version": jax.__version__, "settings": settings}
 
 
-def _describe(device: Any) -> dict[str, Any]:
+def find_devices() -> Fields:
+    """Start the backends and describe their devices."""
+    import jax
+
+    return {"devices": [_describe(device) for device in jax.devices()]}
+
+
+def _describe(device: "jax.Device") -> Fields:
     try:
         memory = device.memory_stats() or {}
-    except Exception:  # some plugins have none
+    except Exception:
+        # Some plugins have no statistics.
         memory = {}
     return {
-        "id": device.id,
         "kind": device.device_kind,
         "platform": device.platform,
         "memory": memory.get("bytes_limit"),
-        "used": memory.get("bytes_in_use"),
     }
 
 
-def _compute(jax: Any, device: Any) -> dict[str, Any]:
-    """A product and its gradient, right to the last digit that float32 can give."""
+def compute() -> Fields:
+    """Compile and run a gradient on one device of each kind."""
+    import jax
+
+    devices = {device.device_kind: device for device in jax.devices()}
+    return {"kinds": [_compute_on(device) for device in devices.values()]}
+
+
+def _compute_on(device: "jax.Device") -> Fields:
+    """Compute the gradient of x·x / 2, which is x exactly."""
+    import jax
     import numpy as np
 
-    began = time.perf_counter()
-    rows = jax.device_put(np.arange(64 * 64, dtype=np.float32).reshape(64, 64) % 7, device)
-    gradient = jax.jit(jax.grad(lambda x: jax.numpy.vdot(x, x) / 2))(rows)
-    is_right = bool(np.array_equal(np.asarray(gradient), np.asarray(rows)))
-    return {
-        "kind": device.device_kind,
-        "platform": device.platform,
-        "is_right": is_right,
-        "seconds": time.perf_counter() - began,
-    }
+    started = time.perf_counter()
+    values = np.arange(64 * 64, dtype=np.float32).reshape(64, 64) % 7
+    gradient = jax.jit(jax.grad(lambda x: jax.numpy.vdot(x, x) / 2))(jax.device_put(values, device))
+    is_right = bool(np.array_equal(np.asarray(gradient), values))
+    seconds = time.perf_counter() - started
+    return {"kind": device.device_kind, "is_right": is_right, "seconds": seconds}
 
 
-def _import_libraries() -> dict[str, str]:
+def import_libraries() -> Fields:
+    """Import the libraries that shardwise needs."""
     failed = {}
     for name in LIBRARIES:
         try:
-            __import__(name)
+            importlib.import_module(name)
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {error}"
-    return failed
+    return {"failed": failed}
 
 
-def _step(jax: Any) -> dict[str, Any]:
-    """Two steps of shardwise's own, the batch divided over all devices, so that these exchange their gradients."""
+def train() -> Fields:
+    """Run two training steps with the batch sharded over all devices, which communicate."""
+    import jax
     import numpy as np
     import optax
     from flax import nnx
 
-    shardwise = importlib.import_module(
-        "shardwise"
-    )  # all of it: this script stands below its modules
+    # By name, because the doctor is below these modules and must not depend on them.
+    shardwise = importlib.import_module("shardwise")
     count = jax.device_count()
     batch = {"x": np.ones((8 * count, 16), np.float32), "y": np.ones((8 * count, 4), np.float32)}
-    began = time.perf_counter()
-    spec = shardwise.abstract_state(
-        lambda rngs: nnx.Linear(16, 4, rngs=rngs), optax.sgd(0.01), shardwise.make_mesh("data=-1")
-    )
-    step = shardwise.make_train_step(
-        spec, lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean(), batch
-    )
-    state, first = step(shardwise.init_state(spec, 0), step.place(batch))
-    first_loss = float(first["loss"])
-    compiled = time.perf_counter()
-    state, second = step(state, step.place(batch))
-    second_loss = float(second["loss"])
-    now = time.perf_counter()
+
+    def loss(model: nnx.Linear, batch: dict[str, "jax.Array"]) -> "jax.Array":
+        return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+
+    started = time.perf_counter()
+    mesh = shardwise.make_mesh("data=-1")
+    optimizer = optax.sgd(0.01)
+    spec = shardwise.abstract_state(lambda rngs: nnx.Linear(16, 4, rngs=rngs), optimizer, mesh)
+    step = shardwise.make_train_step(spec, loss, batch)
+    state = shardwise.init_state(spec, 0)
+    losses = []
+    times = [started]
+    for _ in range(2):
+        state, metrics = step(state, step.place(batch))
+        losses.append(float(metrics["loss"]))
+        times.append(time.perf_counter())
     return {
         "count": count,
-        "falls": second_loss < first_loss,
-        "losses": [first_loss, second_loss],
-        "first": compiled - began,
-        "second": now - compiled,
+        "losses": losses,
+        "first": times[1] - times[0],
+        "second": times[2] - times[1],
     }
 
 
-if __name__ == "__main__":
+# The stages in order, with what the user reads about each.
+STAGES: dict[str, tuple[str, Callable[[], Fields]]] = {
+    "jax": ("importing jax", import_jax),
+    "devices": ("looking for devices", find_devices),
+    "compute": ("computing on one device of each kind", compute),
+    "libraries": ("importing flax, optax, orbax and grain", import_libraries),
+    "step": ("a training step on all devices", train),
+}
+
+
+def main(descriptor: int) -> None:
+    """Run all stages; write what happens to a file descriptor."""
+
+    def write(stage: str, **fields: object) -> None:
+        line = json.dumps({"stage": stage, **fields}, default=str)
+        os.write(descriptor, line.encode() + b"\n")
+
     try:
-        main(int(sys.argv[1]))
+        for name, (_, run) in STAGES.items():
+            write(name, begun=True)
+            started = time.perf_counter()
+            found = run()
+            write(name, total=time.perf_counter() - started, **found)
     except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)
-        where = f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
-        text = f"{type(error).__name__}: {error}"
-        os.write(
-            int(sys.argv[1]),
-            json.dumps({"stage": "error", "error": text, "where": where}).encode() + b"\n",
-        )
+        where = f"{frames[-1].filename}, line {frames[-1].lineno}"
+        write("error", error=f"{type(error).__name__}: {error}", where=where)
         sys.exit(1)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

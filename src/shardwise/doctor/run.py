@@ -1,283 +1,260 @@
-"""How a run stands: who uses its directory, what its checkpoints are worth, its last errors, and what to do next. Reads only."""
+"""Checks of a run directory: who uses it, its checkpoints, its errors, and what to do next."""
 
 import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from shardwise.checkpoint.reader import directory_bytes, saved_steps
-from shardwise.doctor.finding import Finding
-from shardwise.doctor.system import disk_finding
+from shardwise.doctor.check import CheckResult, ok, problem, run_check, warning
+from shardwise.doctor.system import disk_result
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.files.manifest import verify_manifest
 from shardwise.files.lock import boot_id
+from shardwise.files.manifest import verify_manifest
 from shardwise.rundir.files import RunFiles, RunRecord
 from shardwise.text import show_bytes, show_seconds
 
-OLD = 600.0  # seconds without a sign of life after which a run that holds its lock may be stuck
-AHEAD = 120.0  # seconds that a file may be from the future
+# A run that holds its lock may be stuck after this many seconds without a log entry.
+MAX_SILENCE = 600.0
+# Seconds that the clocks of this machine and of the file server may differ.
+MAX_SKEW = 120.0
+FILES = ("run.json", "metrics.jsonl", "lock", "checkpoints")
 
 
-def run_findings(path: Path, tell: Callable[[str], None]) -> Iterator[Finding]:
+def check_run(path: Path, report: Callable[[str], object]) -> list[CheckResult]:
+    """Check a run directory. Nothing is written.
+
+    Args:
+        path: the run directory.
+        report: receives the name of what is being checked.
+
+    Raises:
+        ConfigError: if the path is not a run directory or cannot be read.
+    """
     if not path.is_dir():
         raise ConfigError(f"there is no run directory {path}.")
-    if not any(
-        (path / name).exists() for name in ("run.json", "metrics.jsonl", "lock", "checkpoints")
-    ):
+    if not any((path / name).exists() for name in FILES):
         raise ConfigError(
-            f"{path} is no run directory: it has neither run.json nor metrics.jsonl nor checkpoints."
+            f"{path} is not a run directory: it has no run.json, metrics.jsonl or checkpoints."
         )
     try:
         record = RunFiles(path).read()
     except OSError as error:
         raise ConfigError(f"the run directory {path} cannot be read: {error.strerror}.") from error
-    for note in record.notes:
-        yield Finding(
-            "run",
-            "files",
-            "warning",
-            note,
-            "If it was damaged, resume: what is lost of the log is not lost of the state.",
-        )
-    lock = _lock(path, record)
-    yield lock
-    steps = record.num_steps
-    of = f" of {steps}" if steps else ""
-    age = time.time() - record.written if record.written else None
-    yield Finding(
-        "run",
-        "progress",
-        "ok",
-        f"step {record.last_step}{of}"
-        + (f", last written {show_seconds(max(age, 0))} ago" if age else ""),
+    run = _RunChecks(path, record, report)
+    checks = (
+        run.check_files,
+        run.check_lock,
+        run.check_progress,
+        run.check_checkpoints,
+        run.check_stacks,
+        run.check_bad_steps,
+        run.check_space,
+        run.check_next,
     )
-    newest, checkpoints = _checkpoints(path, record, tell)
-    yield from checkpoints
-    yield from _errors(path, record)
-    yield from _room(path, record)
-    if age is not None and age < -AHEAD:
-        text = f"metrics.jsonl was written {show_seconds(-age)} in the future"
-        yield Finding(
-            "run",
-            "clock",
-            "warning",
-            text,
-            "The clocks of this machine and of the file server differ: set both by NTP.",
-        )
-    yield Finding(
-        "run",
-        "next",
-        "ok",
-        _next(path, record, newest, lock.state == "ok" and "in use" in lock.text),
-    )
+    return [result for check in checks for result in run_check("run", check)]
 
 
-def _lock(path: Path, record: RunRecord) -> Finding:
-    held = _is_held(path / "lock")
-    owner = record.owner
-    who = f"process {owner.get('pid', '?')} on {owner.get('host', '?')}" if owner else "a process"
-    if held:
-        quiet = time.time() - record.written if record.written else 0.0
-        if quiet > OLD:
-            text = f"in use by {who}, and nothing was logged for {show_seconds(quiet)}"
-            remedy = f"If it is stuck: py-spy dump --pid {owner.get('pid', 'PID')}; kill -TERM saves and ends it."
-            return Finding("run", "lock", "warning", text, remedy)
-        return Finding("run", "lock", "ok", f"in use by {who}")
-    if owner and owner.get("boot_id") != boot_id():
-        text = f"{who} has not left it in order; whether that lives cannot be seen from here"
-        return Finding(
-            "run", "lock", "warning", text, "If it has ended: shardwise train ... --force-unlock"
-        )
-    return Finding("run", "lock", "ok", "free")
+@dataclass(frozen=True)
+class _RunChecks:
+    """The checks of one run directory."""
 
+    path: Path
+    record: RunRecord
+    report: Callable[[str], object]
 
-def _is_held(path: Path) -> bool:
-    """Whether a process of this machine holds it, asked without waiting."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError:
+    @cached_property
+    def is_running(self) -> bool:
+        """Whether a process of this machine holds the lock, asked without waiting."""
+        try:
+            descriptor = os.open(self.path / "lock", os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
         return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return False
 
+    @property
+    def age(self) -> float | None:
+        """Seconds since something was logged, if known; negative if clocks differ."""
+        return time.time() - self.record.written if self.record.written else None
 
-def _checkpoints(
-    path: Path, record: RunRecord, tell: Callable[[str], None]
-) -> tuple[int | None, list[Finding]]:
-    """(newest whole step, findings). Looks at older ones only while the newer are damaged."""
-    directory = path / "checkpoints"
-    if not directory.is_dir() or directory.is_symlink():
-        return None, [Finding("run", "checkpoints", "ok", "none yet")]
-    found: list[Finding] = []
-    steps = saved_steps(directory)
-    aside = sorted(inner.name for inner in directory.iterdir() if not inner.name.isdecimal())
-    if bad := [name for name in aside if ".bad" in name]:
-        text = f"{', '.join(bad[:5])}: damaged, and kept aside"
-        found.append(
-            Finding(
-                "run",
-                "checkpoints",
-                "warning",
-                text,
-                "Look at the disk; remove them when nobody needs them.",
-            )
-        )
-    if left := [name for name in aside if name.endswith(".tmp")]:
-        found.append(
-            Finding(
-                "run",
-                "checkpoints",
-                "ok",
-                f"{', '.join(left[:5])}: of a save that is not finished; the next start removes it",
-            )
-        )
-    for step in reversed(steps):
-        tell(f"verifying step {step}")
-        began = time.monotonic()
-        problems = _verified(directory / str(step), tell, step)
-        if not problems:
-            seconds = show_seconds(time.monotonic() - began)
-            text = f"step {step} is the newest of {len(steps)}, and whole (all digests, {seconds})"
-            if step != steps[-1]:
-                text = f"step {step} is whole, and is where the run would resume"
-            return step, [*found, Finding("run", "checkpoints", "ok", text)]
-        more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
-        text = f"step {step}: {problems[0]}{more}"
-        if step == steps[0]:
-            remedy = (
-                "No whole step is left: copy one from a backup, or begin anew with another --out."
-            )
-            found.append(Finding("run", "checkpoints", "problem", text, remedy))
+    @cached_property
+    def damaged(self) -> dict[int, list[str]]:
+        """What is wrong with the newest steps: those that are damaged, and the first that is not.
+
+        Older steps are not read.
+        """
+        verified: dict[int, list[str]] = {}
+        for step in reversed(self.steps):
+            self.report(f"verifying step {step}")
+            try:
+                verified[step] = verify_manifest(self.path / "checkpoints" / str(step))
+            except (OSError, CheckpointError) as error:
+                verified[step] = [str(error)]
+            if not verified[step]:
+                break
+        return verified
+
+    @cached_property
+    def steps(self) -> list[int]:
+        """The steps that are saved, oldest first."""
+        folder = self.path / "checkpoints"
+        return saved_steps(folder) if folder.is_dir() and not folder.is_symlink() else []
+
+    @property
+    def newest(self) -> int | None:
+        """The newest step that is complete and undamaged."""
+        return next((step for step, problems in self.damaged.items() if not problems), None)
+
+    def check_files(self) -> Iterator[CheckResult]:
+        """Report files that are missing or damaged."""
+        for note in self.record.notes:
+            yield warning("files", note, "Resume the run: logs may be lost, the state is not.")
+
+    def check_lock(self) -> Iterator[CheckResult]:
+        """Report which process uses the directory."""
+        owner = self.record.owner
+        pid = owner.get("pid", "?")
+        who = f"process {pid} on {owner.get('host', '?')}" if owner else "a process"
+        silence = self.age or 0.0
+        if self.is_running and silence > MAX_SILENCE:
+            text = f"in use by {who}, but nothing was logged for {show_seconds(silence)}"
+            remedy = f"If it is stuck: py-spy dump --pid {pid}; kill -TERM {pid} saves and ends it."
+            yield warning("lock", text, remedy)
+        elif self.is_running:
+            yield ok("lock", f"in use by {who}")
+        elif owner and owner.get("boot_id") != boot_id():
+            text = f"{who} did not release it, and cannot be seen from this machine"
+            yield warning("lock", text, "If it has ended: shardwise train ... --force-unlock")
         else:
-            remedy = "`shardwise train` sets it aside and takes the one before. Ask why the disk damages files."
-            found.append(Finding("run", "checkpoints", "warning", text, remedy))
-    if not steps:
-        found.append(Finding("run", "checkpoints", "ok", "none yet"))
-    return None, found
+            yield ok("lock", "free")
+
+    def check_progress(self) -> Iterator[CheckResult]:
+        """Report the last step and its age."""
+        text = f"step {self.record.last_step}"
+        if self.record.num_steps:
+            text += f" of {self.record.num_steps}"
+        age = self.age
+        if age is not None:
+            text += f", last written {show_seconds(max(age, 0))} ago"
+        yield ok("progress", text)
+        if age is not None and age < -MAX_SKEW:
+            text = f"metrics.jsonl was written {show_seconds(-age)} in the future"
+            remedy = "Synchronize the clocks of this machine and of the file server with NTP."
+            yield warning("clock", text, remedy)
+
+    def check_checkpoints(self) -> Iterator[CheckResult]:
+        """Verify the newest checkpoint, and older ones while the newer are damaged."""
+        name = "checkpoints"
+        others = sorted(path.name for path in _entries(self.path / name))
+        if bad := [other for other in others if ".bad" in other]:
+            text = f"{', '.join(bad[:5])}: damaged and set aside"
+            yield warning(name, text, "Check the disk; remove them when nobody needs them.")
+        if partial := [other for other in others if other.endswith(".tmp")]:
+            text = f"{', '.join(partial[:5])}: an unfinished save; the next start removes it"
+            yield ok(name, text)
+        for step, problems in self.damaged.items():
+            if not problems:
+                break
+            text = f"step {step}: {problems[0]}"
+            if len(problems) > 1:
+                text += f", and {len(problems) - 1} more"
+            if step == self.steps[0]:
+                remedy = "No complete step is left: restore a backup, or start with another --out."
+                yield problem(name, text, remedy)
+            else:
+                remedy = (
+                    "`shardwise train` sets it aside and uses the previous one. Check the disk."
+                )
+                yield warning(name, text, remedy)
+        if not self.steps:
+            yield ok(name, "none yet")
+        elif self.newest == self.steps[-1]:
+            count = len(self.steps)
+            yield ok(name, f"step {self.newest} is the newest of {count}, and undamaged")
+        elif self.newest is not None:
+            yield ok(name, f"step {self.newest} is undamaged; the run would resume from it")
+
+    def check_stacks(self) -> Iterator[CheckResult]:
+        """Report where stuck processes were."""
+        files = [path for path in _entries(self.path / "stacks") if path.is_file()]
+        for file in sorted(files, key=lambda file: file.stat().st_mtime)[-4:]:
+            with file.open(errors="replace") as lines:
+                first = lines.readline(200).strip()
+            remedy = f"It was stuck there; {file} has its stacks. The same command resumes."
+            yield warning("stacks", f"{file.name}: {first}", remedy)
+
+    def check_bad_steps(self) -> Iterator[CheckResult]:
+        """Report steps with a non-finite loss or gradient."""
+        names = [path.name for path in _entries(self.path / "bad")]
+        steps = sorted((name for name in names if name.isdigit()), key=int)
+        skipped = self.record.column("skipped")
+        count = int(skipped.values.sum()) if len(skipped) else 0
+        if steps:
+            text = f"step {', '.join(steps[:5])} had a non-finite loss or gradient; not applied"
+            place = self.path / "bad" / steps[0] / "report.txt"
+            yield warning("bad steps", text, f"See {place}.")
+        elif count:
+            remedy = "Lower the learning rate, or inspect their batches."
+            yield warning("bad steps", f"{count} steps were skipped", remedy)
+
+    def check_space(self) -> Iterator[CheckResult]:
+        """Check whether the next checkpoint fits on the disk."""
+        text = f"the run takes {show_bytes(_size(self.path))}"
+        each = _size(self.path / "checkpoints" / str(self.steps[-1])) if self.steps else 0
+        if each:
+            text += f", each checkpoint {show_bytes(each)}"
+        file_system = os.statvfs(self.path)
+        free = file_system.f_bavail * file_system.f_frsize
+        if each and free < 1.5 * each:
+            remedy = "The next save will not fit: free some space, or keep fewer (Run.keep)."
+            yield problem("size", f"{text}; {show_bytes(free)} free", remedy)
+        else:
+            yield ok("size", text)
+        yield disk_result("disk", self.path, "the run")
+
+    def check_next(self) -> Iterator[CheckResult]:
+        """Say what to do next."""
+        steps, newest = self.record.num_steps, self.newest
+        recipe = self.record.about.get("recipe")
+        if not isinstance(recipe, str) or len(recipe) >= 200:
+            recipe = "RECIPE"
+        if self.is_running:
+            text = f"running: shardwise report {self.path} --watch"
+        elif steps is not None and newest is not None and newest >= steps:
+            text = f"finished: shardwise report {self.path}, or shardwise sample {self.path}"
+        else:
+            place = "starts again, because nothing is saved"
+            if newest is not None:
+                place = f"resumes at step {newest}"
+            command = f"shardwise train {recipe} ... --out {self.path}"
+            text = f"not finished; the same command {place} ({command})"
+        yield ok("next", text)
 
 
-def _verified(directory: Path, tell: Callable[[str], None], step: int) -> list[str]:
+def _entries(folder: Path) -> list[Path]:
+    """Return what is in a folder; links are neither followed nor returned."""
     try:
-        return verify_manifest(directory)
-    except (OSError, CheckpointError) as error:
-        return [str(error)]
-    finally:
-        tell(f"verifying step {step}")
-
-
-def _errors(path: Path, record: RunRecord) -> Iterator[Finding]:
-    """What stuck processes and bad steps have left."""
-    for file in sorted(_plain_files(path / "stacks"), key=lambda file: file.lstat().st_mtime)[-4:]:
-        first = _first_line(file)
-        remedy = f"It was stuck there; the stacks of its threads are in {file}. The same command resumes."
-        yield Finding("run", "stacks", "warning", f"{file.name}: {first}", remedy)
-    bad = sorted((inner.name for inner in _listed(path / "bad") if inner.name.isdigit()), key=int)
-    if bad:
-        text = f"step {', '.join(bad[:5])} had a loss or a gradient that was not finite, and was not applied"
-        yield Finding(
-            "run", "bad steps", "warning", text, f"Look at {path / 'bad' / bad[0] / 'report.txt'}"
-        )
-    skipped = record.column("skipped")
-    if len(skipped) and (count := int(skipped.values.sum())) and not bad:
-        yield Finding(
-            "run",
-            "bad steps",
-            "warning",
-            f"{count} steps were skipped",
-            "A lower learning rate, or look at their batches.",
-        )
-
-
-def _listed(path: Path) -> list[Path]:
-    try:
-        return [] if path.is_symlink() else list(path.iterdir())
+        if folder.is_symlink():
+            return []
+        return [path for path in folder.iterdir() if not path.is_symlink()]
     except OSError:
         return []
 
 
-def _plain_files(path: Path) -> list[Path]:
-    return [file for file in _listed(path) if file.is_file() and not file.is_symlink()]
-
-
-def _first_line(path: Path) -> str:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        return str(error.strerror)
-    with os.fdopen(descriptor, errors="replace") as file:
-        return file.readline(200).strip()
-
-
-def _room(path: Path, record: RunRecord) -> Iterator[Finding]:
-    """What the directory takes, what the next checkpoint will, and whether there is room for it."""
-    size = _size(path)
-    steps = [inner for inner in _listed(path / "checkpoints") if inner.name.isdecimal()]
-    newest = max(steps, key=lambda inner: int(inner.name), default=None)
-    each = _size(newest) if newest is not None else 0
-    disk = disk_finding("disk", path, "the run")
-    text = f"the run takes {show_bytes(size)}" + (
-        f", a checkpoint of it {show_bytes(each)}" if each else ""
-    )
-    span = _span(record)
-    if span and record.last_step:
-        text += f"; logs grow by {show_bytes(_logs(path) / record.last_step * 1000)} in 1,000 steps"
-    try:
-        free = os.statvfs(path)
-        left = free.f_bavail * free.f_frsize
-    except OSError:
-        left = 0
-    if each and left < 1.5 * each:
-        text += f"; {show_bytes(left)} are free"
-        yield Finding(
-            "run",
-            "size",
-            "problem",
-            text,
-            "The next save will not fit: free some space, or keep fewer (Run.keep).",
-        )
-    else:
-        yield Finding("run", "size", "ok", text)
-    yield Finding("run", disk.name, disk.state, disk.text, disk.remedy)
-
-
 def _size(path: Path) -> int:
+    """Return the bytes below a directory; 0 if something in it is just being removed."""
     try:
         return directory_bytes(path)
-    except OSError:  # something of it is just being removed
+    except OSError:
         return 0
-
-
-def _logs(path: Path) -> int:
-    return sum(file.lstat().st_size for file in _plain_files(path) if file.suffix == ".jsonl")
-
-
-def _span(record: RunRecord) -> float:
-    times = record.column("time")
-    return float(times.values[-1] - times.values[0]) if len(times) > 1 else 0.0
-
-
-def _next(path: Path, record: RunRecord, newest: int | None, is_running: bool) -> str:
-    steps, about = record.num_steps, record.about
-    if is_running:
-        return f"it goes on: shardwise report {path} --watch"
-    if steps is not None and newest is not None and newest >= steps:
-        return f"it has finished: shardwise report {path}, or shardwise sample {path}"
-    command = f"shardwise train {_recipe(about)} ... --out {path}"
-    where = (
-        f"resumes at step {newest}" if newest is not None else "begins it again: nothing is saved"
-    )
-    return f"not finished; the same command {where} ({command})"
-
-
-def _recipe(about: dict[str, Any]) -> str:
-    recipe = about.get("recipe")
-    return recipe if isinstance(recipe, str) and len(recipe) < 200 else "RECIPE"
