@@ -10,7 +10,7 @@ import pytest
 from shardwise.cli import main
 from shardwise.doctor import packages, system
 from shardwise.doctor.check import check_private, run_check
-from shardwise.doctor.devices import Probe, probe_results, run_probe
+from shardwise.doctor.devices import DeviceProbe, probe_results, run_probe
 from shardwise.doctor.environment import check_environment
 from shardwise.doctor.gpus import check_gpus
 from shardwise.doctor.machine import check_machine
@@ -113,7 +113,9 @@ def test_a_platform_without_a_plugin(monkeypatch):
         ),
         ("import os; os.abort()", 30, "importing jax: ended by SIGABRT", "Reinstall"),
         (
-            "import sys; print('CUDA driver version is insufficient', file=sys.stderr)\nsys.exit(3)",
+            "import sys\n"
+            "print('CUDA driver version is insufficient', file=sys.stderr)\n"
+            "sys.exit(3)",
             30,
             "insufficient",
             "nvidia-smi",
@@ -135,7 +137,7 @@ def test_a_broken_jax_is_reported(tmp_path, monkeypatch, code, timeout, text, re
 def test_wrong_results_are_a_problem():
     kinds = [{"kind": "odd", "is_right": False, "seconds": 1.0}]
     step = {"count": 2, "losses": [1.0, 2.0], "first": 1.0, "second": 1.0}
-    probe = Probe(found={"compute": {"kinds": kinds}, "step": step})
+    probe = DeviceProbe(found={"compute": {"kinds": kinds}, "step": step})
     found = by_name(probe_results(probe, 1.0))
     assert found["arithmetic"].state == found["training step"].state == "problem"
 

@@ -1,4 +1,7 @@
-"""Hosts that are network namespaces of this machine: each with an address and a name of its own, on one switch. Needs root on Linux."""
+"""Hosts that are network namespaces of this machine, connected by a switch.
+
+Each has its own address and host name. Needs root on Linux.
+"""
 
 import os
 import re
@@ -15,25 +18,34 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 import harness
 
 COUNT = 4
-IN_HOST = 'hostname "$0" && exec "$@"'  # with a host name of its own; the process keeps its id all the way
+# Sets the host name; the process keeps its id.
+IN_HOST = 'hostname "$0" && exec "$@"'
 
 
 def run(*words: object) -> str:
-    """A command that must succeed."""
+    """Run a command that must succeed, and return its output."""
     ended = subprocess.run([str(word) for word in words], text=True, capture_output=True)
     assert ended.returncode == 0, (
-        f"{' '.join(map(str, words))}: {ended.stdout}{ended.stderr}(the tests of several hosts need root on Linux)"
+        f"{' '.join(map(str, words))}: {ended.stdout}{ended.stderr}(these tests need root on Linux)"
     )
     return ended.stdout
 
 
 @dataclass(frozen=True)
 class Network:
-    """The hosts PREFIX-0, PREFIX-1 and so on, and the switch between them in a namespace that has no address."""
+    """The hosts PREFIX-0, PREFIX-1 and so on, and the switch between them.
+
+    The switch is in a namespace without an address.
+
+    Attributes:
+        prefix: the beginning of all names.
+        count: the number of hosts.
+        port: the port of the coordinator; nobody else is in this network.
+    """
 
     prefix: str
     count: int
-    port: int = 6789  # of the coordinator; nobody else is in this network
+    port: int = 6789
 
     @property
     def switch(self) -> str:
@@ -71,19 +83,11 @@ class Network:
             run("ip", "-n", name, "address", "add", f"{self.address(index)}/24", "dev", "eth0")
             run("ip", "-n", name, "link", "set", "eth0", "up")
             run("ip", "-n", name, "link", "set", "lo", "up")
-            for other in set(range(self.count)) - {
-                index
-            }:  # all is known beforehand: a cut link is never told by a question without answer
-                known = (
-                    self.address(other),
-                    "lladdr",
-                    self.hardware(other),
-                    "dev",
-                    "eth0",
-                    "nud",
-                    "permanent",
-                )
-                run("ip", "-n", name, "neighbour", "add", *known)
+            # All addresses are known from the start, so that an unanswered ARP request does not
+            # reveal a cut link.
+            for other in set(range(self.count)) - {index}:
+                entry = (self.address(other), "lladdr", self.hardware(other), "dev", "eth0")
+                run("ip", "-n", name, "neighbour", "add", *entry, "nud", "permanent")
 
     def hardware(self, index: int) -> str:
         return f"02:00:00:00:00:{index + 1:02x}"
@@ -93,28 +97,18 @@ class Network:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
     def inside(self, index: int, *command: object) -> tuple[object, ...]:
-        """The command as it is started on this host."""
+        """Return the command that starts `command` on this host."""
         name = self.name(index)
-        return (
-            "ip",
-            "netns",
-            "exec",
-            name,
-            "unshare",
-            "--uts",
-            "sh",
-            "-c",
-            IN_HOST,
-            name,
-            *command,
-        )
+        namespace = ("ip", "netns", "exec", name, "unshare", "--uts")
+        return (*namespace, "sh", "-c", IN_HOST, name, *command)
 
     def cut(self, *indices: int) -> None:
-        """From now on the switch drops what these hosts send each other, without a word: no socket closes, no cable is out."""
+        """Make the switch drop what these hosts send each other; no socket closes."""
         for index in indices:
             run("bridge", "-n", self.switch, "link", "set", "dev", f"port{index}", "isolated", "on")
 
     def mend(self) -> None:
+        """Undo `cut`."""
         for index in range(self.count):
             run(
                 "bridge", "-n", self.switch, "link", "set", "dev", f"port{index}", "isolated", "off"
@@ -123,7 +117,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Hosts:
-    """Starts commands on the hosts; their directory and their cache of compiled steps are shared, as on a cluster."""
+    """Starts commands on the hosts, which share a directory and a compilation cache."""
 
     network: Network
     bench: harness.Bench
@@ -143,7 +137,16 @@ class Hosts:
         only: dict[int, dict] | None = None,
         command: tuple[object, ...] = ("-m", "shardwise.cli"),
     ) -> "Running":
-        """The same `shardwise train` on each host; `only` gives one of them variables of its environment."""
+        """Start the same `shardwise train` on each host.
+
+        Args:
+            out: the name of the run directory.
+            *args: arguments of the recipe.
+            hosts: the number of hosts.
+            devices: CPU devices per host.
+            only: additional environment variables, by host.
+            command: what Python runs.
+        """
         where = (
             "--coordinator",
             f"{self.network.address(0)}:{self.network.port}",
@@ -167,7 +170,7 @@ class Hosts:
         return Running(processes)
 
     def train(self, out: str, *args: object, hosts: int = 2, devices: int = 2) -> Path:
-        """A run to its end; its directory."""
+        """Train to the end, and return the run directory."""
         for ended in self.start_train(out, *args, hosts=hosts, devices=devices).end():
             harness.check_done(ended)
         return self.bench.folder / out
@@ -182,7 +185,7 @@ class Hosts:
 
 @dataclass(frozen=True)
 class Running:
-    """The processes of a run, one on each host."""
+    """The processes of a run, one per host."""
 
     processes: list[harness.Started]
 
@@ -196,29 +199,28 @@ class Running:
         return [process.end() for process in self.processes]
 
     def end_within(self, seconds: float, but: tuple[int, ...] = ()) -> dict[int, float]:
-        """How long each takes from now to its end; all must end in time, but those that cannot."""
-        began, waiting, took = time.monotonic(), set(range(len(self.processes))) - set(but), {}
+        """Return the seconds until each process ends; all except `but` must end in time."""
+        began = time.monotonic()
+        waiting = set(range(len(self.processes))) - set(but)
+        took = {}
         while waiting:
             for index in list(waiting):
                 if self[index].process.poll() is not None:
                     took[index] = time.monotonic() - began
                     waiting.discard(index)
-            said = "\n".join(f"process {index}: {self[index].err[-800:]}" for index in waiting)
-            assert time.monotonic() - began < seconds, f"still running after {seconds} s: {said}"
+            output = "\n".join(f"process {index}: {self[index].err[-800:]}" for index in waiting)
+            assert time.monotonic() - began < seconds, f"still running after {seconds} s: {output}"
             time.sleep(0.02)
         return took
 
 
 @pytest.fixture(scope="session")
 def network():
-    """Namespaces that are gone at the end, and those of tests that were killed before they could clear up."""
-    for name in {
-        found[1]
-        for line in run("ip", "netns", "list").splitlines()
-        if (found := re.match(r"(sw(\d+)-\w+)", line))
-    }:
-        if not Path(f"/proc/{name[2:].partition('-')[0]}").exists():
-            run("ip", "netns", "delete", name)
+    """Create the namespaces, and remove those that killed tests have left behind."""
+    for line in run("ip", "netns", "list").splitlines():
+        leftover = re.match(r"(sw(\d+)-\w+)", line)
+        if leftover and not Path(f"/proc/{leftover[2]}").exists():
+            run("ip", "netns", "delete", leftover[1])
     made = Network(f"sw{os.getpid()}", COUNT)
     try:
         made.make()
@@ -236,7 +238,7 @@ def all_hosts(network, tmp_path_factory):
 
 @pytest.fixture
 def hosts(all_hosts, tmp_path):
-    """The hosts, joined and idle before each test and after it."""
+    """Return the hosts, connected and idle before and after each test."""
     made = all_hosts.within(tmp_path)
     try:
         yield made
@@ -247,7 +249,10 @@ def hosts(all_hosts, tmp_path):
 
 @pytest.fixture(scope="session")
 def undisturbed(all_hosts):
-    """`undisturbed(mesh, *arguments)`: the directory of a run on two hosts that nothing has disturbed; made once."""
+    """Return a function that trains on two hosts without faults.
+
+    `undisturbed(mesh, *arguments)` returns the run directory. Results are cached.
+    """
     made = {}
 
     def get(*args):

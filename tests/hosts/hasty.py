@@ -1,4 +1,4 @@
-"""The command with less time for the processes to find each other.
+"""The command `shardwise` with less time for the processes to find each other.
 
 python hasty.py SECONDS ARGUMENTS...
 """

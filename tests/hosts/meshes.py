@@ -1,4 +1,4 @@
-"""One of several processes that make the same meshes, and write down in which process each device of them lies.
+"""One of several processes that make the same meshes and record the process of each device.
 
 python meshes.py COORDINATOR COUNT INDEX DEVICES FILE MESH...
 """

@@ -1,6 +1,6 @@
-"""Several hosts, each with its own address and name: the same run as on one, through a lost host, a cut link and a stuck one.
+"""Several hosts train the same run as one, through a lost host, a cut link and a stuck process.
 
-Each test starts the real command on every host. All need root, so none of them is part of `make test`.
+Each test starts the real command on every host. All need root, so they are not part of `make test`.
 """
 
 import ipaddress
@@ -31,16 +31,12 @@ pytestmark = pytest.mark.faults
 SHORT = ("--steps", 20, "--save-every", 5, "--batch-size", 16)
 RUN = ("--mesh", "fsdp=4", *SHORT)
 RULE = ("--rule", "**/kernel", "model")
-SGD = (
-    "--optimizer",
-    "sgd",
-    "--lr",
-    "0.1",
-    "--seed",
-    1,
-)  # with seed 0 a rounding makes the gradient of step 6 jump by 1e-5
-SLOW = ("--pause", "0.3")  # so that a fault comes between the steps that it is meant for
-LOST = 15  # seconds until the others have ended when a process is lost
+# With seed 0 a rounding error makes the gradient of step 6 jump by 1e-5.
+SGD = ("--optimizer", "sgd", "--lr", "0.1", "--seed", 1)
+# Slow enough that a fault comes between the intended steps.
+SLOW = ("--pause", "0.3")
+# Seconds until the others must have ended when a process is lost, and when a link is cut.
+LOST = 15
 CUT = 20
 DUMP = re.compile(
     r"Traceback|    @ +0x|Check failure|^[WEF]\d{4} |Fatal Python error|terminate called",
@@ -49,7 +45,7 @@ DUMP = re.compile(
 
 
 def logged(out):
-    """Every loss that was logged, by (step, name)."""
+    """Return every loss that was logged, by (step, name)."""
     return {
         (record["step"], name): record[name]
         for record in read_log(out)
@@ -59,7 +55,10 @@ def logged(out):
 
 
 def check_same_run(out, alone, held_out):
-    """Losses to rounding, batches to the bit; on every host, for all of them write to the same log of batches."""
+    """Check that losses agree within rounding error and that batches are bit-identical.
+
+    All hosts write to the same log of batches.
+    """
     ours, theirs = logged(out), logged(alone)
     assert ours.keys() == theirs.keys()
     assert len(ours) == 21
@@ -73,21 +72,21 @@ def check_same_run(out, alone, held_out):
     check_clean(out)
 
 
-def check_told(process, code, *words):
-    """How it ended: the code, one line with these words or none at all, and nothing that C++ or Python dump."""
-    said = process.err
+def check_ended(process, code, *words):
+    """Check the exit code, and that stderr has one line with these words (or none) and no dump."""
+    output = process.err
     assert process.process.returncode == code, (
-        f"exit code {process.process.returncode}, {code} was due: {said[-800:]}"
+        f"exit code {process.process.returncode} instead of {code}: {output[-800:]}"
     )
-    assert not DUMP.search(said), said[-3000:]
-    lines = [line for line in said.splitlines() if line.startswith("shardwise: ")]
-    assert len(lines) == bool(words), said[-800:]
+    assert not DUMP.search(output), output[-3000:]
+    lines = [line for line in output.splitlines() if line.startswith("shardwise: ")]
+    assert len(lines) == bool(words), output[-800:]
     missing = [word for word in words if word not in lines[0]]
     assert not missing, f"does not say {missing}: {lines[0]}"
 
 
 def check_resumes(hosts, out, straight, *args):
-    """The same command again, on hosts that are joined: the run ends as one that nothing has disturbed."""
+    """Check that the same command resumes, and that the run ends like one without faults."""
     before = steps_of(out)
     assert before, "there is no checkpoint to resume from"
     hosts.train(out.name, *args)
@@ -97,19 +96,17 @@ def check_resumes(hosts, out, straight, *args):
 
 
 def show(what, took):
-    print(
-        f"  {what}: "
-        + ", ".join(
-            f"process {index} ended after {seconds:.1f} s"
-            for index, seconds in sorted(took.items())
-        ),
-        flush=True,
-    )
+    """Print how long the processes took to end."""
+    parts = [f"process {index} ended after {took[index]:.1f} s" for index in sorted(took)]
+    print(f"  {what}: {', '.join(parts)}", flush=True)
 
 
 @pytest.fixture(scope="module")
 def alone(all_hosts):
-    """`alone(mesh)`: the directory of the same run as one process with 4 devices; made once."""
+    """Return a function that trains the same run in one process with 4 devices.
+
+    `alone(mesh)` returns the run directory. Results are cached.
+    """
     made = {}
 
     def get(*mesh):
@@ -141,14 +138,18 @@ def alone(all_hosts):
     ),
 )
 def test_hosts_train_the_same_run(hosts, alone, mesh, count):
-    """In this model the biases before a batch norm follow rounding alone. Adam makes whole steps of that, and the loss on held-out data,
-    with running statistics, shows it: one process on 1, 2 and 4 devices differs by 6e-6, too. With SGD it is as close as the others."""
+    """Compare several hosts with one process.
+
+    In this model the gradients of biases before a batch norm are rounding errors. Adam turns them
+    into full steps, which the validation loss with its running statistics shows: one process on 1,
+    2 and 4 devices differs by 6e-6 too. With SGD the validation loss agrees as well as the others.
+    """
     out = hosts.train("run", "--mesh", *mesh, *SHORT, hosts=count, devices=4 // count)
     check_same_run(out, alone(*mesh), held_out=2e-6 if "sgd" in mesh else 1e-4)
 
 
 def test_only_data_crosses_hosts(hosts):
-    """However the mesh is spelled, the devices of one row of the model are on one host."""
+    """In whatever order the axes are written, the model axis stays within a host."""
     meshes, script = ("data=2,model=2", "model=2,data=2"), Path(__file__).parent / "meshes.py"
     address, files = (
         f"{hosts.network.address(0)}:{hosts.network.port}",
@@ -168,9 +169,10 @@ def test_only_data_crosses_hosts(hosts):
 
 
 def listening(pid):
-    """Every (address, port) on which a process listens, as its own host sees it."""
+    """Return every (address, port) on which a process listens, as seen from its host."""
     sockets, found = set(), set()
-    with suppress(OSError):  # it may end at any time
+    # The process may end at any time.
+    with suppress(OSError):
         for link in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):
                 sockets.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
@@ -188,7 +190,7 @@ def listening(pid):
     return found
 
 
-def test_only_the_own_address_is_listened_on(hosts):
+def test_processes_listen_only_on_their_own_address(hosts):
     running = hosts.start_train("run", *RUN)
     found = [set(), set()]
     while any(process.process.poll() is None for process in running.processes):
@@ -210,7 +212,7 @@ def test_a_lost_host_is_named(hosts, undisturbed, lost):
     running[lost].signal(signal.SIGKILL)
     took = running.end_within(LOST, but=(lost,))
     show(f"host {lost} lost", took)
-    check_told(running[1 - lost], 6, f"process {lost} on {hosts.network.name(lost)}", "lost")
+    check_ended(running[1 - lost], 6, f"process {lost} on {hosts.network.name(lost)}", "lost")
     check_resumes(hosts, running[0].out, undisturbed(*RUN), *RUN, *SLOW)
 
 
@@ -221,7 +223,7 @@ def test_a_cut_link_ends_both_sides(hosts, undisturbed):
     took = running.end_within(CUT)
     show("link cut", took)
     for index, process in enumerate(running.processes):
-        check_told(process, 6, f"process {1 - index} on {hosts.network.name(1 - index)}", "lost")
+        check_ended(process, 6, f"process {1 - index} on {hosts.network.name(1 - index)}", "lost")
     hosts.network.mend()
     check_resumes(hosts, running[0].out, undisturbed(*RUN), *RUN, *SLOW)
 
@@ -231,11 +233,11 @@ def test_hosts_that_never_meet_say_so(hosts):
     running = hosts.start_train("run", *RUN, command=(Path(__file__).parent / "hasty.py", 10))
     show("never joined, with 10 s for it", running.end_within(60))
     for index, process in enumerate(running.processes):
-        check_told(process, 6, f"process {index} of 2 cannot join", hosts.network.address(0))
+        check_ended(process, 6, f"process {index} of 2 cannot join", hosts.network.address(0))
 
 
-def test_a_cut_between_two_that_both_reach_the_first(hosts):
-    """Nobody is lost, and nobody can go on: heartbeats arrive, the exchange between the two does not."""
+def test_a_cut_between_two_hosts_that_both_reach_the_first(hosts):
+    """Nobody is lost and nobody can continue: heartbeats arrive, but a collective does not."""
     running = hosts.start_train(
         "run", "--mesh", "data=3", "--batch-size", 18, *SLOW, "--watchdog", 15, hosts=3, devices=1
     )
@@ -247,7 +249,7 @@ def test_a_cut_between_two_that_both_reach_the_first(hosts):
         assert process.process.returncode == 6, process.err[-800:]
         assert not DUMP.search(process.err), process.err[-3000:]
         assert "File" in (running[0].out / "stacks" / f"process-{index}.txt").read_text()
-    check_told(running[0], 6, "stuck")
+    check_ended(running[0], 6, "stuck")
 
 
 @pytest.mark.parametrize("asked", [1, 0])
@@ -261,27 +263,27 @@ def test_a_signal_to_one_host_stops_all_at_the_same_step(hosts, undisturbed, ask
     stopped = last_step(out)
     assert 7 <= stopped < 20
     assert steps_of(out)[-1] == stopped
-    check_told(running[0], 75, f"after step {stopped}")
-    check_told(running[1], 75)
+    check_ended(running[0], 75, f"after step {stopped}")
+    check_ended(running[1], 75)
     check_resumes(hosts, out, undisturbed(*RUN), *RUN, *SLOW)
 
 
-def test_a_host_that_stands_still_is_named(hosts, undisturbed):
-    """Not even its heartbeats go on. When it is let run again it is too late for it, and it says so."""
+def test_a_suspended_host_is_named(hosts, undisturbed):
+    """It sends no heartbeats. When it continues, it finds that the others have gone."""
     running = hosts.start_train("run", *RUN, *SLOW)
     running.wait_for_step(7)
     running[1].signal(signal.SIGSTOP)
     took = running.end_within(LOST, but=(1,))
-    show("host 1 stands still", took)
-    check_told(running[0], 6, f"process 1 on {hosts.network.name(1)}", "lost")
+    show("host 1 suspended", took)
+    check_ended(running[0], 6, f"process 1 on {hosts.network.name(1)}", "lost")
     running[1].signal(signal.SIGCONT)
-    show("host 1 goes on", running.end_within(LOST))
-    check_told(running[1], 6, f"process 0 on {hosts.network.name(0)}", "lost")
+    show("host 1 continued", running.end_within(LOST))
+    check_ended(running[1], 6, f"process 0 on {hosts.network.name(0)}", "lost")
     check_resumes(hosts, running[0].out, undisturbed(*RUN), *RUN, *SLOW)
 
 
 def test_a_host_whose_data_stalls_is_named(hosts, undisturbed):
-    """It is alive and sends heartbeats; only the watchdog sees that it does not get on."""
+    """It is alive and sends heartbeats; only the watchdog sees that it makes no progress."""
     stall = hosts.bench.folder / "stall"
     stall.touch()
     args = (*RUN, *SLOW, "--stall-at", 8, "--watchdog", 15)
@@ -290,7 +292,7 @@ def test_a_host_whose_data_stalls_is_named(hosts, undisturbed):
     running.wait_for_step(8)
     took = running.end_within(60)
     show("data of host 1 stalls, --watchdog 15", took)
-    check_told(running[0], 6, f"process 1 on {hosts.network.name(1)}", "stuck", "--watchdog")
+    check_ended(running[0], 6, f"process 1 on {hosts.network.name(1)}", "stuck", "--watchdog")
     assert running[1].process.returncode == 6
     assert not DUMP.search(running[1].err), running[1].err[-3000:]
     for index in range(2):

@@ -1,4 +1,4 @@
-"""A run of adapters beside the matrices of a published Llama."""
+"""A recipe that trains LoRA adapters on a small Llama."""
 
 from pathlib import Path
 

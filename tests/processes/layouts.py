@@ -1,4 +1,4 @@
-"""What the processes of these tests train, and how it is laid out."""
+"""The model, the data and the meshes that the processes of these tests train with."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ from flax import nnx
 from shardwise import Batches, Mean
 from shardwise.models.gpt import GPT, GPTConfig
 
-# "model=8" and the last have a model axis across processes.
+# "model=8" and the last one have a model axis across processes.
 LAYOUTS = ("data=8", "fsdp=8", "model=8", "data=2,fsdp=2,model=2", "model=2,fsdp=4")
 STEPS, BATCH_SIZE, LENGTH = 20, 16, 12
 CONFIG = GPTConfig(
@@ -20,17 +20,17 @@ CONFIG = GPTConfig(
 
 @dataclass
 class Recorded:
-    """Rows of tokens that are written down when they are read."""
+    """A source of token sequences that records which of them are read."""
 
-    rows_: np.ndarray
+    tokens: np.ndarray
     read: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
-        return len(self.rows_)
+        return len(self.tokens)
 
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         self.read += indices.tolist()
-        return {"inputs": self.rows_[indices, :-1], "labels": self.rows_[indices, 1:]}
+        return {"inputs": self.tokens[indices, :-1], "labels": self.tokens[indices, 1:]}
 
 
 def data() -> tuple[Recorded, Batches]:
@@ -46,12 +46,15 @@ def gpt(rngs):
 
 
 class Bigrams(nnx.Module):
-    """The next token from this one, with dropout and a layer that is cut over "model": compiled in a moment."""
+    """Predicts each token from the previous one, with dropout and a layer sharded over "model".
+
+    It compiles quickly.
+    """
 
     def __init__(self, rngs):
-        cut = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
+        sharded = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
         self.embed = nnx.Embed(CONFIG.vocab_size, 64, rngs=rngs)
-        self.up = nnx.Linear(64, 128, kernel_init=cut, rngs=rngs)
+        self.up = nnx.Linear(64, 128, kernel_init=sharded, rngs=rngs)
         self.dropout = nnx.Dropout(0.1, rngs=rngs)
         self.out = nnx.Linear(128, CONFIG.vocab_size, rngs=rngs)
 

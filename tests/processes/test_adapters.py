@@ -1,4 +1,4 @@
-"""Adapters trained by several processes are those of one, and merged they are the same model."""
+"""Several processes train the same adapters as one, and merging them gives the same model."""
 
 import json
 import os
@@ -18,7 +18,7 @@ FIXTURE = HERE.parent / "fixtures" / "llama_tiny.npz"
 
 
 def train(count, base, out, *args):
-    """Eight devices in `count` processes."""
+    """Train with 8 devices in `count` processes, and open the last checkpoint."""
     launch = ["launch", "--processes", count, "--"] if count > 1 else []
     arguments = [
         "train",
@@ -40,61 +40,51 @@ def train(count, base, out, *args):
     return open_step(find_step(out))
 
 
+def export(run):
+    """Export a run for transformers, and return the directory."""
+    out = run.with_name(f"{run.name}-hub")
+    assert main(["checkpoint", "export", str(run), "--format", "hf", "--out", str(out)]) == 0
+    return out
+
+
+def max_difference(first, second):
+    return max(float(np.abs(first[name] - second[name]).max()) for name in first)
+
+
 @pytest.mark.slow
-def test_adapters_of_two_processes_are_those_of_one_also_after_a_resume(tmp_path):
-    known = np.load(FIXTURE)
+def test_two_processes_train_the_same_adapters_as_one_also_after_a_resume(tmp_path):
+    fixture = np.load(FIXTURE)
     base = tmp_path / "base"
     base.mkdir()
-    config = json.loads(known["config"].tobytes())
-    (base / "config.json").write_text(
-        json.dumps({**config, "vocab_size": 96})
-    )  # of 97, which no mesh divides
-    weights = {
-        name.removeprefix("weights/"): known[name] for name in known if name.startswith("weights/")
-    }
-    save_file(
-        {name: value[:96] if len(value) == 97 else value for name, value in weights.items()},
-        base / "model.safetensors",
-    )
+    # No mesh divides the 97 tokens of the fixture.
+    config = json.loads(fixture["config"].tobytes()) | {"vocab_size": 96}
+    (base / "config.json").write_text(json.dumps(config))
+    weights = {}
+    for name in fixture:
+        if name.startswith("weights/"):
+            value = fixture[name]
+            weights[name.removeprefix("weights/")] = value[:96] if len(value) == 97 else value
+    save_file(weights, base / "model.safetensors")
 
     alone = train(1, base, tmp_path / "alone", "--mesh", "data=8")
     train(2, base, tmp_path / "both", "--mesh", "data=2,fsdp=2,model=2", "--steps", "3")
     both = train(2, base, tmp_path / "both", "--mesh", "fsdp=4,model=2")
     assert alone.leaves.keys() == both.leaves.keys()
-    assert (
-        len([name for name in both.leaves if name.startswith("params/")]) == 14
-    )  # A and B beside seven stacks of matrices
+    # A and B for seven stacks of matrices, and no state of the frozen weights.
+    assert len([name for name in both.leaves if name.startswith("params/")]) == 14
     assert all(
-        name.endswith(("lora_a", "lora_b")) or not both.leaves[name].shape for name in both.leaves
-    )  # no state of the base
-    sums = [
+        name.endswith(("lora_a", "lora_b")) or not leaf.shape for name, leaf in both.leaves.items()
+    )
+    checksums = [
         {path: leaf["checksum"] for path, leaf in step.metadata["frozen"]["leaves"].items()}
         for step in (alone, both)
     ]
-    assert sums[0] == sums[1]
+    assert checksums[0] == checksums[1]
     ours, theirs = (step.read(step.leaves) for step in (alone, both))
-    gaps = {name: float(np.abs(ours[name] - theirs[name]).max()) for name in ours}
-    assert max(gaps.values()) < 2e-6, gaps
+    assert max_difference(ours, theirs) < 2e-6
     assert min(np.abs(ours[name]).max() for name in ours if name.startswith("params/")) > 1e-2
 
-    for run in ("alone", "both"):
-        assert (
-            main(
-                [
-                    "checkpoint",
-                    "export",
-                    str(tmp_path / run),
-                    "--format",
-                    "hf",
-                    "--out",
-                    str(tmp_path / f"{run}-hub"),
-                ]
-            )
-            == 0
-        )
-    first, second = (
-        load_file(tmp_path / f"{run}-hub" / "model.safetensors") for run in ("alone", "both")
-    )
-    gaps = {name: float(np.abs(first[name] - second[name]).max()) for name in first}
-    assert max(gaps.values()) < 2e-6, gaps
-    assert json.loads((tmp_path / "both-hub" / "config.json").read_text())["model_type"] == "llama"
+    exported = [export(tmp_path / run) for run in ("alone", "both")]
+    first, second = (load_file(folder / "model.safetensors") for folder in exported)
+    assert max_difference(first, second) < 2e-6
+    assert json.loads((exported[1] / "config.json").read_text())["model_type"] == "llama"

@@ -1,4 +1,7 @@
-"""Any split of the same devices over processes is the same run: batches to the bit, losses to rounding."""
+"""Any split of the same devices over processes is the same run.
+
+Batches are bit-identical, and losses agree within rounding error.
+"""
 
 import hashlib
 import json
@@ -21,8 +24,12 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory):
-    """`train(count, model, layouts)`: what each of `count` processes with 8 devices in all has seen; made once."""
-    folder, made = tmp_path_factory.mktemp("split"), {}
+    """Return a function that trains with 8 devices in `count` processes.
+
+    `train(count, model, layouts)` returns what each process has recorded. Results are cached.
+    """
+    folder = tmp_path_factory.mktemp("split")
+    cache = {}
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -30,65 +37,68 @@ def train(tmp_path_factory):
     }
     environment |= {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
 
-    def start(count, model, layouts):
-        key = count, model, layouts
-        if key not in made:
-            files = [folder / f"{len(made)}.{index}-of-{count}.json" for index in range(count)]
-            address, output = (
-                f"127.0.0.1:{free_port()}",
-                {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True},
+    def run(count, model, layouts, files):
+        address = f"127.0.0.1:{free_port()}"
+        processes = []
+        for index, file in enumerate(files):
+            words = [sys.executable, HERE / "worker.py", address, count, index, 8 // count, file]
+            process = subprocess.Popen(
+                list(map(str, [*words, model, *layouts])),
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
             )
-            command = [sys.executable, HERE / "worker.py", address, count]
-            commands = [
-                [*command, index, 8 // count, file, model, *layouts]
-                for index, file in enumerate(files)
-            ]
-            processes = [
-                subprocess.Popen(list(map(str, command)), env=environment, **output)
-                for command in commands
-            ]
-            try:
-                outputs = [process.communicate(timeout=600)[0] for process in processes]
-            finally:
-                for process in processes:
-                    process.kill()
-            assert [process.returncode for process in processes] == [0] * count, "\n".join(outputs)
-            made[key] = [json.loads(file.read_text()) for file in files]
-        return made[key]
+            processes.append(process)
+        try:
+            outputs = [process.communicate(timeout=600)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        assert [process.returncode for process in processes] == [0] * count, "\n".join(outputs)
 
-    return start
+    def get(count, model, layouts):
+        key = count, model, layouts
+        if key not in cache:
+            files = [folder / f"{len(cache)}.{index}-of-{count}.json" for index in range(count)]
+            run(count, model, layouts, files)
+            cache[key] = [json.loads(file.read_text()) for file in files]
+        return cache[key]
+
+    return get
 
 
 def check_split(train, count, layout, model, layouts):
+    """Compare `count` processes with one: batches, examples read, and losses."""
     (alone,) = train(1, model, layouts)
-    found = [process[layout] for process in train(count, model, layouts)]
+    results = [process[layout] for process in train(count, model, layouts)]
     _, batches = data()
-    for index, one in enumerate(found):
-        # Each device was given the very rows of the global batch that are its own.
+    for index, result in enumerate(results):
+        # Each device received exactly its own examples of the global batch.
         for step in range(STEPS):
-            whole = batches(step)["inputs"]
-            for rows, digest in one["shards"][str(step)].items():
-                first, last = map(int, rows.split("-"))
-                assert (
-                    digest
-                    == hashlib.sha256(np.ascontiguousarray(whole[first:last]).tobytes()).hexdigest()
-                ), (step, rows)
-        # No row was read that no device of this process holds.
-        needed = sum(last - first for first, last in one["ranges"])
-        assert len(one["read"]) == needed * STEPS
+            inputs = batches(step)["inputs"]
+            for examples, digest in result["shards"][str(step)].items():
+                first, last = map(int, examples.split("-"))
+                expected = np.ascontiguousarray(inputs[first:last]).tobytes()
+                assert digest == hashlib.sha256(expected).hexdigest(), (step, examples)
+        # No example was read that no device of this process holds.
+        needed = sum(last - first for first, last in result["ranges"])
+        assert len(result["read"]) == needed * STEPS
         if layout == "data=8":
-            assert one["ranges"] == [
-                [index * BATCH_SIZE // count, (index + 1) * BATCH_SIZE // count]
-            ]
+            share = BATCH_SIZE // count
+            assert result["ranges"] == [[index * share, (index + 1) * share]]
         if layout == "model=8":
-            assert one["ranges"] == [[0, BATCH_SIZE]]
-        assert np.allclose(one["losses"], alone[layout]["losses"], rtol=2e-6, atol=0)
-        assert abs(one["held_out"] - alone[layout]["held_out"]) <= 2e-6 * alone[layout]["held_out"]
-    assert len({tuple(one["losses"]) for one in found}) == 1  # all processes say the same
-    assert found[0]["losses"][-1] < found[0]["losses"][0]
+            assert result["ranges"] == [[0, BATCH_SIZE]]
+        assert np.allclose(result["losses"], alone[layout]["losses"], rtol=2e-6, atol=0)
+        difference = abs(result["held_out"] - alone[layout]["held_out"])
+        assert difference <= 2e-6 * alone[layout]["held_out"]
+    # All processes report the same losses.
+    assert len({tuple(result["losses"]) for result in results}) == 1
+    assert results[0]["losses"][-1] < results[0]["losses"][0]
 
 
-QUICK = ("data=8", "model=2,fsdp=4")  # the second with its model axis across the processes
+# The second one has its model axis across the processes.
+QUICK = ("data=8", "model=2,fsdp=4")
 
 
 @pytest.mark.parametrize("layout", QUICK)

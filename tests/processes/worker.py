@@ -1,4 +1,4 @@
-"""One of several processes that train the same small model on some layouts, and write down what they saw.
+"""One of several processes that train a small model on some meshes and record what they saw.
 
 python worker.py COORDINATOR COUNT INDEX DEVICES FILE MODEL LAYOUT...
 """

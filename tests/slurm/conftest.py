@@ -108,7 +108,8 @@ class Submitted:
         deadline = time.monotonic() + TIMEOUT
         while not condition():
             assert time.monotonic() < deadline, (
-                f"{what} did not happen within {TIMEOUT} s; {self.show('JobState')}: {self.log[-3000:]}"
+                f"{what} did not happen within {TIMEOUT} s; {self.show('JobState')}: "
+                f"{self.log[-3000:]}"
             )
             time.sleep(0.2)
 

@@ -106,7 +106,8 @@ def slurm(job: Job) -> str:
 # A later start reads what an earlier one compiled. All nodes must see this directory, and nobody
 # else may write to it, because programs are loaded from it.
 export JAX_COMPILATION_CACHE_DIR="${{JAX_COMPILATION_CACHE_DIR:-$HOME/.cache/shardwise/jax}}"
-mkdir -p "$JAX_COMPILATION_CACHE_DIR" && chmod 700 "$JAX_COMPILATION_CACHE_DIR" || exit {ExitCode.CHECKPOINT}
+{{ mkdir -p "$JAX_COMPILATION_CACHE_DIR" && chmod 700 "$JAX_COMPILATION_CACHE_DIR"; }} ||
+  exit {ExitCode.CHECKPOINT}
 
 # Slurm restarts a job only after its last start has ended. A lock that this job left in the run
 # directory, on a lost node, may therefore be taken over.
@@ -246,8 +247,8 @@ spec:
   successPolicy:
     rules:
       - succeededIndexes: "0"
-  # When one pod is lost, the others notice within seconds and exit with {ExitCode.LOST}. All are restarted
-  # and resume together from the last verified checkpoint, up to {job.restarts} times.
+  # When one pod is lost, the others notice within seconds and exit with {ExitCode.LOST}. All are
+  # restarted and resume together from the last verified checkpoint, up to {job.restarts} times.
   backoffLimitPerIndex: {job.restarts}
   maxFailedIndexes: 0
   podFailurePolicy:
@@ -270,8 +271,8 @@ spec:
           containerName: shardwise
           operator: In
           values: [{", ".join(map(str, FINAL))}]
-      # A process was lost or hung ({ExitCode.LOST}), or killed by a signal, for example for lack of memory
-      # (137): restarted, and counted.
+      # A process was lost or hung ({ExitCode.LOST}), or killed by a signal, for example for lack of
+      # memory (137): restarted, and counted.
       - action: Count
         onExitCodes:
           containerName: shardwise

@@ -140,7 +140,8 @@ def measure_speed() -> float:
     count = 8
 
     def multiply(x: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, count, lambda _, y: (y @ x) * (1 / size), x)
+        result: jax.Array = jax.lax.fori_loop(0, count, lambda _, y: (y @ x) * (1 / size), x)
+        return result
 
     compiled = jax.jit(multiply)
     ones = jax.device_put(jnp.ones((size, size), dtype), device)

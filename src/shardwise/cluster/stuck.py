@@ -1,9 +1,9 @@
 """How a stuck process is told apart from one that is busy or waits for another.
 
 Progress is judged by what a process does, not by the clock alone. Only the processes that are
-furthest behind can be stuck; the others wait for them. In a step, which should be short, stuck means
-much longer than steps take. In a phase of unknown length (compiling, loading, saving, evaluating)
-it means that the process neither computes nor reads nor writes.
+furthest behind can be stuck; the others wait for them. In a step, which should be short, stuck
+means much longer than steps take. In a phase of unknown length (compiling, loading, saving,
+evaluating) it means that the process neither computes nor reads nor writes.
 """
 
 import time
@@ -41,7 +41,7 @@ class Beat:
     limit: float
 
 
-class Progress:
+class ProcessProgress:
     """The current phase of this process, and the time since its last progress.
 
     Args:

@@ -23,7 +23,7 @@ from typing import NamedTuple, NoReturn
 from shardwise.cluster.agreement import STOP, Agreement
 from shardwise.cluster.group import HEARTBEAT_TIMEOUT, ProcessGroup, split_address, wait_for
 from shardwise.cluster.signals import Stop, on_abort, print_last_words
-from shardwise.cluster.stuck import BEAT, Beat, Progress, StuckDetector
+from shardwise.cluster.stuck import BEAT, Beat, ProcessProgress, StuckDetector
 from shardwise.errors import ExitCode, ShardwiseError
 from shardwise.files.failpoints import fail_point
 from shardwise.rundir.phases import Phase
@@ -84,7 +84,7 @@ class Watch:
         self.folder: Path | None = None
         self.code: int | None = None
         self.agreement = Agreement(self.group)
-        self.progress = Progress(limit)
+        self.progress = ProcessProgress(limit)
         self.detector = StuckDetector(self.group, limit)
         now = time.monotonic()
         self.start: list[tuple[str, float]] = [(Phase.IMPORTING, now if began is None else began)]

@@ -54,11 +54,15 @@ CAUSES = (
     ),
 )
 REINSTALL = "pip install -U --force-reinstall jax jaxlib flax optax orbax-checkpoint grain"
+SIGNAL_REMEDIES = {
+    signal.SIGKILL: "Probably out of memory: end other programs.",
+    signal.SIGILL: "The processor lacks instructions of jaxlib: use another machine.",
+}
 COMPLAINT = r"error|unknown|fail|not compatible|unable|insufficient|cannot|compiled with"
 
 
 @dataclass
-class Probe:
+class DeviceProbe:
     """What the process that checks the devices has reported.
 
     Attributes:
@@ -95,7 +99,7 @@ class Probe:
 
 def run_probe(
     timeout: float, report: Callable[[str], object], cpu_devices: int | None = None
-) -> Probe:
+) -> DeviceProbe:
     """Check the devices in a separate process, which may hang or die.
 
     Args:
@@ -142,10 +146,10 @@ def run_probe(
 
 def _listen(
     child: subprocess.Popen[bytes], reading: int, timeout: float, report: Callable[[str], object]
-) -> Probe:
+) -> DeviceProbe:
     """Read the messages and the output of the probe until it ends or a stage takes too long."""
     assert child.stdout is not None
-    probe = Probe()
+    probe = DeviceProbe()
     messages = output = b""
     last_message = time.monotonic()
     with selectors.DefaultSelector() as selector:
@@ -172,7 +176,7 @@ def _listen(
     return probe
 
 
-def probe_results(probe: Probe, timeout: float) -> Iterator[CheckResult]:
+def probe_results(probe: DeviceProbe, timeout: float) -> Iterator[CheckResult]:
     """Return the results of a device check, and why it failed if it did."""
     found = probe.found
     if "jax" in found:
@@ -225,7 +229,7 @@ def _device_results(devices: list[Json], output: str) -> Iterator[CheckResult]:
             yield ok("found by JAX", text)
 
 
-def _failure(probe: Probe, timeout: float) -> CheckResult:
+def _failure(probe: DeviceProbe, timeout: float) -> CheckResult:
     """Explain why the device check did not finish."""
     name = "device check"
     if probe.hangs:
@@ -236,23 +240,21 @@ def _failure(probe: Probe, timeout: float) -> CheckResult:
         elif probe.stage == "step":
             remedy = "The devices cannot communicate: try NCCL_DEBUG=INFO, NCCL_P2P_DISABLE=1."
         return problem(name, text, remedy)
-    # A library that exits by itself has printed why.
-    error = "" if probe.error.startswith("SystemExit") else probe.error
-    reason = error or _complaint(probe.output) or probe.error
-    remedy = _known_cause(f"{probe.error}\n{probe.output}")
     platforms = os.environ.get("JAX_PLATFORMS", "")
     is_assertion = probe.stage == "devices" and probe.error.startswith("AssertionError: ")
     if is_assertion and platforms not in ("", "cpu"):
         # JAX fails here without a message.
-        reason = f"no installed plugin provides the devices of JAX_PLATFORMS={platforms}"
+        text = f"no installed plugin provides the devices of JAX_PLATFORMS={platforms}"
         remedy = 'unset JAX_PLATFORMS, or install the plugin: pip install -U "jax[cuda13]"'
+        return problem(name, f"{probe.stage_name}: {text}", remedy)
+    # A library that exits by itself has printed why.
+    error = "" if probe.error.startswith("SystemExit") else probe.error
+    reason = error or _complaint(probe.output) or probe.error
+    remedy = _known_cause(f"{probe.error}\n{probe.output}")
     if probe.code is not None and probe.code < 0:
         number = signal.Signals(-probe.code)
         reason = f"ended by {number.name}" + (f": {reason}" if reason else "")
-        if number is signal.SIGKILL:
-            remedy = remedy or "Probably out of memory: end other programs."
-        elif number is signal.SIGILL:
-            remedy = remedy or "The processor lacks instructions of jaxlib: use another machine."
+        remedy = remedy or SIGNAL_REMEDIES.get(number, "")
     text = f"{probe.stage_name}: {_one_line(reason)}"
     return problem(name, text, remedy or f"Reinstall: {REINSTALL}")
 

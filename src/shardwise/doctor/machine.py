@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from shardwise.doctor import packages, system
 from shardwise.doctor.check import Check, CheckResult, run_check
-from shardwise.doctor.devices import Probe, probe_results, run_probe
+from shardwise.doctor.devices import DeviceProbe, probe_results, run_probe
 from shardwise.doctor.environment import check_environment
 from shardwise.doctor.gpus import check_gpus
 
@@ -20,7 +20,7 @@ def check_machine(
         report: receives the name of what is being checked.
         cpu_devices: use the CPU as this many devices.
     """
-    probe = Probe()
+    probe = DeviceProbe()
     device_checks: list[Check] = [check_gpus]
     if timeout is not None:
         probe = run_probe(timeout, report, cpu_devices)

@@ -100,7 +100,9 @@ def check_extras() -> Iterator[CheckResult]:
         for extra in re.findall(r"extra == ['\"]([^'\"]+)['\"]", str(need.marker or "")):
             extras.setdefault(extra, []).append(need)
     versions = {need.name: version_of(need.name) for needs in extras.values() for need in needs}
-    installed, missing, outdated = [], [], {}
+    installed: list[str] = []
+    missing: list[str] = []
+    outdated = {}
     for extra, needs in sorted(extras.items()):
         is_complete = all(versions[need.name] for need in needs)
         (installed if is_complete else missing).append(extra)

@@ -69,8 +69,8 @@ class Tracker(Protocol):
 
     Attributes:
         name: identifies the tracker in `trackers.json` and in warnings.
-        rewinds: whether the tracker replaces records of steps after `TrackedRun.step` when a resumed
-            run logs these steps again. If False, a step that was logged once is not sent again.
+        rewinds: whether the tracker replaces records of steps after `TrackedRun.step` when a
+            resumed run logs these steps again. If False, a step is not sent twice.
     """
 
     name: str
@@ -145,7 +145,7 @@ class Tracking:
     def text(self, step: int, name: str, text: str) -> None:
         """Queue a text."""
         for channel in self._channels:
-            channel.put(step, _Text(name, text))
+            channel.put(step, _TextRecord(name, text))
 
     def close(self, exit_code: int, seconds: float = 20.0) -> None:
         """Close all trackers. Waits at most `seconds` in total for queued records."""
@@ -181,7 +181,7 @@ class _RunIds:
 
 
 @dataclass(frozen=True)
-class _Text:
+class _TextRecord:
     """A queued text."""
 
     name: str
@@ -198,7 +198,7 @@ class _Channel:
         self._run = replace(run, id=ids.get(tracker.name))
         # A tracker that joins a run late has seen none of its steps.
         self._seen = 0 if self._run.id is None else seen
-        self._queue: deque[tuple[int, Values | _Text]] = deque()
+        self._queue: deque[tuple[int, Values | _TextRecord]] = deque()
         self._is_disabled = False
         self._has_dropped = False
         self._exit_code = 0
@@ -208,7 +208,7 @@ class _Channel:
         )
         self._thread.start()
 
-    def put(self, step: int, item: Values | _Text) -> None:
+    def put(self, step: int, item: Values | _TextRecord) -> None:
         if self._is_disabled or self._was_sent(step, item):
             return
         if len(self._queue) < MAX_QUEUED:
@@ -220,9 +220,9 @@ class _Channel:
                 "metrics.jsonl has all of them."
             )
 
-    def _was_sent(self, step: int, item: Values | _Text) -> bool:
+    def _was_sent(self, step: int, item: Values | _TextRecord) -> bool:
         """Whether an earlier start sent this item, and the tracker cannot replace it."""
-        can_replace = self._tracker.rewinds and not isinstance(item, _Text)
+        can_replace = self._tracker.rewinds and not isinstance(item, _TextRecord)
         return step <= self._seen and not can_replace
 
     def close(self, exit_code: int) -> None:
@@ -260,7 +260,7 @@ class _Channel:
         records: list[Record] = []
         while self._queue:
             step, item = self._queue.popleft()
-            if not isinstance(item, _Text):
+            if not isinstance(item, _TextRecord):
                 records.append((step, item))
                 continue
             if records:

@@ -15,7 +15,7 @@ from shardwise.cluster.agreement import SAVE
 from shardwise.cluster.group import ProcessGroup, wait_for
 from shardwise.cluster.launch import free_port, group_code
 from shardwise.cluster.signals import Stop
-from shardwise.cluster.stuck import Beat, Progress, StuckDetector
+from shardwise.cluster.stuck import Beat, ProcessProgress, StuckDetector
 from shardwise.cluster.watch import Watch, _exit_code
 from shardwise.rundir.phases import Phase
 
@@ -180,7 +180,7 @@ def test_a_process_that_waited_for_another_is_not_stuck_when_that_one_passes_it(
 
 
 def test_work_counts_as_progress_in_phases_of_unknown_length():
-    progress = Progress(limit=10)
+    progress = ProcessProgress(limit=10)
     progress.enter(Phase.COMPILING, is_step=False)
     progress.moved -= 100
     # More than 0.05 s of work.
@@ -194,7 +194,7 @@ def test_work_counts_as_progress_in_phases_of_unknown_length():
 
 
 def test_the_limit_of_a_step_grows_with_the_longest_step():
-    progress = Progress(limit=10)
+    progress = ProcessProgress(limit=10)
     for step in (1, 2, 3):
         progress.enter(Phase.STEP.at(step), is_step=True)
         progress.moved -= 5 if step == 2 else 0
