@@ -286,9 +286,9 @@ def test_what_a_checkpoint_says_cannot_command_the_terminal(state, tmp_path, sha
         (
             ["export", "a", "--out", "answer.json", "--vocab-size", "3"],
             2,
-            "--vocab-size belongs to --format hf",
+            "--vocab-size needs --format hf",
         ),
-        (["export", "a", "--out", "a"], 2, "a is there already; nothing is overwritten"),
+        (["export", "a", "--out", "a"], 2, "a already exists. Nothing is overwritten"),
         (
             ["export", "a", "--out", "x", "--format", "gpt2"],
             4,

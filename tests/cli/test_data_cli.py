@@ -138,12 +138,12 @@ def test_a_tokenizer_with_its_end_token(tmp_path, tokenizer_json):
 
     before = digests(tmp_path / "out")
     code, _, err = data(tmp_path, *args)
-    assert (code, "nothing to do, this is finished" in err) == (0, True)
+    assert (code, "nothing to do, already prepared" in err) == (0, True)
     assert digests(tmp_path / "out") == before
 
     code, _, err = data(tmp_path, "prepare", "texts", "--out", "out", "--end-token", "\n")
     assert code == 2
-    assert "'out' was begun with other arguments" in err
+    assert "'out' was started with other arguments" in err
     assert "inputs: 3 files of " in err
     assert 'tokenizer: {"name": "tokenizer.json"' in err
     assert "end_token: 0 there, 10 now" in err
@@ -231,7 +231,7 @@ def test_mistakes_and_bad_data_are_named(tmp_path, tokenizer_json):
         (
             ["prepare", "latin.txt", "--tokenizer", "broken.json", "--out", "o12"],
             3,
-            "'broken.json' is no tokenizer.json",
+            "'broken.json' is not a tokenizer.json",
         ),
         (
             ["prepare", "latin.txt", "--end-token", "ab", "--out", "o13"],
@@ -259,7 +259,7 @@ def test_mistakes_and_bad_data_are_named(tmp_path, tokenizer_json):
             "Did you mean 'prepare'?",
         ),
         (["show", "nothing"], 3, "there is no data file 'nothing/tokens.bin'"),
-        (["show", "latin.txt", "--stepp", "3"], 2, "--stepp 3 is not known"),
+        (["show", "latin.txt", "--stepp", "3"], 2, "unknown argument --stepp 3"),
         (["show", "latin.txt", "--step", "0"], 2, "steps count from 1"),
     ]
     command = [
@@ -330,7 +330,7 @@ def test_a_prepare_begun_with_other_arguments_is_refused_and_two_at_once_too(tmp
     process.send_signal(signal.SIGKILL)
     process.communicate()
     code, _, err = data(tmp_path, "prepare", "a.txt", "--out", "out")
-    assert (code, "'out' was begun with other arguments" in err) == (2, True)
+    assert (code, "'out' was started with other arguments" in err) == (2, True)
     with (tmp_path / "slow.jsonl").open("a") as file:
         file.write('{"text": "b"}\n')
     code, _, err = data(tmp_path, "prepare", "slow.jsonl", "--out", "out")

@@ -181,11 +181,11 @@ def test_any_model_is_sampled_by_its_recipe(sample):
     args = ["own", "--prompt", "ab", "--tokenizer", "bytes", "--tokens", "20", "--temperature", "0"]
     code, _, err, _ = sample(*args)
     assert code == 4
-    assert "these 3 parameters are neither those of GPT" in err
+    assert "these 3 parameters belong to no known model family. GPT has" in err
     assert "--recipe FILE.py" in err
     code, _, err, _ = sample(*args, "--recipe", "own.py")
     assert code == 4
-    assert "does not fit this model" in err
+    assert "does not match this model" in err
     code, _, _, answer = sample(*args, "--recipe", "own.py", "--width", "6")
     assert code == 0
     tokens = answer["continuations"][0]["tokens"]
@@ -262,12 +262,12 @@ def test_a_model_that_takes_one_length_only_sees_rows_of_that_length(sample, fol
         (
             ["run", "--width", "6"],
             2,
-            "there is no argument --width 6; arguments of a recipe need --recipe",
+            "unknown argument --width 6. Arguments of a recipe need --recipe",
         ),
-        (["run", "--temprature", "1"], 2, "there is no argument --temprature"),
+        (["run", "--temprature", "1"], 2, "unknown argument --temprature"),
         (["run", "--step", "7"], 4, "has no step 7. Saved steps: 0."),
         (["nowhere"], 4, "nowhere does not exist"),
-        (["own"], 2, "--tokenizer FILE, or --tokenizer bytes"),
+        (["own"], 2, "--tokenizer FILE or --tokenizer bytes"),
         (["hub", "--step", "3"], 2, "has neither steps nor averages"),
         (["run", "--average"], 4, "keeps no average"),
         (["run", "--prompt", ""], 2, "the prompt is empty"),

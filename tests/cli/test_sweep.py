@@ -176,7 +176,7 @@ def test_a_killed_sweep_goes_on(folder):
     ("words", "said"),
     [
         (["3", "--lr", "1"], "'3' belongs to no argument"),
-        (["--lr", "1", "--lr", "2"], "--lr is given twice; Put all values after one"),
+        (["--lr", "1", "--lr", "2"], "--lr is given twice. Put all values after one"),
         (["--lr=1", "2", "--out", "a", "b"], "--out takes one directory"),
     ],
 )

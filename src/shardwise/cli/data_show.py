@@ -260,7 +260,7 @@ def _tokenizer_in(source: object) -> Tokenizer | None:
     if isinstance(tokens, np.ndarray) and tokens.dtype == np.uint8:
         return Bytes()
     inner = [getattr(source, "source", None)]
-    inner += [part for _, part, _ in getattr(source, "_parts", ())]
+    inner += [part.source for part in getattr(source, "_parts", ())]
     for nested in inner:
         tokenizer = None if nested is None else _tokenizer_in(nested)
         if tokenizer is not None:

@@ -1,40 +1,63 @@
-"""Batches of a source: which rows a step sees depends on (seed, step) alone."""
+"""Batches of a source. The examples of a step depend on (seed, step) alone."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 
 from shardwise.data.files import BadRecord
 from shardwise.data.shuffle import order
-from shardwise.data.sources import as_source
+from shardwise.data.sources import Examples, Source, SourceLike, as_source
 from shardwise.errors import ConfigError, DataError
+from shardwise.text import Json
 
-Ranges = Sequence[tuple[int, int]]  # (first, last) rows of a batch
+# A pytree of arrays; `shardwise.tree` has the same alias, but imports JAX.
+Batch: TypeAlias = Any
+# (first, last) ranges of the examples of a batch.
+Ranges: TypeAlias = Sequence[tuple[int, int]]
+# (first, last, seed, shuffle) -> indices of the examples at these positions.
+Order: TypeAlias = Callable[[int, int, int, bool], np.ndarray]
+BatchFunction: TypeAlias = Callable[[int], Batch]
 
 
 @dataclass(frozen=True)
 class Batches:
-    """`batches(step)` is the batch of that step: shuffled over the whole source, anew in each epoch, without end.
+    """A function from the step to its batch, shuffled over the whole source.
 
-    Batches run on from one epoch into the next, so that every row is seen exactly once in each. Nothing but the step
-    needs to be remembered, and nothing about processes or devices enters.
+    `batches(step)` returns the batch of a step. Every epoch has a new order, and batches continue
+    from one epoch into the next, so that each epoch has every example exactly once. The step is all
+    that must be remembered to resume, and nothing depends on processes or devices.
 
-    Up to `skip_bad` records that cannot be read are each replaced by the next good row of the source; `skipped` holds
-    the name of each and what is wrong with it.
+    Attributes:
+        source: a `Source`, a mapping of arrays with a common first dimension, or any object with a
+            length that returns a dictionary for an index (a list, a Grain `MapDataset`, a Hugging
+            Face data set).
+        batch_size: examples per batch, over all devices and processes.
+        seed: selects the order.
+        shuffle: whether to shuffle.
+        skip_bad: how many records that cannot be read are tolerated. Each is replaced by the next
+            readable example of the source.
+        skipped: the records that were skipped, by name, with the reason.
+
+    Raises:
+        ConfigError: if `batch_size` is less than 1.
+        DataError: if the source has fewer examples than one batch.
+
+    Example:
+        >>> batches = Batches({"x": np.arange(10)}, batch_size=4, shuffle=False)
+        >>> batches(2)["x"]
+        array([8, 9, 0, 1])
     """
 
-    source: Any  # a Source, a mapping of arrays, or whatever has a length and gives a dictionary for each index
+    source: Any
     batch_size: int
     seed: int = 0
     shuffle: bool = True
     skip_bad: int = 0
     skipped: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _order: Callable[[int, int, int, bool], np.ndarray] = field(
-        init=False, repr=False, compare=False
-    )
+    _order: Order = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "source", as_source(self.source))
@@ -44,68 +67,77 @@ class Batches:
             raise ConfigError(f"batch_size={self.batch_size}; it must be at least 1.")
         if size < self.batch_size:
             raise DataError(
-                f"the source has {size} rows, too few for a batch of {self.batch_size}."
+                f"the source has {size} examples, too few for a batch of {self.batch_size}."
             )
 
-    def __call__(self, step: int) -> dict[str, np.ndarray]:
+    def __call__(self, step: int) -> Examples:
+        """Return the batch of a step, counted from 0."""
         return self.rows(step, 0, self.batch_size)
 
-    def rows(self, step: int, first: int, last: int) -> dict[str, np.ndarray]:
-        """Rows `first` to `last` of the batch of a step, without reading the others."""
+    def rows(self, step: int, first: int, last: int) -> Examples:
+        """Return examples `first` to `last - 1` of the batch of a step, reading no others."""
         start = step * self.batch_size
         return self._read(self._order(start + first, start + last, self.seed, self.shuffle))
 
-    def example(self) -> dict[str, np.ndarray]:
-        """An array like each of a batch, for its shape and dtype; reads one row."""
-        row = self._read(self._order(0, 1, self.seed, self.shuffle))
+    def example(self) -> Examples:
+        """Return arrays with the shapes and dtypes of a batch; reads one example."""
+        example = self._read(self._order(0, 1, self.seed, self.shuffle))
         return {
             name: np.broadcast_to(value, (self.batch_size, *value.shape[1:]))
-            for name, value in row.items()
+            for name, value in example.items()
         }
 
-    def in_order(self, first: int, ranges: Ranges) -> dict[str, np.ndarray]:
-        """These rows of the batch that begins at row `first` of the source. For evaluation."""
-        return self._read(
-            np.concatenate([np.arange(first + start, first + end) for start, end in ranges])
-        )
+    def in_order(self, first: int, ranges: Ranges) -> Examples:
+        """Return some examples of the unshuffled batch that starts at example `first`.
 
-    def once(self) -> Iterator[dict[str, np.ndarray]]:
-        """Each row once, in order; the last batch may be shorter. For evaluation."""
+        Args:
+            first: index of the first example of the batch.
+            ranges: which examples of the batch to read.
+        """
+        parts = [np.arange(first + start, first + end) for start, end in ranges]
+        return self._read(np.concatenate(parts))
+
+    def once(self) -> Iterator[Examples]:
+        """Yield every example once, in order. The last batch may be smaller."""
         for first in range(0, len(self.source), self.batch_size):
-            yield self._read(np.arange(first, min(first + self.batch_size, len(self.source))))
+            last = min(first + self.batch_size, len(self.source))
+            yield self._read(np.arange(first, last))
 
-    def fingerprint(self) -> dict[str, Any]:
-        """What the batches depend on, for JSON: two runs with equal fingerprints see the same batches."""
-        own = {
+    def fingerprint(self) -> Json:
+        """Return what the batches depend on. Equal fingerprints mean equal batches."""
+        return {
             "rows": len(self.source),
             "seed": self.seed,
             "batch_size": self.batch_size,
             "shuffle": self.shuffle,
+            "source": fingerprint_of(self.source),
         }
-        return {**own, "source": fingerprint_of(self.source)}
 
     def note(self, skipped: dict[str, str]) -> None:
-        """Counts records as skipped; more than `skip_bad` in all are refused."""
-        self.skipped.update(skipped)
-        if len(self.skipped) > self.skip_bad:
-            count, (name, why) = len(self.skipped), list(self.skipped.items())[-1]
-            budget = (
-                f"; {count} bad records are more than skip_bad={self.skip_bad}"
-                if self.skip_bad
-                else ""
-            )
-            raise BadRecord(name, why + budget)
+        """Count records as skipped.
 
-    def _read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        Raises:
+            BadRecord: if there are more than `skip_bad` in total.
+        """
+        self.skipped.update(skipped)
+        count = len(self.skipped)
+        if count > self.skip_bad:
+            name, reason = list(self.skipped.items())[-1]
+            if self.skip_bad:
+                reason += f"; {count} bad records exceed skip_bad={self.skip_bad}"
+            raise BadRecord(name, reason)
+
+    def _read(self, indices: np.ndarray) -> Examples:
+        source: Source = self.source
         try:
-            return self.source.rows(indices)
+            return source.rows(indices)
         except BadRecord:
             if not self.skip_bad:
                 raise
-        return self.source.rows(np.array([self._good(int(index)) for index in indices]))
+        return source.rows(np.array([self._readable(int(index)) for index in indices]))
 
-    def _good(self, index: int) -> int:
-        """The index, or that of the next row that can be read."""
+    def _readable(self, index: int) -> int:
+        """Return `index`, or the index of the next example that can be read."""
         while True:
             try:
                 self.source.rows(np.array([index]))
@@ -115,81 +147,98 @@ class Batches:
                 index = (index + 1) % len(self.source)
 
 
-def order_of(source: Any) -> Callable[[int, int, int, bool], np.ndarray]:
-    """The function of (first, last, seed, shuffle) that gives the rows at these positions: epoch after epoch, unless the
-    source has an order of its own."""
+def order_of(source: Source) -> Order:
+    """Return the function that orders a source: its own, if it has one, or epoch after epoch."""
     return getattr(source, "order", None) or partial(order, len(source))
 
 
-def fingerprint_of(source: Any) -> dict[str, Any]:
-    """A source that has none of its own is known by its type and length."""
-    return (
-        source.fingerprint()
-        if hasattr(source, "fingerprint")
-        else {"type": type(source).__qualname__, "rows": len(source)}
-    )
+def fingerprint_of(source: SourceLike) -> Json:
+    """Return the fingerprint of a source. One without is identified by its type and length."""
+    if hasattr(source, "fingerprint"):
+        fingerprint: Json = source.fingerprint()
+        return fingerprint
+    return {"type": type(source).__qualname__, "rows": len(source)}
 
 
 class Stream:
-    """Batches from a plain iterable: `stream(step)` for one step after the other. It cannot go back, so it cannot resume."""
+    """Batches from a plain iterable, one step after the other.
 
-    def __init__(self, iterable: Iterable[Any]):
+    An iterable cannot go back, so a run that reads from it cannot resume.
+    """
+
+    def __init__(self, iterable: Iterable[Batch]):
         self._iterator = iter(iterable)
         self._step = -1
-        self._batch: Any = None
+        self._batch: Batch = None
 
-    def __call__(self, step: int) -> Any:
+    def __call__(self, step: int) -> Batch:
+        """Return the batch of the next step, or of the current one again.
+
+        Raises:
+            DataError: if the iterable has ended, or for any other step.
+        """
         if step == self._step + 1:
             try:
-                self._step, self._batch = step, next(self._iterator)
+                self._batch = next(self._iterator)
             except StopIteration:
                 raise DataError(
-                    f"the data ended after {step} batches; batch {step} was asked for."
+                    f"the data ended after {step} batches; batch {step} is needed."
                 ) from None
+            self._step = step
         elif step != self._step:
             raise DataError(
-                f"batch {step} was asked for, and a plain iterator stands at {self._step + 1}: it cannot resume. "
-                f"Give a function of the step, such as Batches(...), to a run that shall."
+                f"batch {step} is needed, but a plain iterator is at batch {self._step + 1} and"
+                " cannot resume. Use a function of the step, such as Batches(...)."
             )
         return self._batch
 
 
-def as_batches(data: Any) -> Callable[[int], Any]:
-    """A function of the step as it is; a plain iterable as a `Stream`."""
+def as_batches(data: BatchFunction | Iterable[Batch]) -> BatchFunction:
+    """Return `data` if it is a function of the step, or a `Stream` of it."""
     return data if callable(data) else Stream(data)
 
 
 @dataclass(frozen=True)
-class Part:
-    """Of each batch only the rows that the devices of this process need; the others are never read."""
+class LocalBatches:
+    """The examples of each batch that the devices of this process need. No others are read.
+
+    Attributes:
+        batches: the global batches.
+        ranges: which examples of a batch this process needs.
+    """
 
     batches: Batches
     ranges: Ranges
 
-    def __call__(self, step: int) -> Any:
+    def __call__(self, step: int) -> Examples:
+        """Return the examples of this process for a step."""
         parts = [self.batches.rows(step, first, last) for first, last in self.ranges]
-        return (
-            parts[0]
-            if len(parts) == 1
-            else {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        )
+        if len(parts) == 1:
+            return parts[0]
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     @property
     def skipped(self) -> dict[str, str]:
+        """The records that this process has skipped."""
         return self.batches.skipped
 
     def note(self, skipped: dict[str, str]) -> None:
+        """Count records as skipped."""
         self.batches.note(skipped)
 
 
-def part_of(batches: Callable[[int], Any], ranges: Ranges) -> Callable[[int], Any]:
-    """The part of the batches that these rows are, if they can be read alone; what is not `Batches` gives whole ones."""
-    is_whole = is_plain(batches) and tuple(ranges) == ((0, batches.batch_size),)
-    return Part(batches, ranges) if is_plain(batches) and not is_whole else batches
+def part_of(batches: BatchFunction, ranges: Ranges) -> BatchFunction:
+    """Return a function for the given examples of each batch, if they can be read alone.
+
+    Batches that are not plain `Batches` are returned as they are.
+    """
+    if not is_plain(batches) or tuple(ranges) == ((0, batches.batch_size),):
+        return batches
+    return LocalBatches(batches, ranges)
 
 
-def is_plain(batches: Any) -> TypeGuard[Batches]:
-    """Whether rows of a batch can be read alone: not if a subclass makes the batches its own way."""
+def is_plain(batches: object) -> TypeGuard[Batches]:
+    """Return whether single examples of a batch can be read: not if a subclass builds batches."""
     return (
         isinstance(batches, Batches)
         and type(batches).__call__ is Batches.__call__

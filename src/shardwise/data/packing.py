@@ -1,93 +1,114 @@
-"""Documents packed into windows, each kept apart from its neighbours."""
+"""Documents packed into windows of equal length, each separated from its neighbors."""
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from shardwise.data.files import TokenFile, array_fingerprint
-from shardwise.data.sources import Tokens, tokens_fingerprint
+from shardwise.data.files import TokenFile, are_offsets, array_fingerprint
+from shardwise.data.sources import Examples, Tokens, tokens_fingerprint
 from shardwise.errors import DataError
+from shardwise.text import Json
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Windows of `length` tokens, as `Tokens` has them, that tell the documents in them apart.
+    """Windows of tokens, as in `Tokens`, that also say which document each token belongs to.
 
-    A row has `inputs` and `labels`; `segment_ids`, 1 for the first document in the window, 2 for the next ...;
-    `positions`, counted from 0 in each of them; and `weights`, 0 where the label belongs to another document, else 1.
-    No token is left out and none is padding: a document that does not fit goes on in the next window.
+    No token is skipped and there is no padding: a document that does not fit continues in the next
+    window. An example has
+
+    - `inputs` and `labels`, int32;
+    - `segment_ids`, int32: 1 for the first document in the window, 2 for the next;
+    - `positions`, int32: counted from 0 in each document of the window;
+    - `weights`, float32: 0 where the label belongs to another document, otherwise 1.
+
+    Attributes:
+        tokens: integers, in memory or in a file (`open_tokens`).
+        length: tokens per window.
+        documents: the offset of each document, then the number of tokens. A file written by
+            `shardwise data prepare` brings its own.
+
+    Raises:
+        DataError: if the offsets are missing or do not rise from 0 to the number of tokens.
+
+    Example:
+        >>> source = Packed(np.arange(9), length=8, documents=np.array([0, 5, 9]))
+        >>> source.rows(np.array([0]))["segment_ids"]
+        array([[1, 1, 1, 1, 1, 2, 2, 2]], dtype=int32)
     """
 
     tokens: np.ndarray | TokenFile
     length: int
-    documents: np.ndarray | None = (
-        None  # where each begins, then the number of tokens; a prepared file brings its own
-    )
+    documents: np.ndarray | None = None
+    _offsets: np.ndarray = field(init=False, repr=False, compare=False)
+    _windows: Tokens = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        offsets = (
-            self.tokens.documents
-            if self.documents is None and isinstance(self.tokens, TokenFile)
-            else self.documents
-        )
+        offsets = self.documents
+        if offsets is None and isinstance(self.tokens, TokenFile):
+            offsets = self.tokens.documents
         if offsets is None:
             raise DataError(
                 "Packed(array, length) needs documents=, the offset of each document in the array."
             )
-        if (
-            len(offsets) < 2
-            or offsets[0] != 0
-            or offsets[-1] != len(self.tokens)
-            or (np.diff(offsets) < 0).any()
-        ):
+        if len(offsets) < 2 or not are_offsets(np.asarray(offsets), len(self.tokens)):
             raise DataError(
-                f"the offsets of documents must rise from 0 to the number of tokens, {len(self.tokens)}."
+                "the offsets of documents must rise from 0 to the number of tokens,"
+                f" {len(self.tokens)}."
             )
         object.__setattr__(self, "_offsets", np.asarray(offsets))
         object.__setattr__(self, "_windows", Tokens(self.tokens, self.length))
 
-    def __reduce__(self) -> Any:
+    def __reduce__(
+        self,
+    ) -> tuple[type["Packed"], tuple[np.ndarray | TokenFile, int, np.ndarray | None]]:
         return Packed, (self.tokens, self.length, self.documents)
 
     def __len__(self) -> int:
-        return len(self._windows)  # type: ignore[attr-defined]
+        return len(self._windows)
 
-    def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        rows: dict[str, np.ndarray] = self._windows.rows(indices)  # type: ignore[attr-defined]
-        begins = self._begins(np.asarray(indices) * self.length)
-        at = np.arange(self.length, dtype=np.int32)
-        weights = np.logical_not(begins[:, 1:]).astype(np.float32)
-        begins = begins[:, :-1]
-        begins[:, 0] = True
-        positions = at - np.maximum.accumulate(np.where(begins, at, 0), axis=1)
+    def rows(self, indices: np.ndarray) -> Examples:
+        """Return the windows at `indices`."""
+        examples = self._windows.rows(indices)
+        is_start = self._document_starts(np.asarray(indices) * self.length)
+        # The label of a token is the next token: it counts unless a document starts there.
+        weights = np.logical_not(is_start[:, 1:]).astype(np.float32)
+        is_start = is_start[:, :-1]
+        is_start[:, 0] = True
+        index = np.arange(self.length, dtype=np.int32)
+        last_start = np.maximum.accumulate(np.where(is_start, index, 0), axis=1)
         return {
-            **rows,
-            "segment_ids": np.cumsum(begins, axis=1, dtype=np.int32),
-            "positions": positions,
+            **examples,
+            "segment_ids": np.cumsum(is_start, axis=1, dtype=np.int32),
+            "positions": index - last_start,
             "weights": weights,
         }
 
-    def _begins(self, starts: np.ndarray) -> np.ndarray:
-        """For each window, whether a document begins at each of its tokens and at the label after the last."""
-        offsets = self._offsets  # type: ignore[attr-defined]
+    def _document_starts(self, starts: np.ndarray) -> np.ndarray:
+        """Return where documents start in each window.
+
+        Args:
+            starts: offset of the first token of each window.
+
+        Returns:
+            Booleans of shape (windows, length + 1): one per token, and one for the last label.
+        """
+        offsets = self._offsets
         first = np.searchsorted(offsets, starts)
         counts = np.searchsorted(offsets, starts + self.length, side="right") - first
-        rows = np.repeat(np.arange(len(starts)), counts)
-        numbers = (
-            np.arange(counts.sum())
-            - np.repeat(np.cumsum(counts) - counts, counts)
-            + np.repeat(first, counts)
-        )
-        begins = np.zeros((len(starts), self.length + 1), bool)
-        begins[rows, offsets[numbers] - starts[rows]] = True
-        return begins
+        # For every document that starts in a window: the window, and the number of the document.
+        window = np.repeat(np.arange(len(starts)), counts)
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        document = within + np.repeat(first, counts)
+        is_start = np.zeros((len(starts), self.length + 1), bool)
+        is_start[window, offsets[document] - starts[window]] = True
+        return is_start
 
-    def fingerprint(self) -> dict[str, Any]:
-        documents = array_fingerprint(self._offsets)  # type: ignore[attr-defined]
+    def fingerprint(self) -> Json:
+        """Return the window length and the fingerprints of offsets and tokens."""
         return {
             "packed": True,
             "length": self.length,
-            "documents": documents,
+            "documents": array_fingerprint(self._offsets),
             **tokens_fingerprint(self.tokens),
         }

@@ -1,4 +1,4 @@
-"""Batches made ahead of need, in threads or in processes, and placed where they will be used."""
+"""Batches that are read and placed on the devices ahead of need, by threads or processes."""
 
 import multiprocessing
 import os
@@ -8,78 +8,108 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pickle import PicklingError
-from typing import Any
 
-from shardwise.data.batches import Stream
+from shardwise.data.batches import Batch, BatchFunction, Stream
 from shardwise.errors import ConfigError, DataError, Stopped
 
 THREAD = "shardwise-prefetch"
+# Seconds between two checks for a signal while waiting for a batch.
+POLL = 0.2
+# Seconds that `close` waits for threads.
+MAX_CLOSE = 1.0
 
 
-def identity(batch: Any) -> Any:
+def identity(batch: Batch) -> Batch:
+    """Return the batch as it is."""
     return batch
 
 
 class Prefetch:
-    """`prefetch(step)` is `place(batches(step))`, for one step after the other from `first` to before `until`.
+    """A function of the step that returns batches prepared in the background.
 
-    Up to `depth` batches are made before they are asked for, by `threads` threads here or by `processes` processes,
-    which are spawned: the batch function, its source and decode functions must then be such as can be sent to another
-    process (no lambda). `place` always runs in a thread here. How many work never changes a batch. A `Stream` is
-    called by one thread only. What the batch function raises is raised at the step that asks for that batch. Waiting ends with
-    Stopped when `is_stopped()` says so.
+    `prefetch(step)` returns `place(batches(step))`, for one step after the other. The number of
+    workers never changes a batch. An exception of the batch function is raised at the step that
+    needs the batch.
+
+    Args:
+        batches: returns the batch of a step.
+        first: the first step.
+        until: the step after the last.
+        place: called with each batch, in a thread of this process; usually puts it on the devices.
+        threads: threads that read batches. A `Stream` is always read by one.
+        processes: processes that read batches instead of threads. They are spawned, so the batch
+            function and all that it refers to must be picklable (no lambda).
+        depth: how many batches to prepare in advance; at least one per worker.
+        is_stopped: checked while waiting; if true, `Stopped` is raised.
+
+    Attributes:
+        waited: seconds that the caller has waited for batches.
+
+    Example:
+        >>> with Prefetch(lambda step: step * 2, first=0, until=3) as prefetch:
+        ...     [prefetch(step) for step in range(3)]
+        [0, 2, 4]
     """
 
     def __init__(
         self,
-        batches: Callable[[int], Any],
+        batches: BatchFunction,
         first: int,
         until: int,
         *,
-        place: Callable[[Any], Any] = identity,
+        place: Callable[[Batch], Batch] = identity,
         threads: int = 1,
         processes: int = 0,
         depth: int = 2,
         is_stopped: Callable[[], bool] = lambda: False,
     ):
-        self.waited = 0.0  # seconds that the caller has waited for batches
-        self._batches, self._place, self._until, self._is_stopped = (
-            batches,
-            place,
-            until,
-            is_stopped,
-        )
-        self._next = self._asked = first  # the step to begin next; the step that is asked for next
-        self._futures: dict[int, Future[Any]] = {}
+        self.waited = 0.0
+        self._batches = batches
+        self._place = place
+        self._until = until
+        self._is_stopped = is_stopped
+        # The next step that a worker starts, and the next step that the caller asks for.
+        self._next_started = first
+        self._next_asked = first
+        self._futures: dict[int, Future[Batch]] = {}
         self._changed = threading.Condition()
-        self._closed = False
-        self._children: list[Any] = []
+        self._is_closed = False
+        self._children: list[tuple[SpawnProcess, Connection]] = []
         if isinstance(batches, Stream):
             threads, processes = 1, 0
-        workers = max(processes or threads, 1)
-        self._depth = max(depth, workers)
+        num_workers = max(processes or threads, 1)
+        self._depth = max(depth, num_workers)
         self._threads = [
             threading.Thread(target=self._work, args=(processes > 0,), daemon=True, name=THREAD)
-            for _ in range(workers)
+            for _ in range(num_workers)
         ]
         for thread in self._threads:
             thread.start()
 
-    def __call__(self, step: int) -> Any:
-        if self._closed or step != self._asked or step >= self._until:
-            state = (
-                "the prefetch is closed"
-                if self._closed
-                else f"{self._asked} comes next, and {self._until - 1} is the last"
+    def __call__(self, step: int) -> Batch:
+        """Return the batch of the next step, and wait for it if necessary.
+
+        Raises:
+            DataError: for any other step, or after `close`.
+            Stopped: if `is_stopped()` becomes true while waiting.
+        """
+        if self._is_closed:
+            raise DataError(f"batch {step} is needed, but the prefetch is closed.")
+        if step != self._next_asked or step >= self._until:
+            raise DataError(
+                f"batch {step} is needed, but {self._next_asked} is next, and {self._until - 1} is"
+                " the last."
             )
-            raise DataError(f"batch {step} was asked for; {state}.")
         start = time.perf_counter()
         with self._changed:
             future = self._futures.setdefault(step, Future())
         try:
             while not future.done():
-                wait([future], timeout=0.2)  # not for ever, so that signals are heard
+                # A wait without a timeout would keep signals from being handled.
+                wait([future], timeout=POLL)
                 if self._is_stopped():
                     raise Stopped(f"stopped by a signal while waiting for batch {step}")
             return future.result()
@@ -87,7 +117,7 @@ class Prefetch:
             self.waited += time.perf_counter() - start
             with self._changed:
                 self._futures.pop(step, None)
-                self._asked += 1
+                self._next_asked += 1
                 self._changed.notify_all()
 
     def __enter__(self) -> "Prefetch":
@@ -97,9 +127,9 @@ class Prefetch:
         self.close()
 
     def close(self) -> None:
-        """Ends all workers: processes are killed, threads finish what they are at, and are waited for, but not long."""
+        """End all workers: processes are killed, threads may finish their current batch."""
         with self._changed:
-            self._closed = True
+            self._is_closed = True
             self._changed.notify_all()
             children = list(self._children)
         for child, _ in children:
@@ -107,83 +137,82 @@ class Prefetch:
         for child, pipe in children:
             child.join()
             pipe.close()
-        deadline = time.monotonic() + 1.0
-        for (
-            thread
-        ) in self._threads:  # one that is inside JAX when Python ends would abort the process
+        # A thread inside JAX while the interpreter shuts down would abort the process.
+        deadline = time.monotonic() + MAX_CLOSE
+        for thread in self._threads:
             thread.join(timeout=max(0.0, deadline - time.monotonic()))
 
-    def _take(self) -> tuple[int, Future[Any]] | None:
-        """The next step to make a batch for, when there is room for it; None at the end."""
+    def _next_job(self) -> tuple[int, Future[Batch]] | None:
+        """Return the next step to prepare, once there is room for it; None at the end."""
+
+        def is_ready() -> bool:
+            is_over = self._is_closed or self._next_started >= self._until
+            return is_over or self._next_started < self._next_asked + self._depth
+
         with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._closed
-                    or self._next >= self._until
-                    or self._next < self._asked + self._depth
-                )
-            )
-            if self._closed or self._next >= self._until:
+            self._changed.wait_for(is_ready)
+            if self._is_closed or self._next_started >= self._until:
                 return None
-            step = self._next
-            self._next += 1
+            step = self._next_started
+            self._next_started += 1
             return step, self._futures.setdefault(step, Future())
 
     def _work(self, in_process: bool) -> None:
-        call = self._batches
-        while (taken := self._take()) is not None:
-            step, future = taken
+        read = self._batches
+        while (job := self._next_job()) is not None:
+            step, future = job
             try:
-                if in_process and call is self._batches:
-                    call = self._start_child()
-                future.set_result(self._place(call(step)))
+                if in_process and read is self._batches:
+                    read = self._start_child()
+                future.set_result(self._place(read(step)))
             except BaseException as error:
                 future.set_exception(error)
 
-    def _start_child(self) -> Callable[[int], Any]:
-        """A function that has a new process call the batch function."""
-        context = multiprocessing.get_context(
-            "spawn"
-        )  # a fork of a process with JAX's threads may hang
-        ours, theirs = context.Pipe()
+    def _start_child(self) -> BatchFunction:
+        """Start a process; return a function that lets it call the batch function."""
+        # Forking a process with JAX's threads may deadlock.
+        context = multiprocessing.get_context("spawn")
+        pipe, child_pipe = context.Pipe()
         child = context.Process(
-            target=_serve, args=(theirs, self._batches), daemon=True, name="prefetch"
+            target=_serve, args=(child_pipe, self._batches), daemon=True, name="prefetch"
         )
         with self._changed:
-            if self._closed:
+            if self._is_closed:
                 raise DataError("the prefetch is closed.")
             try:
                 child.start()
             except (PicklingError, AttributeError, TypeError) as error:
                 raise ConfigError(
-                    f"the data cannot be sent to another process: {error}. Use functions that have a name in a module, or threads."
+                    f"the data cannot be sent to another process: {error}. Use functions that are"
+                    " defined at the top level of a module, or threads."
                 ) from None
-            self._children.append((child, ours))
-        theirs.close()
+            self._children.append((child, pipe))
+        child_pipe.close()
 
-        def call(step: int) -> Any:
+        def read(step: int) -> Batch:
             try:
-                ours.send(step)
-                batch, skipped, error = ours.recv()
+                pipe.send(step)
+                batch, skipped, error = pipe.recv()
             except (EOFError, OSError):
                 child.join(5)
                 raise DataError(
-                    f"a data process (pid {child.pid}) ended with exit code {child.exitcode} in batch {step}."
+                    f"a data process (pid {child.pid}) ended with exit code {child.exitcode} in"
+                    f" batch {step}."
                 ) from None
             if error is not None:
                 raise error
             if skipped:
+                # Only functions that count bad records report any.
                 self._batches.note(skipped)  # type: ignore[attr-defined]
             return batch
 
-        return call
+        return read
 
 
-def _serve(pipe: Any, batches: Callable[[int], Any]) -> None:
-    """A process that makes batches until its parent is gone. Devices are the parent's business."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole group; the parent decides
+def _serve(pipe: Connection, batches: BatchFunction) -> None:
+    """Read batches in a child process until the parent is gone. It uses no devices."""
+    # Ctrl-C reaches the whole process group; the parent decides what happens.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["JAX_PLATFORMS"] = "cpu"
     if "jax" in sys.modules:
         sys.modules["jax"].config.update("jax_platforms", "cpu")
@@ -192,23 +221,16 @@ def _serve(pipe: Any, batches: Callable[[int], Any]) -> None:
             step = pipe.recv()
         except EOFError:
             return
+        batch: Batch = None
+        skipped: dict[str, str] = {}
+        failure: Exception | None = None
         try:
-            answer: Any = batches(step), dict(getattr(batches, "skipped", {})), None
+            batch = batches(step)
+            skipped = dict(getattr(batches, "skipped", {}))
         except Exception as error:
-            answer = None, {}, error
+            failure = error
         try:
-            pipe.send(answer)
-        except (
-            TypeError,
-            AttributeError,
-            ValueError,
-        ) as error:  # what cannot be sent to another process
-            pipe.send(
-                (
-                    None,
-                    {},
-                    DataError(
-                        f"batch {step}: {answer[2] or 'it'} cannot be sent between processes: {error}"
-                    ),
-                )
-            )
+            pipe.send((batch, skipped, failure))
+        except (TypeError, AttributeError, ValueError) as error:
+            reason = f"batch {step}: {failure or 'it'} cannot be sent between processes: {error}"
+            pipe.send((None, {}, DataError(reason)))

@@ -1,19 +1,24 @@
-"""Text to a file of tokens: streaming, in bounded memory, and resumable at any moment to the same bytes.
+"""Text to a file of tokens: streaming, in bounded memory, resumable at any moment.
 
-A directory holds `tokens.bin`, `documents.bin` (where each document begins, then the number of tokens: int64), the
-tokenizer, and at last `tokens.json`, without which the others count for nothing. Until then `progress.json` says how
-much of the files is good.
+However often it is interrupted, the result is the same byte for byte. A prepared directory holds
+
+- `tokens.bin`, the tokens;
+- `documents.bin`, the offset of each document and then the number of tokens, int64;
+- `tokenizer.json`, if there is one;
+- `tokens.json`, the description, written last. Without it the other files are incomplete.
+
+Until then `progress.json` says how much of the files is valid.
 """
 
 import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO, TypeAlias
 
 import numpy as np
 
@@ -22,20 +27,88 @@ from shardwise.data.records import open_parquet
 from shardwise.data.tokenizers import FromFile, Tokenizer, open_tokenizer
 from shardwise.errors import ConfigError, DataError, DirectoryInUseError
 from shardwise.files.durable import sync, write_atomically
+from shardwise.text import Json
 
-CHUNK = 2**20  # bytes of text encoded at once; a longer text file is cut at the end of a line
+# Bytes of text that are encoded at once. A longer text file is divided at the end of a line.
+CHUNK = 2**20
 SAVE_SECONDS = 2.0
+# Seconds between two lines of progress where there is no terminal.
+LINE_SECONDS = 10.0
+PARQUET_ROWS = 256
 COMPRESSED = {".gz", ".zst", ".bz2", ".xz", ".zip", ".tar"}
+
+# Called with the bytes read and the tokens written.
+ShowProgress: TypeAlias = Callable[[int, int], object]
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Texts to encode, whether a document ends after each, and where to go on: (input, byte or row, records before it)."""
+class Position:
+    """Where to continue reading.
+
+    Attributes:
+        file: number of the input file.
+        offset: byte of a text or JSON file, row of a Parquet file.
+        record: number of JSON records before it in the file.
+    """
+
+    file: int = 0
+    offset: int = 0
+    record: int = 0
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Text that was read.
+
+    Attributes:
+        texts: the texts to encode.
+        ends: whether a document ends after each text.
+        position: where to continue.
+        size: how much of the inputs was read, in bytes.
+    """
 
     texts: list[bytes]
     ends: list[bool]
-    place: tuple[int, int, int]
-    size: int  # of what was read, in bytes of the inputs
+    position: Position
+    size: int
+
+
+@dataclass
+class Progress:
+    """How much has been written; `progress.json` keeps it.
+
+    Attributes:
+        tokens: tokens in `tokens.bin`.
+        offsets: offsets in `documents.bin`.
+        position: where to continue reading.
+        read: bytes of the inputs that were read.
+    """
+
+    tokens: int = 0
+    offsets: int = 0
+    position: Position = Position()
+    read: int = 0
+
+    @classmethod
+    def from_json(cls, saved: Json) -> "Progress":
+        return cls(saved["tokens"], saved["offsets"], Position(*saved["place"]), saved["read"])
+
+    def as_json(self) -> Json:
+        return {
+            "tokens": self.tokens,
+            "offsets": self.offsets,
+            "place": list(asdict(self.position).values()),
+            "read": self.read,
+        }
+
+
+@dataclass(frozen=True)
+class Input:
+    """One input file, and its size when the work began."""
+
+    number: int
+    path: Path
+    size: int
 
 
 def prepare(
@@ -45,11 +118,27 @@ def prepare(
     tokenizer: Path | None = None,
     field: str = "text",
     end_token: str | None = None,
-) -> tuple[dict[str, Any], bool]:
-    """Tokens of all inputs in the directory `out`, and what tokens.json says of them; and whether anything was left to do."""
+) -> tuple[Json, bool]:
+    """Write the tokens of all inputs to a directory, or resume doing so.
+
+    Args:
+        inputs: text files, .jsonl and .parquet files, or directories of them.
+        out: the directory.
+        tokenizer: a tokenizer.json; None makes every byte a token.
+        field: the field with the text in .jsonl and .parquet files.
+        end_token: the token after every document; None for that of the tokenizer, "" for none.
+
+    Returns:
+        The content of `tokens.json`, and whether anything was left to do.
+
+    Raises:
+        ConfigError: if the directory was started with other arguments.
+        DataError: if an input cannot be read.
+        DirectoryInUseError: if another process is writing to the directory.
+    """
     encoder = open_tokenizer(tokenizer)
     files = list_inputs(inputs)
-    plan = {
+    arguments = {
         "inputs": [{"path": str(path), "size": path.stat().st_size} for path in files],
         "tokenizer": {"name": encoder.name, "sha256": encoder.sha256},
         "field": field,
@@ -57,170 +146,180 @@ def prepare(
     }
     out.mkdir(parents=True, exist_ok=True)
     with _locked(out):
-        if (out / "tokens.json").exists():
-            done = json.loads((out / "tokens.json").read_bytes())
-            _check_same(done, plan, out)
-            (out / "progress.json").unlink(missing_ok=True)
-            return done, False
-        return _write(files, out, encoder, plan), True
+        description = out / "tokens.json"
+        if not description.exists():
+            return _write(files, out, encoder, arguments), True
+        info: Json = json.loads(description.read_bytes())
+        _check_same(info, arguments, out)
+        (out / "progress.json").unlink(missing_ok=True)
+        return info, False
 
 
 def list_inputs(inputs: list[Path]) -> list[Path]:
-    """Files as they are; the files below directories, sorted, without hidden ones."""
+    """Return the input files: files as given, directories as their files, sorted, not hidden ones.
+
+    Raises:
+        ConfigError: if there are none.
+        DataError: if one is missing or compressed.
+    """
     files: list[Path] = []
     for path in inputs:
-        if path.is_dir():
-            below = sorted(
-                p
-                for p in path.rglob("*")
-                if p.is_file() and not any(part[0] == "." for part in p.relative_to(path).parts)
-            )
-            if not below:
-                raise DataError(f"there are no files below '{path}'.")
-            files += below
-        else:
+        if not path.is_dir():
             files.append(find_file(path))
+            continue
+        inside = [inner for inner in path.rglob("*") if inner.is_file()]
+        visible = [inner for inner in inside if not _is_hidden(inner.relative_to(path))]
+        if not visible:
+            raise DataError(f"there are no files below '{path}'.")
+        files += sorted(visible)
     for path in files:
         if path.suffix in COMPRESSED:
             raise DataError(
-                f"'{path}' is compressed, which cannot be read from any place in it. Decompress it first."
+                f"'{path}' is compressed, so reading could not resume inside it. Decompress it"
+                " first."
             )
     if not files:
         raise ConfigError("there is nothing to prepare: name files or directories.")
     return files
 
 
-def _check_same(saved: dict[str, Any], plan: dict[str, Any], out: Path) -> None:
-    differences = [
-        f"  {key}: {_short(saved.get(key))} there, {_short(plan[key])} now"
-        for key in plan
-        if saved.get(key) != plan[key]
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _check_same(saved: Json, arguments: Json, out: Path) -> None:
+    different = [
+        f"  {name}: {_show(saved.get(name))} there, {_show(value)} now"
+        for name, value in arguments.items()
+        if saved.get(name) != value
     ]
-    if differences:
+    if different:
+        lines = "\n".join(different)
         raise ConfigError(
-            "\n".join(
-                [
-                    f"'{out}' was begun with other arguments:",
-                    *differences,
-                    "Choose another --out, or remove it.",
-                ]
-            )
+            f"'{out}' was started with other arguments:\n{lines}\n"
+            "Choose another --out, or remove it."
         )
 
 
-def _short(value: Any) -> str:
-    if isinstance(value, list):
-        total = sum(item["size"] for item in value)
-        return f"{len(value)} files of {total} bytes ({', '.join(item['path'] for item in value[:3])}{', ...' if len(value) > 3 else ''})"
-    return json.dumps(value)
+def _show(value: object) -> str:
+    if not isinstance(value, list):
+        return json.dumps(value)
+    total = sum(item["size"] for item in value)
+    names = ", ".join(item["path"] for item in value[:3])
+    more = ", ..." if len(value) > 3 else ""
+    return f"{len(value)} files of {total} bytes ({names}{more})"
 
 
-def _write(
-    files: list[Path], out: Path, encoder: Tokenizer, plan: dict[str, Any]
-) -> dict[str, Any]:
-    dtype = np.dtype(
-        "uint8"
-        if encoder.vocab_size <= 2**8
-        else "uint16"
-        if encoder.vocab_size <= 2**16
-        else "uint32"
-    )
-    state = _read_progress(out, plan)
-    if isinstance(encoder, FromFile) and not state["tokens"]:
+# Writing
+
+
+def _write(files: list[Path], out: Path, encoder: Tokenizer, arguments: Json) -> Json:
+    dtype = _token_dtype(encoder.vocab_size)
+    progress = _read_progress(out, arguments)
+    if isinstance(encoder, FromFile) and not progress.tokens:
         (out / "tokenizer.json").write_bytes(encoder.content)
         sync(out / "tokenizer.json")
-    total = sum(item["size"] for item in plan["inputs"])
-    sizes = state["tokens"] * dtype.itemsize, state["offsets"] * 8
+    inputs = [
+        Input(number, path, arguments["inputs"][number]["size"])
+        for number, path in enumerate(files)
+    ]
+    total = sum(item.size for item in inputs)
     with (
-        _opened(out / "tokens.bin", sizes[0]) as tokens,
-        _opened(out / "documents.bin", sizes[1]) as offsets,
+        _open_at(out / "tokens.bin", progress.tokens * dtype.itemsize) as tokens,
+        _open_at(out / "documents.bin", progress.offsets * 8) as offsets,
     ):
-        if not state["offsets"]:
+
+        def save() -> None:
+            # What the files hold is on the disk before progress.json says that they hold it.
+            for file in (tokens, offsets):
+                file.flush()
+                os.fsync(file.fileno())
+            content = {"plan": arguments, "state": progress.as_json()}
+            write_atomically(out / "progress.json", json.dumps(content))
+
+        if not progress.offsets:
             offsets.write(np.zeros(1, "<i8").tobytes())
-            state["offsets"] = 1
-            _save_progress(out, plan, state, tokens, offsets)
-        saved = time.monotonic()
-        with _progress(total, state["read"]) as show:
-            for piece in _pieces(files, state["place"], plan):
-                _append(piece, encoder, plan["end_token"], dtype, tokens, offsets, state)
-                show(state["read"], state["tokens"])
-                if time.monotonic() - saved > SAVE_SECONDS:
-                    _save_progress(out, plan, state, tokens, offsets)
-                    saved = time.monotonic()
-        if not state["tokens"]:
+            progress.offsets = 1
+            save()
+        last_save = time.monotonic()
+        with _progress_bar(total, progress.read) as show:
+            for chunk in _chunks(inputs, progress.position, arguments):
+                _append(chunk, encoder, arguments["end_token"], dtype, tokens, offsets, progress)
+                show(progress.read, progress.tokens)
+                if time.monotonic() - last_save > SAVE_SECONDS:
+                    save()
+                    last_save = time.monotonic()
+        if not progress.tokens:
             raise DataError(
-                f"there is no text in the {len(files)} inputs ({total} bytes), beginning with '{files[0]}'."
+                f"there is no text in the {len(files)} inputs ({total} bytes); the first is"
+                f" '{files[0]}'."
             )
-        _save_progress(out, plan, state, tokens, offsets)
+        save()
     info = {
         "format": "shardwise tokens 1",
         "dtype": str(dtype),
-        "tokens": state["tokens"],
-        "documents": state["offsets"] - 1,
+        "tokens": progress.tokens,
+        "documents": progress.offsets - 1,
         "document_offsets": "documents.bin",
         "vocab_size": encoder.vocab_size,
-        **plan,
+        **arguments,
     }
     write_atomically(out / "tokens.json", json.dumps(info, indent=2) + "\n")
     (out / "progress.json").unlink()
     return info
 
 
+def _token_dtype(vocab_size: int) -> np.dtype:
+    """Return the smallest dtype that holds every token."""
+    return next(np.dtype(f"uint{bits}") for bits in (8, 16, 32) if vocab_size <= 2**bits)
+
+
 def _append(
-    piece: Piece,
+    chunk: Chunk,
     encoder: Tokenizer,
-    end: int | None,
-    dtype: np.dtype[Any],
+    end_token: int | None,
+    dtype: np.dtype,
     tokens: BinaryIO,
     offsets: BinaryIO,
-    state: dict[str, Any],
+    progress: Progress,
 ) -> None:
-    for encoded, ends in zip(encoder.encode(piece.texts), piece.ends, strict=True):
+    for encoded, is_end in zip(encoder.encode(chunk.texts), chunk.ends, strict=True):
         tokens.write(encoded.astype(dtype).tobytes())
-        state["tokens"] += len(encoded)
-        if ends:
-            if end is not None:
-                tokens.write(np.array([end], dtype).tobytes())
-                state["tokens"] += 1
-            offsets.write(np.array([state["tokens"]], "<i8").tobytes())
-            state["offsets"] += 1
-    state["place"], state["read"] = list(piece.place), state["read"] + piece.size
+        progress.tokens += len(encoded)
+        if not is_end:
+            continue
+        if end_token is not None:
+            tokens.write(np.array([end_token], dtype).tobytes())
+            progress.tokens += 1
+        offsets.write(np.array([progress.tokens], "<i8").tobytes())
+        progress.offsets += 1
+    progress.position = chunk.position
+    progress.read += chunk.size
 
 
-def _read_progress(out: Path, plan: dict[str, Any]) -> dict[str, Any]:
+def _read_progress(out: Path, arguments: Json) -> Progress:
     path = out / "progress.json"
-    if not path.exists():
-        if (
-            (out / "tokens.bin").exists()
-            and (out / "tokens.bin").stat().st_size
-            and not (out / "documents.bin").exists()
-        ):
-            raise ConfigError(
-                f"'{out / 'tokens.bin'}' is there, and not from an unfinished prepare. Choose another --out."
-            )
-        return {"tokens": 0, "offsets": 0, "place": [0, 0, 0], "read": 0}
-    saved = json.loads(path.read_bytes())
-    _check_same(saved["plan"], plan, out)
-    return saved["state"]
-
-
-def _save_progress(
-    out: Path, plan: dict[str, Any], state: dict[str, Any], *files: BinaryIO
-) -> None:
-    """What the files hold is on the disk before it is said that they hold it."""
-    for file in files:
-        file.flush()
-        os.fsync(file.fileno())
-    write_atomically(out / "progress.json", json.dumps({"plan": plan, "state": state}))
+    if path.exists():
+        saved = json.loads(path.read_bytes())
+        _check_same(saved["plan"], arguments, out)
+        return Progress.from_json(saved["state"])
+    tokens = out / "tokens.bin"
+    has_tokens = tokens.exists() and tokens.stat().st_size > 0
+    if has_tokens and not (out / "documents.bin").exists():
+        raise ConfigError(
+            f"'{tokens}' exists and does not come from an unfinished prepare. Choose another --out."
+        )
+    return Progress()
 
 
 @contextmanager
-def _opened(path: Path, size: int) -> Iterator[BinaryIO]:
-    """The file, cut to the size up to which it is good, to be written on from there."""
+def _open_at(path: Path, size: int) -> Iterator[BinaryIO]:
+    """Open a file to append to its first `size` bytes, which are valid; the rest is dropped."""
     with path.open("r+b" if path.exists() else "w+b") as file:
         if os.fstat(file.fileno()).st_size < size:
             raise DataError(
-                f"'{path}' has fewer than the {size} bytes that were written. Remove '{path.parent}' and prepare again."
+                f"'{path}' has fewer than the {size} bytes that were written."
+                f" Remove '{path.parent}' and prepare again."
             )
         file.truncate(size)
         file.seek(size)
@@ -229,118 +328,125 @@ def _opened(path: Path, size: int) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _locked(out: Path) -> Iterator[None]:
-    """One prepare at a time for a directory; the lock ends with the process."""
+    """Admit one process at a time; the lock ends with the process."""
     descriptor = os.open(out, os.O_RDONLY)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DirectoryInUseError(
-                f"another prepare is writing to '{out}'. Wait for it, or choose another --out."
+                f"another process is preparing '{out}'. Wait for it, or choose another --out."
             ) from None
         yield
     finally:
         os.close(descriptor)
 
 
-def _pieces(files: list[Path], place: list[int], plan: dict[str, Any]) -> Iterator[Piece]:
-    first, at, record = place
-    for number in range(first, len(files)):
-        path, size = files[number], plan["inputs"][number]["size"]
-        readers = {".jsonl": _json_lines, ".parquet": _parquet}
-        yield from readers.get(path.suffix, _text)(path, number, at, record, size, plan)
-        at = record = 0
+# Reading
 
 
-def _text(
-    path: Path, number: int, at: int, record: int, size: int, plan: dict[str, Any]
-) -> Iterator[Piece]:
-    """A text file is one document. It is cut into pieces at line ends, or between characters in a line that is too long."""
-    is_bytes = plan["tokenizer"]["name"] == "bytes" and plan["tokenizer"]["sha256"] is None
-    with path.open("rb") as file:
-        while at < size:
-            file.seek(at)
-            text = file.read(min(CHUNK, size - at))
+def _chunks(inputs: list[Input], position: Position, arguments: Json) -> Iterator[Chunk]:
+    """Yield the text of all inputs from a position on."""
+    field = arguments["field"]
+    is_bytes = arguments["tokenizer"]["sha256"] is None
+    for item in inputs[position.file :]:
+        if item.path.suffix == ".jsonl":
+            yield from _read_json_lines(item, position, field)
+        elif item.path.suffix == ".parquet":
+            yield from _read_parquet(item, position, field)
+        else:
+            yield from _read_text(item, position, check_utf8=not is_bytes)
+        position = Position(item.number + 1)
+
+
+def _read_text(item: Input, position: Position, check_utf8: bool) -> Iterator[Chunk]:
+    """Read a text file as one document.
+
+    It is divided at line ends, or between characters in a line longer than `CHUNK`.
+    """
+    offset = position.offset
+    with item.path.open("rb") as file:
+        while offset < item.size:
+            file.seek(offset)
+            text = file.read(min(CHUNK, item.size - offset))
             if not text:
-                raise DataError(
-                    f"'{path}' had {size} bytes at the start, and now ends at byte {at}."
-                )
-            if at + len(text) < size:
-                text = text[: text.rfind(b"\n") + 1] or _whole_characters(text)
-            if not is_bytes:
-                _check_utf8(text, f"'{path}'", at)
-            at += len(text)
-            ended = at >= size
-            yield Piece(
-                [text], [ended], (number + 1, 0, 0) if ended else (number, at, 0), len(text)
-            )
+                raise _became_shorter(item, offset)
+            if offset + len(text) < item.size:
+                up_to_line_end = text[: text.rfind(b"\n") + 1]
+                text = up_to_line_end or _complete_characters(text)
+            if check_utf8:
+                _check_utf8(text, item.path, offset)
+            offset += len(text)
+            is_end = offset >= item.size
+            following = Position(item.number + 1) if is_end else Position(item.number, offset)
+            yield Chunk([text], [is_end], following, len(text))
 
 
-def _whole_characters(text: bytes) -> bytes:
-    """Without the bytes of a character that is not all there."""
-    for cut in range(1, 5):
-        if text[-cut] & 0xC0 != 0x80:  # where the last character begins
-            length = (
-                1
-                if text[-cut] < 0x80
-                else 2
-                if text[-cut] < 0xE0
-                else 3
-                if text[-cut] < 0xF0
-                else 4
+def _became_shorter(item: Input, offset: int) -> DataError:
+    return DataError(
+        f"'{item.path}' had {item.size} bytes at the start and now ends at byte {offset}."
+    )
+
+
+def _complete_characters(text: bytes) -> bytes:
+    """Drop the bytes of an incomplete UTF-8 character at the end."""
+    for count in range(1, 5):
+        byte = text[-count]
+        # Continuation bytes begin with the bits 10.
+        if byte & 0xC0 != 0x80:
+            length = next(
+                size
+                for size, limit in ((1, 0x80), (2, 0xE0), (3, 0xF0), (4, 0x100))
+                if byte < limit
             )
-            return text if length <= cut else text[:-cut]
+            return text if length <= count else text[:-count]
     return text
 
 
-def _check_utf8(text: bytes, name: str, at: int) -> None:
+def _check_utf8(text: bytes, path: Path, offset: int) -> None:
     try:
         text.decode()
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{name} is not UTF-8 at byte {at + error.start}: {error.reason}."
+            f"'{path}' is not UTF-8 at byte {offset + error.start}: {error.reason}."
         ) from None
 
 
-def _json_lines(
-    path: Path, number: int, at: int, record: int, size: int, plan: dict[str, Any]
-) -> Iterator[Piece]:
-    with path.open("rb") as file:
-        file.seek(at)
-        while at < size:
-            texts, start = [], at
+def _read_json_lines(item: Input, position: Position, field: str) -> Iterator[Chunk]:
+    offset, record = position.offset, position.record
+    with item.path.open("rb") as file:
+        file.seek(offset)
+        while offset < item.size:
+            texts = []
+            start = offset
             for line in iter(file.readline, b""):
-                at += len(line)
+                offset += len(line)
                 if line.strip():
-                    texts.append(_field(line, plan["field"], f"'{path}', record {record}"))
+                    texts.append(_json_text(line, field, f"'{item.path}', record {record}"))
                     record += 1
-                if at - start >= CHUNK:
+                if offset - start >= CHUNK:
                     break
-            if at == start:
-                raise DataError(
-                    f"'{path}' had {size} bytes at the start, and now ends at byte {at}."
-                )
-            yield Piece(texts, [True] * len(texts), (number, at, record), at - start)
+            if offset == start:
+                raise _became_shorter(item, offset)
+            following = Position(item.number, offset, record)
+            yield Chunk(texts, [True] * len(texts), following, offset - start)
 
 
-def _field(line: bytes, field: str, name: str) -> bytes:
+def _json_text(line: bytes, field: str, name: str) -> bytes:
+    """Return the text of a line of a .jsonl file."""
     try:
         value = json.loads(line)
     except ValueError as error:
         raise DataError(f"{name} is not JSON: {error}") from None
-    return _checked_text(value.get(field) if isinstance(value, dict) else None, field, name, value)
+    if isinstance(value, dict):
+        return _encoded(value.get(field), field, name, f"it has {', '.join(value)}")
+    return _encoded(None, field, name, f"it is a {type(value).__name__}")
 
 
-def _checked_text(value: Any, field: str, name: str, record: Any) -> bytes:
+def _encoded(value: object, field: str, name: str, content: str) -> bytes:
+    """Return a field as UTF-8; `content` says what the record has instead of text."""
     if not isinstance(value, str):
-        found = (
-            f"it has {', '.join(record)}"
-            if isinstance(record, dict)
-            else f"it is a {type(record).__name__}"
-        )
-        raise DataError(
-            f"{name} has no text in field '{field}'; {found}. Say which it is with --field."
-        )
+        raise DataError(f"{name} has no text in field '{field}'; {content}. Set --field.")
     try:
         return value.encode()
     except UnicodeEncodeError as error:
@@ -349,71 +455,81 @@ def _checked_text(value: Any, field: str, name: str, record: Any) -> bytes:
         ) from None
 
 
-def _parquet(
-    path: Path, number: int, at: int, record: int, size: int, plan: dict[str, Any]
-) -> Iterator[Piece]:
-    file, field = open_parquet(path), plan["field"]
-    if field not in file.schema_arrow.names:
+def _read_parquet(item: Input, position: Position, field: str) -> Iterator[Chunk]:
+    file = open_parquet(item.path)
+    names = file.schema_arrow.names
+    if field not in names:
         raise DataError(
-            f"'{path}' has no column '{field}'; it has {', '.join(file.schema_arrow.names)}. Say which it is with --field."
+            f"'{item.path}' has no column '{field}'; it has {', '.join(names)}. Set --field."
         )
-    rows, first = file.metadata.num_rows, 0
+    num_rows = file.metadata.num_rows
+    offset = position.offset
+    group_end = 0
     for group in range(file.metadata.num_row_groups):
-        count = file.metadata.row_group(group).num_rows
-        first, start = first + count, first
-        if first <= at:
+        row = group_end
+        group_end += file.metadata.row_group(group).num_rows
+        if group_end <= offset:
             continue
         try:
             batches = file.iter_batches(
-                batch_size=256, row_groups=[group], columns=[field], use_threads=False
+                batch_size=PARQUET_ROWS, row_groups=[group], columns=[field], use_threads=False
             )
             for batch in batches:
                 values = batch.column(0).to_pylist()
-                skipped, start = max(at - start, 0), start + len(values)
-                if skipped >= len(values):
+                # Rows before the position were read by an earlier start.
+                num_done = max(offset - row, 0)
+                row += len(values)
+                if num_done >= len(values):
                     continue
-                names = (f"'{path}', record {at + i}" for i in range(len(values)))
                 texts = [
-                    _checked_text(v, field, name, type(v).__name__)
-                    for v, name in zip(values[skipped:], names, strict=False)
+                    _encoded(
+                        value,
+                        field,
+                        f"'{item.path}', record {offset + index}",
+                        f"it is a {type(value).__name__}",
+                    )
+                    for index, value in enumerate(values[num_done:])
                 ]
-                read = size * start // rows - size * at // rows
-                at = start
-                yield Piece(texts, [True] * len(texts), (number, at, 0), read)
+                # Rows differ in size: attribute the bytes of the file evenly.
+                size = item.size * row // num_rows - item.size * offset // num_rows
+                offset = row
+                yield Chunk(texts, [True] * len(texts), Position(item.number, offset), size)
         except OSError as error:
             raise DataError(
-                f"'{path}', record {at}: row group {group} cannot be read: {error}"
+                f"'{item.path}', record {offset}: row group {group} cannot be read: {error}"
             ) from None
 
 
+# Progress
+
+
 @contextmanager
-def _progress(total: int, done: int) -> Iterator[Any]:
-    """A bar in a terminal, else a line now and then; gives the function to call with (bytes read, tokens)."""
+def _progress_bar(total: int, done: int) -> Iterator[ShowProgress]:
+    """Show a bar on a terminal, elsewhere a line now and then."""
+    from rich import progress as bars
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        last = time.monotonic()
+        last_line = time.monotonic()
 
-        def line(read: int, tokens: int) -> None:
-            nonlocal last
-            if time.monotonic() - last > 10:
-                last = time.monotonic()
-                console.print(
-                    f"{read / max(total, 1):.0%}: {read:,} of {total:,} bytes, {tokens:,} tokens",
-                    highlight=False,
-                )
+        def show_line(read: int, tokens: int) -> None:
+            nonlocal last_line
+            if time.monotonic() - last_line > LINE_SECONDS:
+                last_line = time.monotonic()
+                share = read / max(total, 1)
+                text = f"{share:.0%}: {read:,} of {total:,} bytes, {tokens:,} tokens"
+                console.print(text, highlight=False)
 
-        yield line
+        yield show_line
         return
     columns = (
-        TextColumn("preparing"),
-        BarColumn(),
-        DownloadColumn(),
-        TextColumn("{task.fields[tokens]} tokens"),
-        TimeRemainingColumn(),
+        bars.TextColumn("preparing"),
+        bars.BarColumn(),
+        bars.DownloadColumn(),
+        bars.TextColumn("{task.fields[tokens]} tokens"),
+        bars.TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=total, completed=done, tokens="0")
-        yield lambda read, tokens: progress.update(task, completed=read, tokens=f"{tokens:,}")
+    with bars.Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=total, completed=done, tokens="0")
+        yield lambda read, tokens: bar.update(task, completed=read, tokens=f"{tokens:,}")

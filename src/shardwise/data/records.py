@@ -1,6 +1,6 @@
-"""Records of files, read at random: ArrayRecord, Parquet, JSON lines, lines of text.
+"""Records in files with random access: ArrayRecord, Parquet, JSON lines, lines of text.
 
-Nothing is read ahead but an index. Every error names the file and the number of the record in it, counted from 0.
+Only an index is read ahead. Every error names the file and the number of the record, from 0.
 """
 
 import json
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -21,268 +21,385 @@ from shardwise.data.files import (
     find_file,
     find_files,
 )
+from shardwise.data.sources import Examples, no_examples
 from shardwise.errors import ConfigError, DataError
+from shardwise.text import Json
 
-Decode = Callable[[Any], Mapping[str, Any]]
+if TYPE_CHECKING:
+    import pyarrow
+    import pyarrow.parquet
+    from array_record.python import array_record_module
+
+# A record as its file holds it: bytes, a line of text, or a dictionary.
+Record: TypeAlias = Any
+# Turns a record into the arrays of an example.
+Decode: TypeAlias = Callable[[Record], Mapping[str, Any]]
 
 
 class Store(Protocol):
-    """Records of one file. `read` gives those of several numbers; what is wrong with one of them it raises as BadRecord."""
+    """The records of one file.
+
+    Attributes:
+        path: the file.
+    """
 
     path: Path
 
     def __len__(self) -> int: ...
 
-    def read(self, numbers: Sequence[int]) -> list[Any]: ...
+    def read(self, numbers: Sequence[int]) -> list[Record]:
+        """Return the records with these numbers.
+
+        Raises:
+            BadRecord: for the first that cannot be read.
+        """
+        ...
 
 
 @dataclass(frozen=True)
 class Records:
-    """The records of files, one after the other; `decode(record)` gives the arrays of a row, the same shapes for every record."""
+    """The records of several files, one file after the other, as a source.
+
+    Attributes:
+        stores: the files.
+        decode: turns a record into the arrays of an example; shapes must be the same for all.
+        tokenizer: identifies the tokenizer that `decode` uses, as JSON; part of the fingerprint.
+
+    Raises:
+        DataError: if there are no records.
+    """
 
     stores: tuple[Store, ...]
     decode: Decode
-    tokenizer: Any = None  # whatever tells the tokenizer that `decode` uses from another one; enters the fingerprint
+    tokenizer: Any = None
 
     def __post_init__(self) -> None:
         if not len(self):
-            raise DataError(
-                f"there are no records in {', '.join(repr(str(store.path)) for store in self.stores)}."
-            )
+            files = ", ".join(repr(str(store.path)) for store in self.stores)
+            raise DataError(f"there are no records in {files}.")
 
     def __len__(self) -> int:
         return sum(len(store) for store in self.stores)
 
-    def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+    def rows(self, indices: np.ndarray) -> Examples:
+        """Return the examples at `indices`.
+
+        Raises:
+            BadRecord: if a record cannot be read or decoded.
+            DataError: if two examples have different shapes.
+        """
         if not len(indices):
-            return {name: array[:0] for name, array in self.rows(np.zeros(1, np.int64)).items()}
+            return no_examples(self)
         ends = np.cumsum([len(store) for store in self.stores])
-        places = np.searchsorted(ends, indices, side="right")
-        rows: list[Any] = [None] * len(indices)
-        for place in np.unique(places):
-            store, where = self.stores[place], np.flatnonzero(places == place)
-            numbers = (indices[where] - (ends[place] - len(store))).tolist()
-            for at, number, record in zip(where, numbers, store.read(numbers), strict=True):
-                rows[at] = name_of(store, number), self._decoded(record, store, number)
-        return _stacked(rows)
+        owners = np.searchsorted(ends, indices, side="right")
+        names = [""] * len(indices)
+        examples: list[Examples] = [{}] * len(indices)
+        for owner in np.unique(owners):
+            store = self.stores[owner]
+            positions = np.flatnonzero(owners == owner)
+            numbers = (indices[positions] - (ends[owner] - len(store))).tolist()
+            records = store.read(numbers)
+            for position, number, record in zip(positions, numbers, records, strict=True):
+                names[position] = name_of(store, number)
+                examples[position] = self._decode(record, names[position])
+        _check_shapes(names, examples)
+        return {key: np.stack([example[key] for example in examples]) for key in examples[0]}
 
-    def _decoded(self, record: Any, store: Store, number: int) -> dict[str, np.ndarray]:
+    def _decode(self, record: Record, name: str) -> Examples:
         try:
-            return {name: np.asarray(value) for name, value in self.decode(record).items()}
-        except Exception as error:  # whatever a decode function may raise
-            raise BadRecord(
-                name_of(store, number), f"it cannot be decoded: {type(error).__name__}: {error}"
-            ) from error
+            return {key: np.asarray(value) for key, value in self.decode(record).items()}
+        except Exception as error:
+            # A user's decode function may raise anything.
+            reason = f"{type(error).__name__}: {error}"
+            raise BadRecord(name, f"it cannot be decoded: {reason}") from error
 
-    def fingerprint(self) -> dict[str, Any]:
-        known = {} if self.tokenizer is None else {"tokenizer": self.tokenizer}
-        return {
-            **known,
-            "records": len(self),
-            "files": [file_fingerprint(find_file(store.path)) for store in self.stores],
-        }
+    def fingerprint(self) -> Json:
+        """Return the number of records, the fingerprints of the files, and the tokenizer."""
+        fingerprint: Json = {} if self.tokenizer is None else {"tokenizer": self.tokenizer}
+        fingerprint["records"] = len(self)
+        fingerprint["files"] = [file_fingerprint(find_file(store.path)) for store in self.stores]
+        return fingerprint
 
 
 def name_of(store: Store, number: int) -> str:
+    """Return how messages name a record."""
     return f"'{store.path}', record {number}"
 
 
-def _stacked(rows: list[tuple[str, dict[str, np.ndarray]]]) -> dict[str, np.ndarray]:
-    first_name, first = rows[0]
-    for name, row in rows:
-        if {key: value.shape for key, value in row.items()} != {
-            key: value.shape for key, value in first.items()
-        }:
-            shapes = [
-                ", ".join(f"{key} {value.shape}" for key, value in r.items()) for r in (first, row)
-            ]
+def _check_shapes(names: Sequence[str], examples: Sequence[Examples]) -> None:
+    expected = _shapes(examples[0])
+    for name, example in zip(names, examples, strict=True):
+        shapes = _shapes(example)
+        if shapes != expected:
             raise DataError(
-                f"rows must be alike: {first_name} gives {shapes[0]}, and {name} gives {shapes[1]}. Let decode pad or cut."
+                f"all examples must have the same shapes: {names[0]} has {_show(expected)}, and"
+                f" {name} has {_show(shapes)}. Pad or truncate in decode."
             )
-    return {key: np.stack([row[key] for _, row in rows]) for key in first}
+
+
+def _shapes(example: Examples) -> dict[str, tuple[int, ...]]:
+    return {key: value.shape for key, value in example.items()}
+
+
+def _show(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    return ", ".join(f"{key} {shape}" for key, shape in shapes.items())
+
+
+# The four kinds of files
 
 
 def json_lines(
     paths: Paths, decode: Decode | None = None, *, columns: Sequence[str] | None = None
 ) -> Records:
-    """One JSON object a line. Without `decode`, its fields, or those named in `columns`, are arrays as they stand."""
-    return Records(
-        tuple(Lines(path, is_json=True) for path in find_files(paths)), decode or Fields(columns)
-    )
+    """Return a source of JSON objects, one per line.
+
+    Args:
+        paths: files or patterns such as `data/*.jsonl`.
+        decode: turns an object into the arrays of an example. By default its fields are converted
+            to arrays as they are.
+        columns: which fields to take if there is no `decode`; all by default.
+
+    Raises:
+        DataError: if a file is missing.
+    """
+    stores = tuple(Lines(path, is_json=True) for path in find_files(paths))
+    return Records(stores, decode or Fields(columns))
 
 
 def text_lines(paths: Paths, decode: Decode) -> Records:
-    """One line of UTF-8 text a record, given to `decode` without its line end."""
+    """Return a source of lines of UTF-8 text.
+
+    Args:
+        paths: files or patterns.
+        decode: turns a line, without its line end, into the arrays of an example.
+
+    Raises:
+        DataError: if a file is missing.
+    """
     return Records(tuple(Lines(path, is_json=False) for path in find_files(paths)), decode)
 
 
 def array_records(paths: Paths, decode: Decode) -> Records:
-    """ArrayRecord files; `decode` takes the bytes of a record."""
+    """Return a source of ArrayRecord files.
+
+    Args:
+        paths: files or patterns.
+        decode: turns the bytes of a record into the arrays of an example.
+
+    Raises:
+        DataError: if a file is missing or not an ArrayRecord file.
+    """
     return Records(tuple(ArrayRecord(path) for path in find_files(paths)), decode)
 
 
 def parquet(
     paths: Paths, decode: Decode | None = None, *, columns: Sequence[str] | None = None
 ) -> Records:
-    """Rows of Parquet files, of `columns` or of all, as dictionaries. Each batch decodes the whole row group of each of its rows."""
-    return Records(
-        tuple(Parquet(path, tuple(columns) if columns else None) for path in find_files(paths)),
-        decode or Fields(columns),
-    )
+    """Return a source of Parquet rows.
+
+    Every example costs the decoding of its row group; write files with small row groups.
+
+    Args:
+        paths: files or patterns.
+        decode: turns a row, as a dictionary, into the arrays of an example. By default its columns
+            are converted to arrays as they are.
+        columns: which columns to read; all by default.
+
+    Raises:
+        ConfigError: if pyarrow is not installed.
+        DataError: if a file is missing or has no such column.
+    """
+    names = tuple(columns) if columns else None
+    stores = tuple(Parquet(path, names) for path in find_files(paths))
+    return Records(stores, decode or Fields(columns))
 
 
 @dataclass(frozen=True)
 class Fields:
-    """The fields of a record as they stand; all of them, or some by name."""
+    """Decodes a record by taking its fields as they are.
+
+    Attributes:
+        names: which fields; all if None.
+    """
 
     names: Sequence[str] | None = None
 
-    def __call__(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        if self.names and (missing := [name for name in self.names if name not in record]):
+    def __call__(self, record: Mapping[str, Any]) -> Examples:
+        """Return the fields as arrays.
+
+        Raises:
+            KeyError: if a field is missing.
+        """
+        missing = [name for name in self.names or () if name not in record]
+        if missing:
             raise KeyError(f"there is no {', '.join(missing)}; there are {', '.join(record)}")
         return {name: np.asarray(record[name]) for name in self.names or record}
 
 
-class _Opened:
-    """What reads the file is made when it is first needed, in each process."""
-
-    path: Path
-
-    @cached_property
-    def reader(self) -> Any:
-        return self.open()
-
-    def open(self) -> Any:
-        return Descriptor(self.path)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "reader"}
-
-
-class Lines(_Opened):
-    """Lines of a file, empty ones left out; found once, kept as two int64 for each."""
+class Lines:
+    """The lines of a file, without empty ones. Their offsets are found once, 16 bytes per line."""
 
     def __init__(self, path: Path, *, is_json: bool):
-        self.path, self.is_json = path, is_json
+        self.path = path
+        self.is_json = is_json
         self._starts, self._ends = _line_bounds(path)
+
+    @cached_property
+    def _file(self) -> Descriptor:
+        return Descriptor(self.path)
+
+    def __getstate__(self) -> dict[str, object]:
+        return _without("_file", self.__dict__)
 
     def __len__(self) -> int:
         return len(self._starts)
 
-    def read(self, numbers: Sequence[int]) -> list[Any]:
-        return [self._record(number) for number in numbers]
+    def read(self, numbers: Sequence[int]) -> list[Record]:
+        """Return the lines with these numbers, as text or as JSON values."""
+        return [self._read_one(number) for number in numbers]
 
-    def _record(self, number: int) -> Any:
-        start, end = int(self._starts[number]), int(self._ends[number])
-        line = os.pread(self.reader.number, end - start, start)
-        if len(line) < end - start:
+    def _read_one(self, number: int) -> Record:
+        start = int(self._starts[number])
+        size = int(self._ends[number]) - start
+        line = os.pread(self._file.number, size, start)
+        if len(line) < size:
             raise BadRecord(
                 name_of(self, number),
-                f"{end - start} bytes from byte {start} on, of which {len(line)} are left: truncated.",
+                f"the file was truncated: {len(line)} of {size} bytes from byte {start} are left.",
             )
         try:
             text = line.decode().rstrip("\r\n")
             return json.loads(text) if self.is_json else text
-        except ValueError as error:  # bad JSON or bad UTF-8
-            raise BadRecord(
-                name_of(self, number), f"{error} (the record begins at byte {start})"
-            ) from None
+        except ValueError as error:
+            # Invalid JSON or invalid UTF-8.
+            reason = f"{error} (the record starts at byte {start})"
+            raise BadRecord(name_of(self, number), reason) from None
 
 
 def _line_bounds(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    ends, at = [np.zeros(1, np.int64)], 0
+    """Return the offsets of the start and the end of every line that is not empty."""
+    ends = [np.zeros(1, np.int64)]
+    size = 0
     with path.open("rb") as file:
         while chunk := file.read(2**24):
-            ends.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + at + 1)
-            at += len(chunk)
+            newlines = np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n"))
+            ends.append(newlines + size + 1)
+            size += len(chunk)
     bounds = np.concatenate(ends)
-    kept = np.diff(bounds) > 1
-    if bounds[-1] < at:  # the last line has no end
-        bounds, kept = np.append(bounds, at), np.append(kept, True)
-    return bounds[:-1][kept], bounds[1:][kept]
+    is_kept = np.diff(bounds) > 1
+    # The last line may have no line end.
+    if bounds[-1] < size:
+        bounds = np.append(bounds, size)
+        is_kept = np.append(is_kept, True)
+    return bounds[:-1][is_kept], bounds[1:][is_kept]
 
 
-class ArrayRecord(_Opened):
+class ArrayRecord:
+    """The records of an ArrayRecord file."""
+
     def __init__(self, path: Path):
         self.path = path
-        if not self.reader.ok():
-            raise DataError(
-                f"'{path}' ({path.stat().st_size} bytes) is no ArrayRecord file, or a truncated one."
-            )
-        self._count = self.reader.num_records()
+        if not self._reader.ok():
+            size = path.stat().st_size
+            raise DataError(f"'{path}' ({size} bytes) is not an ArrayRecord file, or truncated.")
+        self._count = int(self._reader.num_records())
 
-    def open(self) -> Any:
+    @cached_property
+    def _reader(self) -> "array_record_module.ArrayRecordReader":
         from array_record.python import array_record_module
 
         return array_record_module.ArrayRecordReader(str(find_file(self.path)))
 
+    def __getstate__(self) -> dict[str, object]:
+        return _without("_reader", self.__dict__)
+
     def __len__(self) -> int:
         return self._count
 
-    def read(self, numbers: Sequence[int]) -> list[Any]:
-        return [self._record(number) for number in numbers]
+    def read(self, numbers: Sequence[int]) -> list[Record]:
+        """Return the bytes of the records with these numbers."""
+        return [self._read_one(number) for number in numbers]
 
-    def _record(self, number: int) -> Any:
+    def _read_one(self, number: int) -> Record:
         try:
-            return self.reader.read([number])[0]
+            return self._reader.read([number])[0]
         except (RuntimeError, ValueError, IndexError) as error:
             raise BadRecord(name_of(self, number), str(error)) from None
 
 
-class Parquet(_Opened):
+class Parquet:
+    """The rows of a Parquet file."""
+
     def __init__(self, path: Path, columns: tuple[str, ...] | None = None):
-        self.path, self.columns = path, columns
-        names, metadata = self.reader.schema_arrow.names, self.reader.metadata
-        if columns and (missing := [name for name in columns if name not in names]):
+        self.path = path
+        self.columns = columns
+        names = self._reader.schema_arrow.names
+        missing = [name for name in columns or () if name not in names]
+        if missing:
             raise DataError(
                 f"'{path}' has no column {', '.join(missing)}; it has {', '.join(names)}."
             )
-        self._ends = np.cumsum(
-            [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)],
-            dtype=np.int64,
-        )
+        metadata = self._reader.metadata
+        sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        self._ends = np.cumsum(sizes, dtype=np.int64)
 
-    def open(self) -> Any:
+    @cached_property
+    def _reader(self) -> "pyarrow.parquet.ParquetFile":
         return open_parquet(self.path)
+
+    def __getstate__(self) -> dict[str, object]:
+        return _without("_reader", self.__dict__)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    def read(self, numbers: Sequence[int]) -> list[Any]:
+    def read(self, numbers: Sequence[int]) -> list[Record]:
+        """Return the rows with these numbers, as dictionaries."""
         groups = np.searchsorted(self._ends, numbers, side="right").tolist()
-        tables = {
-            group: self._group(group, number) for group, number in zip(groups, numbers, strict=True)
-        }
-        starts = {group: int(self._ends[group]) - tables[group].num_rows for group in tables}
-        pairs = zip(groups, numbers, strict=True)
-        return [
-            tables[group].slice(number - starts[group], 1).to_pylist()[0] for group, number in pairs
-        ]
+        tables: dict[int, pyarrow.Table] = {}
+        rows = []
+        for group, number in zip(groups, numbers, strict=True):
+            if group not in tables:
+                tables[group] = self._read_group(group, number)
+            start = int(self._ends[group]) - tables[group].num_rows
+            rows.append(tables[group].slice(number - start, 1).to_pylist()[0])
+        return rows
 
-    def _group(self, group: int, number: int) -> Any:
+    def _read_group(self, group: int, number: int) -> "pyarrow.Table":
         try:
-            return _row_group(self.reader, group, self.columns)
-        except (
-            Exception
-        ) as error:  # pyarrow has its own kinds of OSError and ValueError, and others for bad pages
-            raise BadRecord(
-                name_of(self, number), f"row group {group} cannot be read: {error}"
-            ) from None
+            return _row_group(self._reader, group, self.columns)
+        except Exception as error:
+            # pyarrow has its own kinds of OSError and ValueError, and others for bad pages.
+            reason = f"row group {group} cannot be read: {error}"
+            raise BadRecord(name_of(self, number), reason) from None
 
 
-def open_parquet(path: Path) -> Any:
+def _without(name: str, attributes: Mapping[str, object]) -> dict[str, object]:
+    """Return attributes without an open file: another process opens its own."""
+    return {key: value for key, value in attributes.items() if key != name}
+
+
+def open_parquet(path: Path) -> "pyarrow.parquet.ParquetFile":
+    """Open a Parquet file.
+
+    Raises:
+        ConfigError: if pyarrow is not installed.
+        DataError: if the file is missing or not a Parquet file.
+    """
     try:
         import pyarrow.parquet
     except ImportError:
-        raise ConfigError("Parquet files need pyarrow: pip install 'shardwise[parquet]'.") from None
+        raise ConfigError("Parquet files need pyarrow: pip install 'shardwise[parquet]'") from None
     try:
         return pyarrow.parquet.ParquetFile(find_file(path), page_checksum_verification=True)
     except (OSError, ValueError) as error:
-        raise DataError(
-            f"'{path}' ({path.stat().st_size} bytes) cannot be read as Parquet: {error}"
-        ) from None
+        size = path.stat().st_size
+        raise DataError(f"'{path}' ({size} bytes) cannot be read as Parquet: {error}") from None
 
 
+# Examples of a batch often share row groups.
 @lru_cache(maxsize=8)
-def _row_group(reader: Any, group: int, columns: tuple[str, ...] | None) -> Any:
+def _row_group(
+    reader: "pyarrow.parquet.ParquetFile", group: int, columns: tuple[str, ...] | None
+) -> "pyarrow.Table":
     return reader.read_row_group(group, columns=columns, use_threads=False)

@@ -1,9 +1,9 @@
-"""Text to tokens and back: a `tokenizer.json` as the `tokenizers` package writes it, or plain bytes."""
+"""Text to tokens and back: a `tokenizer.json` of the `tokenizers` package, or plain bytes."""
 
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -11,79 +11,114 @@ from shardwise.data.files import find_file
 from shardwise.errors import ConfigError, DataError
 from shardwise.text import did_you_mean
 
+if TYPE_CHECKING:
+    import tokenizers
+
+# Names of the end token in published tokenizers; the first that exists is the default.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 
 
 class Bytes:
-    """Every byte is a token."""
+    """The tokenizer for which every byte is a token."""
 
-    name, sha256, vocab_size = "bytes", None, 256
+    name = "bytes"
+    sha256 = None
+    vocab_size = 256
 
     def encode(self, texts: Sequence[bytes], special_tokens: bool = False) -> list[np.ndarray]:
+        """Return the bytes of each text."""
         return [np.frombuffer(text, np.uint8) for text in texts]
 
     def decode(self, tokens: np.ndarray | Sequence[int]) -> str:
+        """Return tokens as text; invalid UTF-8 becomes the replacement character."""
         return np.asarray(tokens).astype(np.uint8).tobytes().decode(errors="replace")
 
     def end_token(self, text: str | None) -> int | None:
-        if text and len(text.encode()) != 1:
+        """Return the byte that ends a document; None if `text` is empty or None.
+
+        Raises:
+            ConfigError: if `text` has several bytes.
+        """
+        if not text:
+            return None
+        encoded = text.encode()
+        if len(encoded) != 1:
             raise ConfigError(
-                f"--end-token {text!r} has {len(text.encode())} bytes; with bytes for tokens it must be one."
+                f"--end-token {text!r} has {len(encoded)} bytes; without a tokenizer it must be"
+                " one byte."
             )
-        return text.encode()[0] if text else None
+        return encoded[0]
 
 
 class FromFile:
-    """A tokenizer.json. Truncation and padding that it may ask for are switched off, and special tokens added only on request."""
+    """A tokenizer.json.
+
+    Truncation and padding that the file may ask for are switched off. Special tokens are added only
+    on request.
+
+    Attributes:
+        name: the name of the file.
+        sha256: hash of its content.
+        content: its content.
+        vocab_size: one more than the largest token.
+    """
 
     def __init__(self, path: Path):
         try:
             from tokenizers import Tokenizer
         except ImportError:
             raise ConfigError(
-                "a tokenizer.json needs the tokenizers package: pip install 'shardwise[tokenizers]'."
+                "a tokenizer.json needs the tokenizers package: pip install 'shardwise[tokenizers]'"
             ) from None
         content = find_file(path).read_bytes()
         try:
-            self._tokenizer: Any = Tokenizer.from_str(content.decode())
-        except Exception as error:  # whatever the package may raise
-            raise DataError(f"'{path}' is no tokenizer.json: {error}") from None
+            self._tokenizer: tokenizers.Tokenizer = Tokenizer.from_str(content.decode())
+        except Exception as error:
+            # The package raises plain Exception.
+            raise DataError(f"'{path}' is not a tokenizer.json: {error}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.name, self.sha256, self.content = (
-            path.name,
-            hashlib.sha256(content).hexdigest(),
-            content,
-        )
-        self._vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self._vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.name = path.name
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        self.content = content
         self.vocab_size = max(self._vocabulary.values()) + 1
 
     def encode(self, texts: Sequence[bytes], special_tokens: bool = False) -> list[np.ndarray]:
+        """Return the tokens of each UTF-8 text, uint32."""
         encodings = self._tokenizer.encode_batch_fast(
             [text.decode() for text in texts], add_special_tokens=special_tokens
         )
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def decode(self, tokens: np.ndarray | Sequence[int]) -> str:
+        """Return tokens as text, special tokens included."""
         return str(self._tokenizer.decode(np.asarray(tokens).tolist(), skip_special_tokens=False))
 
     def id_of(self, name: str) -> int | None:
+        """Return the number of a token, or None."""
         return self._vocabulary.get(name)
 
     def end_token(self, text: str | None) -> int | None:
-        """That of the name, none for an empty name; when nothing is said, the first usual one that there is."""
+        """Return the token that ends a document.
+
+        Args:
+            text: its name; empty for none; None for the first of `END_TOKENS` that exists.
+
+        Raises:
+            ConfigError: if there is no token of that name.
+        """
         if text and text not in self._vocabulary:
-            raise ConfigError(
-                f"--end-token '{text}' is not in '{self.name}'.{did_you_mean(text, self._vocabulary)}"
-            )
+            hint = did_you_mean(text, self._vocabulary)
+            raise ConfigError(f"--end-token '{text}' is not in '{self.name}'.{hint}")
         names = END_TOKENS if text is None else [text]
-        return next(
-            (int(self._vocabulary[name]) for name in names if name in self._vocabulary), None
-        )
+        known = [self._vocabulary[name] for name in names if name in self._vocabulary]
+        return known[0] if known else None
 
 
-Tokenizer = Bytes | FromFile
+Tokenizer: TypeAlias = Bytes | FromFile
 
 
 def open_tokenizer(path: Path | None) -> Tokenizer:
+    """Return the tokenizer of a tokenizer.json, or bytes if there is none."""
     return Bytes() if path is None else FromFile(path)

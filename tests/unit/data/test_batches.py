@@ -81,7 +81,7 @@ def test_an_order_is_the_same_in_one_piece_and_in_two(size, first, count, seed, 
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(0, 2**31))
 def test_each_epoch_holds_every_row_once(rows, batch_size, seed):
     if batch_size > rows:
-        with pytest.raises(DataError, match=f"{rows} rows, too few for a batch of {batch_size}"):
+        with pytest.raises(DataError, match=f"{rows} examples, too few for a batch of {batch_size}"):
             Batches({"x": np.arange(rows)}, batch_size)
         return
     batches = Batches({"x": np.arange(rows)}, batch_size, seed=seed)

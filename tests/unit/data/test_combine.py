@@ -83,7 +83,7 @@ def test_impossible_mixes_are_refused():
         Mix([(numbers(0, 5), 1), (numbers(0, 5), 0)])
     with pytest.raises(DataError, match="must be positive"):
         Mix([])
-    with pytest.raises(DataError, match=r"rows alike:\n  a: .*\n  b: "):
+    with pytest.raises(DataError, match=r"have the same arrays:\n  a: .*\n  b: "):
         Mix({"a": (numbers(0, 5), 1), "b": ({"x": np.zeros((5, 2))}, 1)})
     with pytest.raises(DataError, match="'b' of the mix has no rows"):
         Mix({"a": (numbers(0, 5), 1), "b": (numbers(0, 0), 1)})
@@ -100,7 +100,7 @@ def test_impossible_mixes_are_refused():
 def test_a_split_is_disjoint_and_complete(rows, share, seed, block):
     blocks = -(-rows // block)
     if not 0 < round(blocks * share) < blocks:
-        with pytest.raises(DataError, match="each side needs at least one"):
+        with pytest.raises(DataError, match="each part needs at least one block"):
             split(numbers(0, rows), share, seed, block=block)
         return
     train, held_out = split(numbers(0, rows), share, seed, block=block)
@@ -120,9 +120,9 @@ def test_a_filter_keeps_what_its_predicate_says():
     )
     inner = keep(kept, lambda row: row["x"] > 900)
     assert inner.rows(np.arange(len(inner)))["x"].tolist() == list(range(903, 1000, 3))
-    with pytest.raises(DataError, match="the filter kept 0 of 1000 rows"):
+    with pytest.raises(DataError, match="the filter kept 0 of 1000 examples"):
         keep(numbers(0, 1000), lambda row: False)
-    with pytest.raises(DataError, match="334 rows, too few for a batch of 335"):
+    with pytest.raises(DataError, match="334 examples, too few for a batch of 335"):
         Batches(kept, 335)
 
 

@@ -76,7 +76,7 @@ def test_files_that_are_no_tokens_are_refused_by_name(folder):
     cases = {
         "tokens.bim": (None, "no data file 'tokens.bim'. Did you mean 'tokens.bin'"),
         "nowhere/tokens.bin": (None, "there is no directory 'nowhere'"),
-        "tokens.bin": (None, "no 'tokens.json' beside it that tells its dtype"),
+        "tokens.bin": (None, "no 'tokens.json' next to it that gives its dtype"),
         "odd.bin": ("uint16", "'odd.bin' has 3 bytes, and tokens of uint16 have 2 bytes each"),
         "empty.bin": ("uint16", "'empty.bin' is empty"),
         "table.npy": (None, r"float64 of shape \(3, 4\)"),
@@ -117,7 +117,7 @@ for step in range(1, 20):
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert found.returncode == 0, found
     assert (
-        "'tokens.bin' has been truncated: it has 65536 bytes, and 2097152 are needed"
+        "'tokens.bin' was truncated: it has 65536 bytes, but its 1048576 tokens need 2097152"
         in found.stdout
     )
     assert "number 32768" in found.stdout
@@ -226,7 +226,7 @@ def test_a_damaged_record_is_named_or_skipped_within_a_budget(folder, kind):
     assert sum(len(batch["x"]) for batch in make().once()) == 40
 
     strict = Batches(source_of(f"a.{kind}"), 8, skip_bad=1)
-    with pytest.raises(BadRecord, match=r"; 2 bad records are more than skip_bad=1"):
+    with pytest.raises(BadRecord, match=r"; 2 bad records exceed skip_bad=1"):
         [strict(step) for step in range(5)]
 
 
@@ -260,7 +260,7 @@ def test_a_truncated_file_is_named(folder, kind):
         return
     with pytest.raises(
         BadRecord,
-        match=r"'a.jsonl', record 39: 34 bytes from byte \d+ on, of which 0 are left: truncated",
+        match=r"'a.jsonl', record 39: the file was truncated: 0 of 34 bytes from byte \d+ are left",
     ):
         opened.rows(np.array([0, 39]))
     fresh = source_of("a.jsonl")
@@ -278,7 +278,7 @@ def test_what_decode_raises_is_told_with_the_record(folder):
     (folder / "ragged.jsonl").write_text('{"x": [1]}\n\n   \n{"x": [1, 2]}\n')
     with pytest.raises(
         DataError,
-        match=r"'ragged.jsonl', record 0 gives x \(1,\), and 'ragged.jsonl', record 2 gives x \(2,\)",
+        match=r"'ragged.jsonl', record 0 has x \(1,\), and 'ragged.jsonl', record 2 has x \(2,\)",
     ):
         json_lines("ragged.jsonl").rows(np.array([0, 2]))
     write_parquet(folder / "a.parquet", 3)
@@ -304,7 +304,7 @@ def test_bad_utf8_is_named(folder):
     (folder / "a.txt").write_bytes(b"good\nb\xffd\n")
     with pytest.raises(
         BadRecord,
-        match=r"'a.txt', record 1: 'utf-8' codec can't decode byte 0xff .*begins at byte 5",
+        match=r"'a.txt', record 1: 'utf-8' codec can't decode byte 0xff .*starts at byte 5",
     ):
         text_lines("a.txt", lambda line: {"length": len(line)}).rows(np.array([1]))
 

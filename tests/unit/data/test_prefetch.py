@@ -144,7 +144,7 @@ def test_steps_are_asked_for_in_order():
     with Prefetch(lambda step: step, 5, 8) as prefetch:
         for step in (4, 6, 8):
             with pytest.raises(
-                DataError, match=f"batch {step} was asked for; 5 comes next, and 7 is the last"
+                DataError, match=f"batch {step} is needed, but 5 is next, and 7 is the last"
             ):
                 prefetch(step)
         assert prefetch(5) == 5
@@ -166,6 +166,6 @@ def test_skipped_records_are_counted_over_all_workers(tmp_path, workers):
     assert set(together.skipped) == set(alone.skipped) == {f"'{path}', record {n}" for n in (7, 23)}
     with (
         Prefetch(Batches(source, 4, skip_bad=1), 0, 10, **workers) as prefetch,
-        pytest.raises(DataError, match="more than skip_bad=1"),
+        pytest.raises(DataError, match="exceed skip_bad=1"),
     ):
         [prefetch(step) for step in range(10)]
