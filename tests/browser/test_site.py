@@ -1,4 +1,4 @@
-"""The site: built strictly, complete, and loading nothing from anywhere else."""
+"""The documentation site: it builds without warnings, is complete, and loads nothing else."""
 
 import json
 import os
@@ -22,18 +22,9 @@ DOCS = ROOT / "docs"
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
-    words = [
-        sys.executable,
-        "-m",
-        "mkdocs",
-        "build",
-        "--quiet",
-        "--strict",
-        "--site-dir",
-        str(folder),
-    ]
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict"]
     done = subprocess.run(
-        words,
+        [*command, "--site-dir", str(folder)],
         cwd=ROOT,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
@@ -54,7 +45,7 @@ def test_every_page_is_built_and_in_the_navigation(site):
 
 
 def test_the_site_loads_nothing_from_other_hosts(site):
-    """Links that a reader may follow are no loads; scripts, styles, pictures and fonts are."""
+    """Scripts, styles, pictures and fonts are loaded; links that a reader may follow are not."""
     for page in site.rglob("*.html"):
         tags = re.findall(
             r"<(?:script|link|img|iframe|source|video|audio|object|embed)\b[^>]*>", page.read_text()
@@ -101,7 +92,7 @@ def address(site):
         thread.join()
 
 
-def test_in_a_browser_the_pages_ask_no_other_host_and_code_stands_side_by_side(browser, address):
+def test_pages_request_nothing_from_other_hosts_and_show_code_side_by_side(browser, address):
     browser.get_log("performance")
     for width, columns in ((1280, 2), (400, 1)):
         browser.execute_cdp_cmd(
@@ -115,20 +106,22 @@ def test_in_a_browser_the_pages_ask_no_other_host_and_code_stands_side_by_side(b
                 "return document.documentElement.scrollWidth <= window.innerWidth"
             ), (name, width)
         lefts = browser.execute_script(
-            "return [...document.querySelector('.side').querySelectorAll(':scope > .highlight')].map(e => e.getBoundingClientRect().left)"
+            """return [...document.querySelector('.side').querySelectorAll(':scope > .highlight')]
+                .map(e => e.getBoundingClientRect().left)"""
         )
         assert len(lefts) == 2
         assert len(set(lefts)) == columns
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    asked = {
+    requested = {
         m["params"]["request"]["url"]
         for m in messages
         if m["method"] == "Network.requestWillBeSent"
     }
     elsewhere = {
         url
-        for url in asked
+        for url in requested
         if url.startswith(("http", "ws", "ftp")) and not url.startswith(address)
     }
-    assert len([url for url in asked if url.startswith(address)]) > 5
-    assert elsewhere == set()  # chrome:// is the browser's own first page
+    assert len([url for url in requested if url.startswith(address)]) > 5
+    # chrome:// is the first page of the browser itself.
+    assert elsewhere == set()

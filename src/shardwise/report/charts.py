@@ -256,6 +256,9 @@ def sketch(chart: Chart) -> str:
     """
     left = min(series.x[0] for series in chart.series)
     right = max(series.x[-1] for series in chart.series)
+    # Points of a thinned curve are means of several steps; the labels name the real ends.
+    first_step = min(series.first.step for series in chart.series)
+    last_step = max(series.last.step for series in chart.series)
     low = min(min(series.y) for series in chart.series)
     high = max(max(series.y) for series in chart.series)
     if chart.from_zero:
@@ -267,9 +270,9 @@ def sketch(chart: Chart) -> str:
         f'<path class="frame" d="M{LEFT:.0f} {floor:.0f}H{WIDTH - RIGHT:.0f}"/>',
         f'<text class="place end" x="{LEFT - 8:.0f}" y="{TOP:.0f}">{show_number(high)}</text>',
         f'<text class="place end" x="{LEFT - 8:.0f}" y="{floor:.0f}">{show_number(low)}</text>',
-        f'<text class="place" x="{LEFT:.0f}" y="{HEIGHT - 8:.0f}">{left:,.0f}</text>',
+        f'<text class="place" x="{LEFT:.0f}" y="{HEIGHT - 8:.0f}">{first_step:,}</text>',
         f'<text class="place end" x="{WIDTH - RIGHT:.0f}" y="{HEIGHT - 8:.0f}">'
-        f"step {right:,.0f}</text>",
+        f"step {last_step:,}</text>",
     ]
     for series in chart.series:
         points = [

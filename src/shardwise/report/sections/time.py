@@ -16,36 +16,37 @@ from shardwise.report.html import (
 )
 from shardwise.rundir.files import show_moment
 from shardwise.rundir.summary import Summary
-from shardwise.rundir.time_accounting import KINDS, Account, Start
+from shardwise.rundir.time_accounting import KINDS, Account, Kind, Start
 from shardwise.text import NONE, show_number, show_seconds, show_share
 
 MAX_BARS = 20
 MAX_STARTS = 200
 HEADING = "Time"
-# The label of each kind of time if it differs from its name, and the CSS class of its color.
+# The label of each kind whose name is not plain enough; names are keys of JSON and stay. Then the
+# CSS class of the color of each kind.
 LABELS = {
-    "other starting": "other startup",
-    "steps that count": "useful steps",
-    "steps done again": "repeated steps",
-    "data": "waiting for data",
-    "not told apart": "unattributed",
-    "down": "downtime",
+    Kind.OTHER_STARTING: "other startup",
+    Kind.STEPS: "useful steps",
+    Kind.REPEATED_STEPS: "repeated steps",
+    Kind.DATA: "waiting for data",
+    Kind.UNKNOWN: "unattributed",
+    Kind.DOWN: "downtime",
 }
 COLORS = {
-    "importing": "k2",
-    "preparing": "k6",
-    "verifying": "k0",
-    "compiling": "k3",
-    "loading": "k1",
-    "other starting": "k2",
-    "first step": "k7",
-    "steps that count": "k4",
-    "steps done again": "k5",
-    "data": "t0",
-    "evaluation": "t1",
-    "saving": "t2",
-    "not told apart": "rest",
-    "down": "gone",
+    Kind.IMPORTING: "k2",
+    Kind.PREPARING: "k6",
+    Kind.VERIFYING: "k0",
+    Kind.COMPILING: "k3",
+    Kind.LOADING: "k1",
+    Kind.OTHER_STARTING: "k2",
+    Kind.FIRST_STEP: "k7",
+    Kind.STEPS: "k4",
+    Kind.REPEATED_STEPS: "k5",
+    Kind.DATA: "t0",
+    Kind.EVALUATION: "t1",
+    Kind.SAVING: "t2",
+    Kind.UNKNOWN: "rest",
+    Kind.DOWN: "gone",
 }
 DEFINITIONS = """<details class="defined"><summary>Definitions</summary><dl>
 <dt>goodput</dt><dd>Seconds of useful steps, divided by the time from the beginning of the first
@@ -65,11 +66,11 @@ times, and there is no phases.jsonl). These starts are assumed to end with their
 so the downtime is an upper bound and repeated steps are not counted.</p>"""
 
 
-def _label(kind: str) -> str:
+def _label(kind: Kind) -> str:
     return LABELS.get(kind, kind)
 
 
-def _segments(seconds: Mapping[str, float]) -> list[BarSegment]:
+def _segments(seconds: Mapping[Kind, float]) -> list[BarSegment]:
     return [
         BarSegment(_label(kind), value, show_seconds(value), KINDS[kind], COLORS[kind])
         for kind, value in seconds.items()
@@ -143,7 +144,7 @@ def _start_bar(index: int, start: Start, longest: float) -> str:
     seconds = dict(start.seconds)
     if start.down:
         # The downtime comes before the start, and so does its segment.
-        seconds = {"down": start.down} | seconds
+        seconds = {Kind.DOWN: start.down} | seconds
     return f'<p class="bar-title">{title}</p>{stacked_bar(_segments(seconds), longest)}'
 
 

@@ -31,9 +31,10 @@ function showNumber(value) {
   const sign = value < 0 ? "\u2212" : "";
   const short = (number) => String(Number(number.toPrecision(4)));
   if (size === 0) return "0";
-  if (size >= 1e-3 && size < 1e4) return sign + short(size);
+  // From 9999.5 on, four digits would round to 10000.
+  if (size >= 1e-3 && size < 9999.5) return sign + short(size);
   for (const [power, prefix] of [[3, "k"], [6, "M"], [9, "G"], [12, "T"]]) {
-    if (size >= 1e4 && size < 10 ** (power + 3) * 0.99995) {
+    if (size >= 9999.5 && size < 10 ** (power + 3) * 0.99995) {
       return sign + short(size / 10 ** power) + prefix;
     }
   }
