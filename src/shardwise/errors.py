@@ -4,12 +4,10 @@ The command line prints the message of these exceptions without a traceback, and
 code. This is the only module that knows the exit codes.
 """
 
-import argparse
 import enum
 import os
 import sysconfig
 import traceback
-from typing import Any, NoReturn
 
 PACKAGE = os.path.dirname(__file__)
 # Prefixes of files that `where` skips.
@@ -41,6 +39,24 @@ class ExitCode(enum.IntEnum):
     LOST = 6
     IN_USE = 7
     STOPPED = 75
+
+    @property
+    def meaning(self) -> str:
+        """What the code means, in a few words."""
+        return _MEANINGS[self]
+
+
+_MEANINGS = {
+    ExitCode.DONE: "done, and the last checkpoint is verified",
+    ExitCode.FAILURE: "an error in the recipe or in shardwise",
+    ExitCode.CONFIG: "wrong usage or configuration",
+    ExitCode.DATA: "missing or unreadable data",
+    ExitCode.CHECKPOINT: "unusable checkpoint",
+    ExitCode.NUMERICS: "non-finite numbers, or diverged",
+    ExitCode.LOST: "a process was lost or hung",
+    ExitCode.IN_USE: "run directory in use",
+    ExitCode.STOPPED: "stopped by a signal, resumable",
+}
 
 
 class ShardwiseError(Exception):
@@ -93,29 +109,6 @@ class Stopped(ShardwiseError):
     """A signal stopped the run after it saved. The same command resumes it."""
 
     exit_code = ExitCode.STOPPED
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser that raises `ConfigError` with the help text instead of exiting.
-
-    Attributes:
-        help_text: the text that follows the message of an error.
-    """
-
-    def __init__(self, *args: Any, help_text: str = "", **options: Any):
-        """Create the parser.
-
-        Args:
-            *args: arguments of `argparse.ArgumentParser`.
-            help_text: the text that follows the message of an error.
-            **options: options of `argparse.ArgumentParser`.
-        """
-        super().__init__(*args, **options)
-        self.help_text = help_text
-
-    def error(self, message: str) -> NoReturn:
-        """Raise `ConfigError`."""
-        raise ConfigError(f"{message}\n\n{self.help_text}" if self.help_text else message)
 
 
 def where(error: BaseException) -> str:

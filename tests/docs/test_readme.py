@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import shardwise
-from shardwise.cli.dispatch import HELP, TOOLS, VERBS
+from shardwise.cli.options import BY_NAME
 from tests.helpers.pages import ROOT, commands_of, run_page
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -14,7 +14,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 
 def test_the_python_of_the_readme_runs_and_learns(tmp_path):
     ran = run_page(ROOT / "README.md", tmp_path, languages=("python",))
-    assert len(ran.printed) == 2
+    assert len(ran.printed) == 1
     names = ran.names
     assert names["result"].eval_metrics["loss"] < 0.5
     assert names["result"].metrics["step"] == 200
@@ -36,26 +36,34 @@ def test_links_and_commands_exist(page):
                 words = ["shardwise", *words[words.index("--") + 1 :]]
             if words[1] in ("--completion", "--version", "--help"):
                 continue
-            assert words[1] in {**VERBS, **TOOLS}, command
-            if words[1] in (
-                "sample",
-                "report",
-                "doctor",
-            ):  # of a run that another command of the page made
+            assert words[1] in BY_NAME, command
+            # These read a run that another command of the page wrote.
+            if words[1] in ("sample", "report", "doctor"):
                 continue
-            if f"<!-- file: {words[2]} -->" in page.read_text():  # written on the page itself
+            # The recipe is written on the page itself.
+            if f"<!-- file: {words[2]} -->" in page.read_text():
                 continue
-            assert (
-                words[2] in HELP.split()
-                if words[1] in ("data", "checkpoint")
-                else (ROOT / words[2].partition(":")[0]).exists()
-            ), command
+            if words[1] in ("data", "checkpoint"):
+                assert words[2] in BY_NAME[words[1]].usage, command
+            else:
+                assert (ROOT / words[2].partition(":")[0]).exists(), command
 
 
-def test_the_map_names_every_module():
+def test_the_map_shows_every_package_and_top_level_module():
     text = (ROOT / "ARCHITECTURE.md").read_text()
     source = Path(shardwise.__file__).parent
-    modules = [
-        str(path.relative_to(source)) for path in source.rglob("*.py") if path.name != "__init__.py"
-    ]
-    assert [name for name in modules if f"`{name}`" not in text] == []
+    names = {f"{path.name}/" if path.is_dir() else path.name for path in source.iterdir()}
+    names -= {"__pycache__/", "py.typed", "__init__.pyi"}
+    assert [name for name in sorted(names) if name not in text] == []
+
+
+def test_the_path_of_one_step_is_short():
+    """A newcomer can follow one training step by reading at most 1,000 lines."""
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    section = text[text.index("## The path of one training step") :]
+    total = 0
+    for name, first, last in re.findall(r"`([\w/]+\.py)` lines (\d+) to (\d+)", section):
+        lines = (Path(shardwise.__file__).parent / name).read_text().splitlines()
+        assert int(last) <= len(lines), name
+        total += int(last) - int(first) + 1
+    assert 300 < total <= 1000

@@ -32,7 +32,7 @@ from shardwise.checkpoint.reader import (
     what_is_best,
 )
 from shardwise.cli.options import command_parser
-from shardwise.errors import CheckpointError, ConfigError
+from shardwise.errors import CheckpointError, ConfigError, ExitCode
 from shardwise.files.manifest import verify_manifest
 from shardwise.text import Json
 
@@ -74,7 +74,8 @@ def list_steps(options: argparse.Namespace, console: Console) -> tuple[Json, int
     steps += [_describe_leftover(path) for path in sorted(directory.iterdir()) if _is_other(path)]
     console.print(_steps_table(steps, str(directory)))
     is_damaged = any("damaged:" in entry["state"] for entry in steps)
-    return {"directory": str(directory), "steps": steps}, 4 if is_damaged else 0
+    code = ExitCode.CHECKPOINT if is_damaged else ExitCode.DONE
+    return {"directory": str(directory), "steps": steps}, code
 
 
 def _describe_step(path: Path, verify: bool) -> Json:
@@ -169,7 +170,8 @@ def verify_steps(options: argparse.Namespace, console: Console) -> tuple[Json, i
         _print(console, f"{path}: {verdict}", *(f"  {problem}" for problem in damage))
     if not paths:
         _print(console, f"{options.target} has no checkpoints yet")
-    return {"steps": problems}, 4 if any(problems.values()) else 0
+    code = ExitCode.CHECKPOINT if any(problems.values()) else ExitCode.DONE
+    return {"steps": problems}, code
 
 
 # show

@@ -12,23 +12,13 @@ from pathlib import Path
 
 from shardwise.checkpoint.reader import read_json
 from shardwise.cli.sweep_grid import GridPoint, flat
-from shardwise.cluster.signals import EXIT_STOPPED, noted_signals
-from shardwise.errors import ConfigError, DirectoryInUseError, LostError, ShardwiseError
+from shardwise.cluster.signals import noted_signals
+from shardwise.errors import ConfigError, DirectoryInUseError, ExitCode, ShardwiseError
 from shardwise.files.durable import write_atomically
 from shardwise.files.lock import check_unlocked
 from shardwise.text import Json
 
 FILE = "sweep.json"
-MEANING = {
-    1: "an error of the recipe or of shardwise",
-    2: "usage or configuration",
-    3: "data",
-    4: "checkpoint",
-    5: "non-finite numbers, or diverged",
-    6: "a process was lost or hung",
-    7: "directory in use",
-    EXIT_STOPPED: "stopped by a signal",
-}
 # Each run is a new process, because JAX must not be forked. It ends when the sweep is killed.
 CHILD = """\
 from shardwise.cluster.launch import end_with_parent
@@ -159,13 +149,13 @@ class Sweep:
                 code = self._run_point(f"[{number} of {len(self.points)}] {point.name}", point)
                 if self._num_forwarded:
                     _log(f"a signal stopped the sweep; the same command resumes at {point.name}.")
-                    return EXIT_STOPPED
+                    return ExitCode.STOPPED
                 if code != 0:
                     failed.append(code)
         if not failed:
             return 0
         # A negative code means that a signal killed the process.
-        return failed[0] if failed[0] > 0 else LostError.exit_code
+        return failed[0] if failed[0] > 0 else ExitCode.LOST
 
     def _run_point(self, label: str, point: GridPoint) -> int:
         """Train one run unless it is finished; return its exit code."""
@@ -173,10 +163,10 @@ class Sweep:
         if before == 0:
             self._report(label, "is done")
             return 0
-        if before not in (None, EXIT_STOPPED) and not self.retry:
+        if before not in (None, ExitCode.STOPPED) and not self.retry:
             self._report(label, f"failed before ({describe_exit(before)}); --retry runs it again")
             return int(before)
-        self._report(label, "resumes" if before == EXIT_STOPPED else "starts")
+        self._report(label, "resumes" if before == ExitCode.STOPPED else "starts")
         started = time.monotonic()
         code = self._train(point)
         self.record.set_ended(point.name, code, time.monotonic() - started)
@@ -191,7 +181,7 @@ class Sweep:
         """Run `shardwise train` for one point, and forward signals to it."""
         out = self.out / point.name
         if not self._wait_until_unlocked(out):
-            return EXIT_STOPPED if self._num_forwarded else DirectoryInUseError.exit_code
+            return ExitCode.STOPPED if self._num_forwarded else ExitCode.IN_USE
         command = ["train", self.target, *self.words, *point.words, "--out", str(out)]
         child = subprocess.Popen(
             [sys.executable, "-c", CHILD, *command],
@@ -233,4 +223,5 @@ def describe_exit(code: int) -> str:
     if code < 0:
         note = ", possibly out of memory" if code == -signal.SIGKILL else ""
         return f"killed by {signal.Signals(-code).name}{note}"
-    return f"exit code {code}: {MEANING.get(code, 'unknown')}"
+    known = {int(exit_code): exit_code.meaning for exit_code in ExitCode}
+    return f"exit code {code}: {known.get(code, 'unknown')}"
