@@ -30,7 +30,7 @@ from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.models.loss import cross_entropy
 from shardwise.run import prepare
 from shardwise.step import COMPILER_OPTIONS
-from shardwise.training.log import Bookkeeper
+from shardwise.training.log import RunLog
 
 
 def loss(model, batch):
@@ -148,15 +148,15 @@ class Whole(Ours):
 
     def __post_init__(self):
         super().__post_init__()
-        self.book = Bookkeeper(self.run_, self.prepared, 0)
+        self.log = RunLog(self.run_, self.prepared, 0)
 
     def run(self, count):
         start = int(self.state.step)
         for n, self.state, metrics in steps(
             self.prepared.step, self.state, self.prepared.batches, until=start + count
         ):
-            self.book.record(n, metrics)
-        self.book.finish()
+            self.log.record(n, metrics)
+        self.log.finish()
 
 
 def make_optimizer():

@@ -1,4 +1,4 @@
-"""`fit` with an optimizer: live values, averages that are evaluated, policies for bad numbers, and the learning rate on resume."""
+"""`fit` with optimizers: live values, averages, non-finite values, and resuming."""
 
 import io
 import json
@@ -32,8 +32,16 @@ def loss(model, batch):
 
 
 def go(tmp_path=None, *, data=DATA, steps=20, optimizer=None, **options):
-    run = Run(model=model, loss=loss, optimizer=optimizer or optim.transformer(steps), data=Batches(data, 16), steps=steps, mesh="data=8",
-              out=tmp_path, **options)  # fmt: skip
+    run = Run(
+        model=model,
+        loss=loss,
+        optimizer=optimizer or optim.transformer(steps),
+        data=Batches(data, 16),
+        steps=steps,
+        mesh="data=8",
+        out=tmp_path,
+        **options,
+    )
     return fit(run, console=Console(file=io.StringIO()))
 
 
@@ -57,7 +65,7 @@ def test_live_values_are_in_the_metrics_of_every_step(tmp_path):
             )
 
 
-def test_evaluation_is_on_the_average():
+def test_evaluation_uses_the_averaged_weights():
     optimizer = optim.adam(0.05, ema=0.9)
     result = go(optimizer=optimizer, eval_data=Batches(DATA, 16))
     average = optim.evaluation_params(result.state.opt_state, result.state.params)
@@ -73,30 +81,37 @@ def test_evaluation_is_on_the_average():
 
 
 def poisoned(bad):
-    """Batches 6 to 8 are bad; a batch is 16 rows, in order."""
+    """Return data whose batches 6 to 8 are bad; a batch has 16 examples, in order."""
     rows = {name: np.concatenate([value] * 5) for name, value in DATA.items()}
     rows["y"] = rows["y"].copy()
     rows["y"][5 * 16 : 8 * 16] = bad
     return lambda step: {name: value[step * 16 : step * 16 + 16] for name, value in rows.items()}
 
 
-def test_skips_change_nothing_and_too_many_of_them_stop_the_run(tmp_path):
-    run = Run(model=model, loss=loss, optimizer=optim.adam(optim.linear(0.01, 20)), data=poisoned(np.nan), steps=20, mesh="data=8",
-              on_nonfinite="skip", out=tmp_path / "a")  # fmt: skip
+def test_skipped_updates_change_nothing_and_too_many_stop_the_run(tmp_path):
+    run = Run(
+        model=model,
+        loss=loss,
+        optimizer=optim.adam(optim.linear(0.01, 20)),
+        data=poisoned(np.nan),
+        steps=20,
+        mesh="data=8",
+        on_nonfinite="skip",
+        out=tmp_path / "a",
+    )
     result = fit(run, console=Console(file=io.StringIO()))
     lines = records(tmp_path / "a")
     assert [n for n, line in enumerate(lines) if line.get("skipped")] == [5, 6, 7]
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(result.state.params))
-    assert lines[8]["lr"] == pytest.approx(
-        float(optim.linear(0.01, 20)(5)), rel=1e-5
-    )  # three updates were not made
+    # Three updates were skipped, so the schedule is at update 5.
+    assert lines[8]["lr"] == pytest.approx(float(optim.linear(0.01, 20)(5)), rel=1e-5)
 
     strict = Run(**{**run.__dict__, "max_skips": 2, "out": tmp_path / "b"})
-    with pytest.raises(NumericsError, match="step 8: 3 updates in a row were skipped"):
+    with pytest.raises(NumericsError, match="step 8: 3 updates in succession were skipped"):
         fit(strict, console=Console(file=io.StringIO()))
 
 
-def test_spikes_are_skipped_and_told(tmp_path):
+def test_spikes_are_skipped_and_logged(tmp_path):
     optimizer = optim.skip_spikes(optim.adam(0.01), factor=10.0, window=3)
     run = Run(
         model=model,
@@ -112,11 +127,10 @@ def test_spikes_are_skipped_and_told(tmp_path):
     assert int(result.state.opt_state.count) == 17
 
 
-def test_a_changed_learning_rate_is_refused_unless_it_is_accepted(tmp_path):
+def test_changed_learning_rate_is_refused_unless_accepted(tmp_path):
     go(tmp_path, steps=10)
-    before = jax.tree.map(
-        np.asarray, go(tmp_path, steps=10).state.params
-    )  # finished: nothing to do
+    # The run is complete, so this call trains nothing.
+    before = jax.tree.map(np.asarray, go(tmp_path, steps=10).state.params)
     with pytest.raises(
         ConfigError, match=r"(?s)lr/of group 'all' at update 9 +3.661e-05 +0.0001981.* --accept lr"
     ):
@@ -130,13 +144,15 @@ def test_a_changed_learning_rate_is_refused_unless_it_is_accepted(tmp_path):
     )
 
 
-def test_a_constant_rate_may_run_longer(tmp_path):
+def test_run_with_constant_rate_can_be_extended(tmp_path):
     go(tmp_path, steps=10, optimizer=optim.adam(1e-3))
     assert int(go(tmp_path, steps=15, optimizer=optim.adam(1e-3)).state.step) == 15
 
 
-def test_an_optimizer_whose_state_changes_is_refused():
-    half = lambda rngs: nnx.Linear(4, 2, param_dtype=jnp.bfloat16, rngs=rngs)  # noqa: E731
+def test_optimizer_whose_state_changes_dtype_is_refused():
+    def half(rngs):
+        return nnx.Linear(4, 2, param_dtype=jnp.bfloat16, rngs=rngs)
+
     injected = optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)(1e-3)
     run = Run(
         model=half, loss=loss, optimizer=injected, data=Batches(DATA, 16), steps=2, mesh="data=8"
@@ -147,8 +163,8 @@ def test_an_optimizer_whose_state_changes_is_refused():
     assert int(fit(fixed, console=Console(file=io.StringIO())).state.step) == 2
 
 
-def test_a_signal_after_the_run_does_not_touch_the_lock_that_is_closed(tmp_path):
-    """Its descriptor may be the number of another file by then."""
+def test_signal_after_the_run_does_not_touch_the_closed_lock(tmp_path):
+    """The number of its descriptor may belong to another file by then."""
     stop = Stop()
     run = Run(
         model=model,

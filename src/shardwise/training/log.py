@@ -1,40 +1,69 @@
-"""What is written down of a run while it goes on: every step, evaluations, samples, and where the time goes."""
+"""The log of a run: a record of every step, evaluations, samples, and where the time goes."""
 
 import json
-import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import pairwise
-from typing import Any
-
-import jax
-from rich.console import Console
+from typing import NamedTuple
 
 from shardwise.cluster.group import ProcessGroup
-from shardwise.console import plot_losses, show_metrics
 from shardwise.errors import NumericsError
-from shardwise.files.durable import write_atomically
 from shardwise.metrics import MetricsLog
 from shardwise.plan.plan import Plan
 from shardwise.run import Prepared, Run
-from shardwise.text import show_bytes, show_seconds
+from shardwise.step import Metrics
+from shardwise.text import Json
 from shardwise.trackers.base import Tracking
-from shardwise.training.saver import is_due
+from shardwise.training.due import is_evaluation_due
 
-PHASES = {
-    "compile": "compile",
-    "steps": "steps",
-    "eval": "evaluate",
-    "sample": "evaluate",
-    "save": "save",
-}  # as phases.jsonl calls them
-NOTE_EVERY = 30.0  # seconds between two lines of phases.jsonl
+# Names of laps of the clock in phases.jsonl, where they differ.
+PHASE_NAMES = {"eval": "evaluate", "sample": "evaluate", "inspect": "looking"}
+# Names that every line of phases.jsonl has.
+PHASES = ("compile", "steps", "evaluate", "save")
+# Seconds between two lines of phases.jsonl, and the least time worth a line.
+PHASES_INTERVAL = 30.0
+MIN_NEW_SECONDS = 0.1
+# Step times that the median at the end is taken over.
+NUM_STEP_TIMES = 1000
 
 
-class Bookkeeper:
-    """Writes down each step once the next one is under way, so that reading its metrics never leaves the devices idle."""
+class _Pending(NamedTuple):
+    """A step whose metrics have not been read from the devices yet."""
+
+    n: int
+    metrics: Metrics
+    waited: float
+
+
+class RunLog:
+    """Records each step while the next one runs, so that reading metrics never idles the devices.
+
+    Only the first process writes files. All processes read the metrics, because all of them decide
+    alike whether to continue after a non-finite step. Use it as a context manager.
+
+    Args:
+        run: the run.
+        prepared: the same run, prepared.
+        start: the step that the run starts from. Later records in the files are removed.
+        plan: the plan, if the step was compiled for one before the first step.
+        group: the processes of the run; by default this one alone.
+        phases: `(phase, time)` of each phase of the start, on the monotonic clock. It is read
+            after the first step.
+        began: when the start began, in seconds since 1970; by default now.
+
+    Attributes:
+        metrics: the log `metrics.jsonl`, or None if this process writes none.
+        tracking: receives all records too, if set.
+        on_bad_step: called with the step, the reason and the metrics of a step whose update was
+            not applied.
+        last: the record of the last finished step.
+        clock: where the time went.
+        waited: seconds of waiting for data, up to the last recorded step.
+        step_seconds: seconds of the latest steps, without the first one.
+        starting: seconds of each phase of the start, once the first step is finished.
+    """
 
     def __init__(
         self,
@@ -46,242 +75,241 @@ class Bookkeeper:
         phases: Sequence[tuple[str, float]] = (),
         began: float = 0.0,
     ):
-        self.began = began or round(time.time(), 3)
-        self.phases = phases  # of the start, each with the moment it began
-        self.starting: dict[
-            str, float
-        ] = {}  # how long each of them took, once the first step is done
-        self.run, self.prepared, self.first, self.plan = run, prepared, start + 1, plan
+        self.run = run
+        self.prepared = prepared
+        self.plan = plan
         self.group = group or ProcessGroup()
-        self.log = self.samples = None
-        if run.out is not None and self.group.is_first:
-            self.log = MetricsLog(run.out / "metrics.jsonl", start)
-            self.samples = (
-                MetricsLog(run.out / "samples.jsonl", start) if run.sample is not None else None
-            )
-        self._sampled = (
-            {record["step"] for record in self.samples.kept} if self.samples is not None else set()
-        )
+        self.metrics: MetricsLog | None = None
         self.tracking: Tracking | None = None
-        self.on_bad: Callable[[int, str, dict[str, Any]], None] = lambda n, why, values: None
-        self.waited = 0.0  # for data, in all
-        self.clock = _Clock({"compile": plan.compile_seconds} if plan is not None else {})
-        self.last: dict[str, Any] = {}
-        self._evaluation: dict[str, Any] = {}
-        self.skips = 0  # in a row
-        self.bad_records = 0
-        self.step_seconds: deque[float] = deque(maxlen=1000)  # of the latest steps
-        self._pending: tuple[int, dict[str, jax.Array], float] | None = None
-        self._noted, self._noted_total = self.clock.now, 0.0
+        self.on_bad_step: Callable[[int, str, Json], None] = lambda n, why, values: None
+        self.last: Json = {}
+        self.clock = Clock({"compile": plan.compile_seconds} if plan is not None else {})
+        self.waited = 0.0
+        self.step_seconds: deque[float] = deque(maxlen=NUM_STEP_TIMES)
+        self.starting: dict[str, float] = {}
+        self._first = start + 1
+        self._phases = phases
+        self._began = began or round(time.time(), 3)
+        self._samples: MetricsLog | None = None
+        if run.out is not None and self.group.is_first:
+            self.metrics = MetricsLog(run.out / "metrics.jsonl", start)
+            if run.sample is not None:
+                self._samples = MetricsLog(run.out / "samples.jsonl", start)
+        self._sampled_steps: set[int] = set()
+        if self._samples is not None:
+            self._sampled_steps = {record["step"] for record in self._samples.kept}
+        self._evaluation: Json = {}
+        self._pending: _Pending | None = None
+        # Skipped updates since the last one that was applied.
+        self._skips = 0
+        # Records of the data that could not be read.
+        self._bad_records = 0
+        # When phases.jsonl was written last, and the sum of its seconds then.
+        self._phases_written = self.clock.now
+        self._phases_total = 0.0
 
-    def __enter__(self) -> "Bookkeeper":
+    def __enter__(self) -> "RunLog":
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        self.note_phases()
-        for log in (self.log, self.samples):
+    def __exit__(self, *_: object) -> None:
+        """Write where the time went, and close the files, however the run ends."""
+        self.write_phases()
+        for log in (self.metrics, self._samples):
             if log is not None:
                 log.close()
 
     def owes_evaluation(self, start: int) -> bool:
-        """Whether the run was stopped after step `start`, before the evaluation that was due there."""
-        if (
-            start == 0
-            or self.run.eval_data is None
-            or not is_due(start, self.run.eval_every, start == self.run.steps)
-        ):
+        """Return whether the run was stopped after step `start` but before its evaluation."""
+        if start == 0 or not is_evaluation_due(self.run, start):
             return False
-        kept = self.log.kept if self.log is not None else []
-        was_made = any(
-            record["step"] == start and any(name.startswith("eval_") for name in record)
-            for record in kept
-        )
-        return bool(self.group.share("owes evaluation", self.log is not None and not was_made))
+        is_missing = self.metrics is not None and not _has_evaluation(self.metrics.kept, start)
+        # Only the first process has the log.
+        return bool(self.group.share("owes evaluation", is_missing))
 
-    def record(self, n: int, metrics: dict[str, jax.Array], waited: float = 0.0) -> None:
-        """Takes the metrics of step n, and the time spent on waiting for data so far; finishes the step before it."""
+    def record(self, n: int, metrics: Metrics, waited: float = 0.0) -> None:
+        """Take the metrics of step `n`, and finish the step before it.
+
+        Args:
+            n: the step.
+            metrics: its metrics; they may still be computed.
+            waited: seconds of waiting for data since the run started.
+        """
         self.finish()
-        self._pending = (n, metrics, waited - self.waited)
+        self._pending = _Pending(n, metrics, waited - self.waited)
         self.waited = waited
 
     def finish(self) -> bool:
-        """Waits for the step that is pending, if there is one; applies the policy for numbers that are not finite."""
+        """Wait for the pending step and write its record.
+
+        Returns:
+            Whether there was a pending step.
+
+        Raises:
+            NumericsError: the step is non-finite and `on_nonfinite` is "stop", or more than
+                `max_skips` updates in succession were skipped.
+        """
         if self._pending is None:
             return False
-        (n, metrics, data_s), self._pending = self._pending, None
-        values = {name: value.item() for name, value in metrics.items()}
-        finite, weight = values.pop("finite"), values.pop("weight")
-        seconds = self.clock.lap("compile" if n == self.first and self.plan is None else "steps")
-        if n > self.first:
+        n, metrics, waited = self._pending
+        self._pending = None
+        # Reading a value waits for the devices.
+        values: Json = {name: value.item() for name, value in metrics.items()}
+        is_finite = values.pop("finite")
+        weight = values.pop("weight")
+        is_skipped = not is_finite or bool(values.pop("skipped", False))
+        # Without a plan the first step compiles.
+        is_compilation = n == self._first and self.plan is None
+        seconds = self.clock.lap("compile" if is_compilation else "steps")
+        if n > self._first:
             self.step_seconds.append(seconds)
         else:
-            self._note_start()
+            self._write_start()
         self.last = {
             "step": n,
             **values,
             "step_s": seconds,
-            "data_s": data_s,
+            "data_s": waited,
             f"{self.run.unit}_per_s": weight / seconds,
         }
-        if self.bad_records:
-            self.last["bad_records"] = self.bad_records
+        if self._bad_records:
+            self.last["bad_records"] = self._bad_records
         if self.prepared.peak_flops:
             self.last["mfu"] = self.prepared.flops / seconds / self.prepared.peak_flops
-        skipped = not finite or bool(values.get("skipped"))
-        self.last = {k: v for k, v in self.last.items() if k != "skipped"} | (
-            {"skipped": True} if skipped else {}
-        )
-        self.write(self.last)
-        if skipped:
-            self.on_bad(n, "not finite" if not finite else "a spike and skipped", values)
-            self.clock.lap("looking")
-        if self.clock.now - self._noted > NOTE_EVERY:
-            self.note_phases()
-        self.skips = self.skips + 1 if skipped else 0
-        if self.skips > self.run.max_skips:
-            raise NumericsError(
-                f"step {n}: {self.skips} updates in a row were skipped, the last with loss {values['loss']} and gradient norm "
-                f"{values['grad_norm']}; max_skips={self.run.max_skips}. The run has diverged: go back to a checkpoint with a lower "
-                f"learning rate."
-            )
-        if not finite and self.run.on_nonfinite == "stop":
-            raise NumericsError(
-                f"step {n}: loss {values['loss']}, gradient norm {values['grad_norm']}: not finite, so the update was not applied. "
-                f"Lower the learning rate, or look at the batch: shardwise data show RECIPE --step {n}. on_nonfinite='skip' would leave "
-                f"such batches out."
-            )
+        if is_skipped:
+            self.last["skipped"] = True
+        self._write(self.last)
+        if is_skipped:
+            self.on_bad_step(n, "loss spike" if is_finite else "non-finite", values)
+            self.clock.lap("inspect")
+        if self.clock.now - self._phases_written > PHASES_INTERVAL:
+            self.write_phases()
+        self._skips = self._skips + 1 if is_skipped else 0
+        self._check_numerics(n, is_finite, values)
         return True
 
-    def _note_start(self) -> None:
-        """The first step is done: how long each phase up to it took goes into `starting.jsonl`, a line for each start."""
-        for (name, begun), (_, end) in pairwise([*self.phases, ("", time.monotonic())]):
-            self.starting[name] = self.starting.get(name, 0.0) + end - begun
-        if self.log is not None and self.run.out is not None and self.starting:
-            line = {
-                "step": self.first - 1,
-                "time": time.time(),
-                "total": sum(self.starting.values()),
-                "seconds": self.starting,
-            }
-            with (self.run.out / "starting.jsonl").open("a") as file:
-                file.write(json.dumps(line) + "\n")
+    def _check_numerics(self, n: int, is_finite: bool, values: Json) -> None:
+        loss, grad_norm = values["loss"], values["grad_norm"]
+        if self._skips > self.run.max_skips:
+            raise NumericsError(
+                f"step {n}: {self._skips} updates in succession were skipped, the last with loss "
+                f"{loss} and gradient norm {grad_norm}; max_skips={self.run.max_skips}. The run "
+                f"has diverged: resume from an earlier checkpoint with a lower learning rate."
+            )
+        if not is_finite and self.run.on_nonfinite == "stop":
+            raise NumericsError(
+                f"step {n}: loss {loss}, gradient norm {grad_norm}: non-finite, so the update was "
+                f"not applied. Lower the learning rate, or look at the batch: shardwise data show "
+                f"RECIPE --step {n}. With on_nonfinite='skip' the run skips such batches."
+            )
 
-    def note_phases(self) -> None:
-        """Where the time of this start went so far, into `phases.jsonl`: a line now and then, and one at the end, however that comes."""
-        self._noted = self.clock.now
-        step = max(self.last.get("step", 0), self._evaluation.get("step", 0))
-        if self.log is None or self.run.out is None or not step:
+    def _write_start(self) -> None:
+        """Append the seconds of each phase up to the first step to `starting.jsonl`."""
+        for (name, begin), (_, end) in pairwise([*self._phases, ("", time.monotonic())]):
+            self.starting[name] = self.starting.get(name, 0.0) + end - begin
+        if self.metrics is None or self.run.out is None or not self.starting:
             return
-        seconds = dict.fromkeys(PHASES.values(), 0.0) | {"data": self.waited}
-        for name, lap in self.clock.seconds.items():
-            seconds[PHASES.get(name, name)] = seconds.get(PHASES.get(name, name), 0.0) + lap
-        total = sum(self.clock.seconds.values())
-        if total - self._noted_total < 0.1:  # nothing has happened since
-            return
-        self._noted_total = total
-        rounded = {name: round(value, 3) for name, value in seconds.items()}
         line = {
-            "start": self.began,
+            "step": self._first - 1,
+            "time": time.time(),
+            "total": sum(self.starting.values()),
+            "seconds": self.starting,
+        }
+        with (self.run.out / "starting.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def write_phases(self) -> None:
+        """Append where the time of this start went so far to `phases.jsonl`.
+
+        It is written regularly and not only at the end, so that a killed run has a recent line.
+        """
+        self._phases_written = self.clock.now
+        step = max(self.last.get("step", 0), self._evaluation.get("step", 0))
+        if self.metrics is None or self.run.out is None or not step:
+            return
+        total = sum(self.clock.seconds.values())
+        if total - self._phases_total < MIN_NEW_SECONDS:
+            return
+        self._phases_total = total
+        seconds = dict.fromkeys(PHASES, 0.0)
+        seconds["data"] = self.waited
+        for lap, lap_seconds in self.clock.seconds.items():
+            name = PHASE_NAMES.get(lap, lap)
+            seconds[name] = seconds.get(name, 0.0) + lap_seconds
+        line = {
+            "start": self._began,
             "time": round(time.time(), 3),
             "step": step,
-            "seconds": rounded,
+            "seconds": {name: round(value, 3) for name, value in seconds.items()},
         }
         with suppress(OSError), (self.run.out / "phases.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    def newly_skipped(self) -> list[tuple[str, str]]:
-        """(name, why) of records that could not be read, and have not been told yet."""
-        found = list(getattr(self.run.data, "skipped", {}).items())[self.bad_records :]
-        self.bad_records += len(found)
-        return found
+    def new_bad_records(self) -> list[tuple[str, str]]:
+        """Return `(name, reason)` of records of the data that could not be read since last time."""
+        skipped = getattr(self.run.data, "skipped", {})
+        new = list(skipped.items())[self._bad_records :]
+        self._bad_records += len(new)
+        return new
 
-    def evaluated(self, n: int, metrics: dict[str, float]) -> None:
+    def add_evaluation(self, n: int, metrics: dict[str, float]) -> None:
+        """Write the validation metrics after step `n`."""
         self._evaluation = {"step": n, **{f"eval_{name}": value for name, value in metrics.items()}}
         self.clock.lap("eval")
-        self.write(self._evaluation)
+        self._write(self._evaluation)
 
-    def sampled(self, n: int, text: str) -> None:
+    def add_sample(self, n: int, text: str) -> None:
+        """Write a sample after step `n`; an empty one, or a second one of a step, is ignored."""
         self.clock.lap("sample")
-        if (
-            not text or n in self._sampled
-        ):  # at the end of a run that ends with an evaluation, or had ended before
+        # A run that ends with an evaluation, or had ended before, has this sample already.
+        if not text or n in self._sampled_steps:
             return
-        self._sampled.add(n)
-        if self.samples is not None:
+        self._sampled_steps.add(n)
+        if self._samples is not None:
             with suppress(OSError):
-                self.samples.write({"step": n, "text": text})
+                self._samples.write({"step": n, "text": text})
         if self.tracking is not None:
             self.tracking.text(n, "sample", text)
 
     @property
-    def of_step(self) -> dict[str, Any]:
-        """The metrics of the last step that is finished, with those of its evaluation, if there was one."""
-        return {
-            **self.last,
-            **(self._evaluation if self._evaluation.get("step") == self.last.get("step") else {}),
-        }
+    def checkpoint_metrics(self) -> Json:
+        """The metrics of the last finished step, with its validation metrics if it has any."""
+        if self._evaluation.get("step") == self.last.get("step"):
+            return {**self.last, **self._evaluation}
+        return dict(self.last)
 
-    def write(self, record: dict[str, Any]) -> None:
-        if self.log is not None:
-            self.log.write({**record, "time": round(time.time(), 3)})
+    def _write(self, record: Json) -> None:
+        if self.metrics is not None:
+            self.metrics.write({**record, "time": round(time.time(), 3)})
         if self.tracking is not None:
             self.tracking.log(record["step"], record)
 
 
-class _Clock:
-    """Where the time went, in named laps."""
+def _has_evaluation(records: Sequence[Json], step: int) -> bool:
+    for record in records:
+        if record["step"] == step and any(name.startswith("eval_") for name in record):
+            return True
+    return False
 
-    def __init__(self, seconds: dict[str, float]) -> None:
+
+class Clock:
+    """Measures time in named laps.
+
+    Args:
+        seconds: laps that were measured already.
+
+    Attributes:
+        seconds: total seconds of the laps of each name.
+        now: the end of the last lap, from `time.perf_counter`.
+    """
+
+    def __init__(self, seconds: dict[str, float]):
         self.seconds = seconds
-        self.now = time.perf_counter()  # at the end of the last lap
+        self.now = time.perf_counter()
 
     def lap(self, name: str) -> float:
-        now = time.perf_counter()
-        lap, self.now = now - self.now, now
+        """End a lap: count the time since the end of the last one as `name`, and return it."""
+        before = self.now
+        self.now = time.perf_counter()
+        lap = self.now - before
         self.seconds[name] = self.seconds.get(name, 0.0) + lap
         return lap
-
-
-def _compare(console: Console, run: Run, book: Bookkeeper, plan: Plan) -> None:
-    """Plan and measurement side by side; for programs in plan.json."""
-    step = statistics.median(book.step_seconds)
-    peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-    measured = f"{step * 1e3:.1f} ms a step" + (f", {show_bytes(peak)} at the peak" if peak else "")
-    console.print(f"planned: {plan.line()}; measured: {measured}", highlight=False, soft_wrap=True)
-    if run.out is not None:
-        record = {"plan": plan.as_json(), "measured": {"seconds": step, "peak": peak}}
-        write_atomically(run.out / "plan.json", json.dumps(record, indent=2, default=str) + "\n")
-
-
-def summary(
-    console: Console, run: Run, book: Bookkeeper, eval_metrics: dict[str, float], text: str | None
-) -> None:
-    """The end of a run, for people."""
-    if eval_metrics:
-        console.print(f"held out: {show_metrics(eval_metrics)}")
-    if book.plan is not None and book.step_seconds:
-        _compare(console, run, book, book.plan)
-    if book.starting:
-        parts = ", ".join(
-            f"{name} {show_seconds(seconds)}"
-            for name, seconds in book.starting.items()
-            if seconds >= 0.05
-        )
-        console.print(
-            f"start: {show_seconds(sum(book.starting.values()))} to the end of the first step ({parts})",
-            soft_wrap=True,
-        )
-    times = ", ".join(
-        f"{name} {show_seconds(seconds)}" for name, seconds in book.clock.seconds.items()
-    )
-    console.print(f"time: {times}; of these {show_seconds(book.waited)} waiting for data")
-    if text is not None:
-        console.rule("a sample")
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-        console.rule()
-    if run.out is not None and book.last:
-        picture = run.out / "loss.png"
-        plot_losses(run.out / "metrics.jsonl", picture)
-        console.print(
-            f"run directory: {run.out}\nloss curve:    {picture}", highlight=False, soft_wrap=True
-        )

@@ -1,12 +1,14 @@
-"""Where in a computation something happens first: the use of each input, and the first NaN."""
+"""Find where a computation first uses each input, and where it first produces a NaN."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from shardwise.tree import PyTree
+
+# Operations that only call an inner computation with the same inputs.
 CALLS = (
     "jit",
     "pjit",
@@ -21,113 +23,125 @@ CALLS = (
 
 
 def order_of_use(traced: ClosedJaxpr, names: Sequence[str]) -> list[str]:
-    """The names of the first inputs of a traced function, in the order in which its operations first take them in."""
+    """Return the names of inputs in the order in which operations first use them.
+
+    Args:
+        traced: a traced function.
+        names: names of its first inputs. Inputs without a name are ignored.
+
+    Returns:
+        All names; those of unused inputs come last.
+    """
     used: dict[str, None] = {}
 
-    def visit(jaxpr: Jaxpr, known: dict[Any, str]) -> None:
+    def visit(jaxpr: Jaxpr, known: dict[Var, str]) -> None:
         for eqn in jaxpr.eqns:
+            inputs = [None if isinstance(var, Literal) else known.get(var) for var in eqn.invars]
             inner = _inner(eqn)
-            mine = [None if isinstance(var, Literal) else known.get(var) for var in eqn.invars]
-            if inner is not None and len(inner.jaxpr.invars) == len(mine):
-                visit(
-                    inner.jaxpr,
-                    {
-                        var: name
-                        for var, name in zip(inner.jaxpr.invars, mine, strict=True)
-                        if name is not None
-                    },
-                )
-            used.update(dict.fromkeys(name for name in mine if name is not None))
+            if inner is not None and len(inner.jaxpr.invars) == len(inputs):
+                inside = zip(inner.jaxpr.invars, inputs, strict=True)
+                visit(inner.jaxpr, {var: name for var, name in inside if name is not None})
+            used.update(dict.fromkeys(name for name in inputs if name is not None))
 
     visit(traced.jaxpr, dict(zip(traced.jaxpr.invars, names, strict=False)))
     return [*used, *(name for name in names if name not in used)]
 
 
-def first_nan(function: Callable[..., Any], *args: Any) -> str | None:
-    """The first operation of `function(*args)` that makes a NaN of numbers, with its place in the source; None if there is none.
+class _FirstNaN(Exception):
+    """Carries the description of the operation that produced a NaN."""
 
-    They are carried out one after the other, loops over layers included, so this takes long and is for when something is wrong.
+
+def first_nan(function: Callable[..., PyTree], *args: PyTree) -> str | None:
+    """Return the first operation of `function(*args)` that produces a NaN from other numbers.
+
+    The operations are evaluated one after the other, including those in loops over layers. This
+    is slow, and meant for a step that is known to be bad.
+
+    Returns:
+        The name of the operation and its place in the source code, or None if no operation
+        produces a NaN.
     """
-    closed, _ = jax.make_jaxpr(function, return_shape=True)(*args)
-    found = next(_nans(closed.jaxpr, closed.consts, jax.tree.leaves(args), ""), None)
-    return found if isinstance(found, str) else None
+    closed = jax.make_jaxpr(function)(*args)
+    try:
+        _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args), "")
+    except _FirstNaN as found:
+        return str(found)
+    return None
 
 
-def _nans(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], where: str) -> Iterator[Any]:
-    """Yields the operations that make NaNs, then, as a list, what is computed."""
-    values: dict[Any, Any] = dict(
-        zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True)
-    )
+def _evaluate(
+    jaxpr: Jaxpr, consts: Sequence[jax.Array], args: Sequence[jax.Array], where: str
+) -> list[jax.Array]:
+    """Return the outputs of a computation; raise `_FirstNaN` at the first NaN.
 
-    def read(var: Any) -> Any:
+    Args:
+        jaxpr: the computation.
+        consts: its constants.
+        args: its inputs.
+        where: the loop that it is in, for the description.
+    """
+    variables = [*jaxpr.constvars, *jaxpr.invars]
+    values: dict[Var, jax.Array] = dict(zip(variables, [*consts, *args], strict=True))
+
+    def read(var: Var | Literal) -> jax.Array:
         return var.val if isinstance(var, Literal) else values[var]
 
     for eqn in jaxpr.eqns:
-        inputs = [read(var) for var in eqn.invars]
-        outputs: list[Any] = []
-        inner = _inner(eqn)
-        if eqn.primitive.name == "scan" and not eqn.params["reverse"]:
-            for found in _scan(eqn, inputs, where):
-                if isinstance(found, str):
-                    yield found
-                else:
-                    outputs = found
-        elif (
-            inner is not None
-            and eqn.primitive.name in CALLS
-            and len(inner.jaxpr.invars) == len(inputs)
-        ):
-            for found in _nans(inner.jaxpr, inner.consts, inputs, where):
-                if isinstance(found, str):
-                    yield found
-                else:
-                    outputs = found
-        else:
-            with eqn.ctx.manager:
-                result = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
-            outputs = list(result) if eqn.primitive.multiple_results else [result]
-            if any(map(_has_nan, outputs)) and not any(map(_has_nan, inputs)):
-                yield f"'{eqn.primitive.name}' at {_place(eqn)}{where}"
+        outputs = _evaluate_eqn(eqn, [read(var) for var in eqn.invars], where)
         values.update(zip(eqn.outvars, outputs, strict=True))
-    yield [read(var) for var in jaxpr.outvars]
+    return [read(var) for var in jaxpr.outvars]
 
 
-def _scan(eqn: Any, inputs: list[Any], where: str) -> Iterator[Any]:
-    """A loop, one round after the other: rounds are layers as a rule. It takes constants, what is carried, and what has a part for each."""
+def _evaluate_eqn(eqn: JaxprEqn, inputs: list[jax.Array], where: str) -> list[jax.Array]:
+    name = eqn.primitive.name
     inner = _inner(eqn)
-    assert inner is not None
-    num_cut = sum(
-        outer.aval.ndim > var.aval.ndim
-        for outer, var in zip(eqn.invars, inner.jaxpr.invars, strict=True)
+    if name == "scan" and inner is not None and not eqn.params["reverse"]:
+        return _evaluate_scan(eqn, inner, inputs, where)
+    if name in CALLS and inner is not None and len(inner.jaxpr.invars) == len(inputs):
+        return _evaluate(inner.jaxpr, inner.consts, inputs, where)
+    with eqn.ctx.manager:
+        result = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+    outputs = list(result) if eqn.primitive.multiple_results else [result]
+    if any(map(_has_nan, outputs)) and not any(map(_has_nan, inputs)):
+        raise _FirstNaN(f"'{name}' at {_place(eqn)}{where}")
+    return outputs
+
+
+def _evaluate_scan(
+    eqn: JaxprEqn, inner: ClosedJaxpr, inputs: list[jax.Array], where: str
+) -> list[jax.Array]:
+    """Evaluate a loop iteration by iteration; the iterations are usually layers.
+
+    Its inputs are constants, carried values, and stacked values with one slice per iteration; a
+    stacked value has one more dimension outside than inside.
+    """
+    num_stacked = sum(
+        _ndim(outer) > _ndim(var) for outer, var in zip(eqn.invars, inner.jaxpr.invars, strict=True)
     )
-    num_carry = sum(
-        outer.aval.ndim == var.aval.ndim
+    num_carried = sum(
+        _ndim(outer) == _ndim(var)
         for outer, var in zip(eqn.outvars, inner.jaxpr.outvars, strict=True)
     )
-    num_consts = len(inputs) - num_carry - num_cut
-    consts, carry, cut = (
-        inputs[:num_consts],
-        inputs[num_consts : num_consts + num_carry],
-        inputs[num_consts + num_carry :],
-    )
-    collected: list[list[Any]] = []
+    num_consts = len(inputs) - num_carried - num_stacked
+    consts = inputs[:num_consts]
+    carried = inputs[num_consts : num_consts + num_carried]
+    stacked = inputs[num_consts + num_carried :]
+    collected: list[list[jax.Array]] = []
     for i in range(eqn.params["length"]):
-        for found in _nans(
-            inner.jaxpr,
-            inner.consts,
-            [*consts, *carry, *(x[i] for x in cut)],
-            f"{where}, round {i} of a loop",
-        ):
-            if isinstance(found, str):
-                yield found
-            else:
-                carry, rest = found[:num_carry], found[num_carry:]
-                collected.append(rest)
-    yield [*carry, *(jnp.stack(y) for y in zip(*collected, strict=True))]
+        args = [*consts, *carried, *(x[i] for x in stacked)]
+        outputs = _evaluate(inner.jaxpr, inner.consts, args, f"{where}, iteration {i} of a loop")
+        carried = outputs[:num_carried]
+        collected.append(outputs[num_carried:])
+    return [*carried, *(jnp.stack(slices) for slices in zip(*collected, strict=True))]
 
 
-def _inner(eqn: Any) -> ClosedJaxpr | None:
-    """The computation within an operation, if there is one."""
+def _ndim(var: Var | Literal) -> int:
+    # Tokens and other abstract values have no dimensions.
+    return int(getattr(var.aval, "ndim", 0))
+
+
+def _inner(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """Return the computation inside an operation, if it has one."""
     for value in eqn.params.values():
         if isinstance(value, ClosedJaxpr):
             return value
@@ -136,14 +150,15 @@ def _inner(eqn: Any) -> ClosedJaxpr | None:
     return None
 
 
-def _place(eqn: Any) -> str:
-    """File, line and function."""
+def _place(eqn: JaxprEqn) -> str:
+    """Return file, line and function of an operation."""
     try:
-        from jax._src import source_info_util  # JAX has no public name for it
+        # JAX has no public name for it.
+        from jax._src import source_info_util
     except ImportError:
         return str(eqn.source_info.name_stack)
     return source_info_util.summarize(eqn.source_info)
 
 
-def _has_nan(value: Any) -> bool:
+def _has_nan(value: jax.Array) -> bool:
     return bool(jnp.issubdtype(jnp.result_type(value), jnp.floating) and jnp.isnan(value).any())

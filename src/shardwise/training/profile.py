@@ -1,17 +1,30 @@
-"""A window of steps, traced by JAX's profiler into files that Perfetto and TensorBoard open. No server, no port."""
+"""Trace a range of steps with JAX's profiler into files that Perfetto and TensorBoard open.
+
+Nothing is served and no port is opened.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 
-from shardwise.step import TrainStep
+from shardwise.state import TrainState
+from shardwise.step import Batch, Metrics, TrainStep
 
 
 class Profile:
-    """Begins before its first step, and ends when its last one is computed."""
+    """A trace of some steps of a run.
+
+    It starts before its first step, and ends when the last one is computed. A problem with the
+    profiler is printed and does not stop the run.
+
+    Args:
+        window: the first and the last step to trace, or None for no trace.
+        directory: the run directory; the trace is written to `profile` in it.
+        start: the step that the run starts from.
+        say: prints a line.
+    """
 
     def __init__(
         self,
@@ -20,72 +33,83 @@ class Profile:
         start: int,
         say: Callable[[str], None],
     ):
-        self.directory, self.say = directory and directory / "profile", say
-        self.first, self.last = window if window is not None and directory is not None else (0, -1)
-        self.first = max(self.first, start + 1)
-        self.is_on = False
-        if window is not None and self.last <= start and directory is not None:
+        self._say = say
+        self._directory = None
+        # An empty range is never due.
+        self._first, self._last = 0, -1
+        self._is_tracing = False
+        if window is None or directory is None:
+            return
+        self._directory = directory / "profile"
+        self._first, self._last = max(window[0], start + 1), window[1]
+        if self._last <= start:
             say(
-                f"nothing is profiled: the run stands at step {start}, after {window[0]}:{window[1]}."
+                f"no profile: the run is at step {start}, "
+                f"after the steps {window[0]}:{window[1]} to trace."
             )
 
-    def annotated(self, step: TrainStep) -> TrainStep:
-        """The step with its number, by which viewers tell steps apart."""
-        if self.last < self.first:
+    def annotate(self, step: TrainStep) -> TrainStep:
+        """Return the step with its number in the trace, so that viewers can separate steps."""
+        if self._last < self._first:
             return step
-        number = self.first - 1
+        number = self._first - 1
 
-        def call(state: Any, batch: Any) -> Any:
+        def numbered(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
             nonlocal number
-            with jax.profiler.StepTraceAnnotation("step", step_num=number + 1 if self.is_on else 0):
-                number += self.is_on
+            number += self._is_tracing
+            shown = number if self._is_tracing else 0
+            with jax.profiler.StepTraceAnnotation("step", step_num=shown):
                 return step.function(state, batch)
 
-        return replace(step, function=call)
+        return replace(step, function=numbered)
 
     def is_due(self, n: int) -> bool:
-        """Whether there is something to do between step n and the next."""
-        return n + 1 == self.first <= self.last or (self.is_on and n == self.last)
+        """Return whether the trace starts or ends between step `n` and the next one."""
+        is_before_first = n + 1 == self._first <= self._last
+        return is_before_first or (self._is_tracing and n == self._last)
 
-    def turn(self, n: int, metrics: Any) -> None:
-        """After step n, when it is due. `metrics`: of step n, whose end is waited for."""
+    def toggle(self, n: int, metrics: Metrics | None) -> None:
+        """Start or end the trace after step `n`, when `is_due(n)`.
+
+        Args:
+            n: the step.
+            metrics: its metrics, or None before the first step. The trace includes their
+                computation, so this waits for it.
+        """
         jax.block_until_ready(metrics)
-        if self.is_on:
+        if self._is_tracing:
             self.end()
-        if n + 1 == self.first:
-            assert self.directory is not None
-            options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = (
-                0  # every call of Python would be most of the trace, and slow what it measures
+        if n + 1 == self._first:
+            self._begin()
+
+    def _begin(self) -> None:
+        assert self._directory is not None
+        options = jax.profiler.ProfileOptions()
+        # Python calls would fill most of the trace, and slow down what it measures.
+        options.python_tracer_level = 0
+        try:
+            jax.profiler.start_trace(
+                self._directory, create_perfetto_trace=True, profiler_options=options
             )
-            try:
-                jax.profiler.start_trace(
-                    self.directory, create_perfetto_trace=True, profiler_options=options
-                )
-                self.is_on = True
-            except (RuntimeError, OSError) as error:
-                self.say(f"nothing is profiled: {error}")
+            self._is_tracing = True
+        except (RuntimeError, OSError) as error:
+            self._say(f"no profile: {error}")
 
     def end(self) -> None:
-        """Writes what was traced, if something is."""
-        if not self.is_on:
+        """Write the trace, if one is running."""
+        if not self._is_tracing:
             return
-        self.is_on = False
+        self._is_tracing = False
         try:
             jax.profiler.stop_trace()
         except (RuntimeError, OSError, ValueError) as error:
-            self.say(f"the profile could not be written: {error}")
+            self._say(f"the profile could not be written: {error}")
             return
-        assert self.directory is not None
-        found = max(
-            self.directory.glob("plugins/profile/*/perfetto_trace.json.gz"),
-            key=lambda path: path.stat().st_mtime,
-            default=None,
-        )
-        viewer = (
-            f"open {found} at https://ui.perfetto.dev, or" if found is not None else "see it with"
-        )
-        steps = f"profile of steps {self.first} to {self.last}"
-        self.say(
-            f"{steps}: {viewer} tensorboard --logdir {self.directory} (with its plugin: pip install xprof)"
+        assert self._directory is not None
+        traces = self._directory.glob("plugins/profile/*/perfetto_trace.json.gz")
+        newest = max(traces, key=lambda path: path.stat().st_mtime, default=None)
+        perfetto = f"open {newest} at https://ui.perfetto.dev, or " if newest is not None else ""
+        self._say(
+            f"profile of steps {self._first} to {self._last}: {perfetto}run tensorboard --logdir "
+            f"{self._directory} (with its plugin: pip install xprof)"
         )

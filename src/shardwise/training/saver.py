@@ -1,4 +1,4 @@
-"""When checkpoints are due, and that they are saved: a save that fails is tried again, the last one must succeed."""
+"""Decide when checkpoints are due, and retry saves that fail."""
 
 import json
 import math
@@ -6,164 +6,217 @@ import time
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from shardwise.checkpoint.store import Checkpoints
 from shardwise.cluster.watch import Watch
+from shardwise.console import warn
 from shardwise.errors import CheckpointError
 from shardwise.metrics import read_metrics
 from shardwise.run import Run
 from shardwise.state import TrainState
-from shardwise.training.progress import warn
+from shardwise.text import Json
+from shardwise.training.due import is_due
+
+# A failed save is tried again after 1, 2, 4 ... steps, at most after this power of two.
+MAX_BACKOFF = 10
+# Tries for the last checkpoint of a run, and seconds between them.
+FINAL_TRIES = 3
+FINAL_PAUSE = 0.5
 
 
 class Saver:
-    """Saves when it is due. A save that fails is told at the next step and tried again; only the last one must succeed."""
+    """Saves checkpoints when they are due.
+
+    Saves run in the background. One that fails is reported at the next step and tried again later;
+    only the last one of a run must succeed. All processes of a run call every method in the same
+    order.
+
+    Args:
+        run: the run.
+        checkpoints: where to save, or None for a run without a directory.
+        about: the description of the run, which each checkpoint carries. It may still be extended.
+        console: where to print warnings.
+        start: the step that the run starts from.
+        watch: coordinates saves between processes.
+
+    Attributes:
+        began: when this start began, in seconds since 1970. It identifies the start in
+            `starts.jsonl` and `phases.jsonl`.
+    """
 
     def __init__(
         self,
         run: Run,
         checkpoints: Checkpoints | None,
-        about: dict[str, Any],
+        about: Json,
         console: Console,
         start: int,
         watch: Watch,
     ):
-        self.began = round(time.time(), 3)  # in starts.jsonl and phases.jsonl
-        best = (
-            checkpoints.metrics()
-            if checkpoints is not None and watch.group.is_first and run.keep.best
-            else {}
-        )
-        self.best: list[float] = watch.group.share(
-            "best", [value for value in best.values() if value is not None]
-        )
-        self.is_best = False  # the evaluation of this step is among the best, so it is saved
-        self.run, self.checkpoints, self.about, self.console, self.watch = (
-            run,
-            checkpoints,
-            about,
-            console,
-            watch,
-        )
-        self.failures = 0  # in a row
-        self.retry_at: int | None = None
-        self.saved_at = time.monotonic()
-        if not watch.group.is_first:
-            return
-        if (
-            run.out is not None
-            and start < run.steps
-            and _starts_in_a_row(run.out, start, self.began) >= 2
-        ):
-            self.retry_at = start + 1
-            warn(
-                self.console,
-                f"this is the third start in a row from step {start}: the run is stopped sooner than a checkpoint is reached. "
-                f"Saving after the next step; a smaller save_every than {run.save_every or run.steps} would lose less.",
-            )
+        self.began = round(time.time(), 3)
+        self.run = run
+        self.checkpoints = checkpoints
+        self.about = about
+        self.console = console
+        self.watch = watch
+        # The best values of the metric that `keep` names, the best first.
+        self._best: list[float] = watch.group.share("best", self._saved_values())
+        # Whether the evaluation of the current step is one of them.
+        self._is_best = False
+        # Failed saves since the last successful one, and the step of the next try.
+        self._failures = 0
+        self._retry_at: int | None = None
+        self._saved_at = time.monotonic()
+        if watch.group.is_first and run.out is not None and start < run.steps:
+            self._check_repeated_starts(run.out, start)
 
-    def evaluated(self, metrics: dict[str, float]) -> None:
-        """Takes an evaluation, the same in all processes: a step that is to be kept for it is saved, whatever `save_every` says."""
+    def _saved_values(self) -> list[float]:
+        if self.checkpoints is None or not self.watch.group.is_first or not self.run.keep.best:
+            return []
+        return [value for value in self.checkpoints.metrics().values() if value is not None]
+
+    def _check_repeated_starts(self, directory: Path, start: int) -> None:
+        """Save after the next step if the run never gets as far as a checkpoint."""
+        if _count_starts(directory, start, self.began) < 2:
+            return
+        self._retry_at = start + 1
+        warn(
+            self.console,
+            f"this is the third start in succession from step {start}: the run stops before it "
+            f"reaches a checkpoint. Saving after the next step. Set save_every to less than "
+            f"{self.run.save_every or self.run.steps} to lose fewer steps.",
+        )
+
+    def add_evaluation(self, metrics: dict[str, float]) -> None:
+        """Have the current step saved if its evaluation is among the best that `keep` keeps.
+
+        Args:
+            metrics: the validation metrics, the same in all processes.
+        """
         keep = self.run.keep
         value = metrics.get(keep.metric.removeprefix("eval_"), math.nan)
         if not keep.best or not keep.metric.startswith("eval_") or not math.isfinite(value):
             return
-        order = sorted([*self.best, value], reverse=keep.largest)
-        self.is_best = value in order[: keep.best] and value not in self.best
-        self.best = order[: keep.best]
+        best = sorted([*self._best, value], reverse=keep.largest)[: keep.best]
+        self._is_best = value in best and value not in self._best
+        self._best = best
 
     def is_due(self, n: int) -> bool:
-        """Whether step n is to be saved in passing; looks after the save that goes on, too."""
+        """Return whether to save step `n` and continue; also check on the save in progress.
+
+        A save is due every `save_every` steps, every `save_minutes` minutes, after an evaluation
+        that is among the best, and for a retry. The last step is not due here: see `finish`.
+        """
         if self.checkpoints is None:
             return False
         try:
             if self.checkpoints.check():
-                self.failures = 0
+                self._failures = 0
         except CheckpointError as error:
-            self._note(n, error)
-        minutes = (time.monotonic() - self.saved_at) / 60
-        if self.watch.group.is_first and (
-            (self.retry_at is not None and n >= self.retry_at)
-            or 0 < self.run.save_minutes <= minutes
-        ):
-            self.retry_at, self.saved_at = None, time.monotonic()
+            self._plan_retry(n, error)
+        if self.watch.group.is_first and self._is_requested(n):
+            self._retry_at = None
+            self._saved_at = time.monotonic()
             self.watch.ask("save")
-        is_asked = self.watch.takes_save() or self.is_best
-        self.is_best = False
-        return n != self.run.steps and (is_asked or is_due(n, self.run.save_every, False))
+        # Only the first process knows about minutes and retries: all processes agree on the step.
+        is_asked = self.watch.takes_save()
+        is_best = self._is_best
+        self._is_best = False
+        return n != self.run.steps and (is_asked or is_best or is_due(n, self.run.save_every))
 
-    def save(self, state: TrainState, metrics: dict[str, Any]) -> None:
+    def _is_requested(self, n: int) -> bool:
+        """Return whether a retry or `save_minutes` asks for a save."""
+        if self._retry_at is not None and n >= self._retry_at:
+            return True
+        minutes = (time.monotonic() - self._saved_at) / 60
+        return 0 < self.run.save_minutes <= minutes
+
+    def save(self, state: TrainState, metrics: Json) -> None:
+        """Start to save in the background. A failure is reported and tried again later.
+
+        Args:
+            state: the state; its arrays may be donated as soon as this returns.
+            metrics: the metrics of its step, stored with the checkpoint.
+        """
         assert self.checkpoints is not None
-        self._settle(int(state.step))
+        n = int(state.step)
+        self._wait(n)
         try:
             self.checkpoints.save(state, {**self.about, "metrics": metrics})
-            self.retry_at, self.saved_at = None, time.monotonic()
+            self._retry_at = None
+            self._saved_at = time.monotonic()
         except CheckpointError as error:
-            self._note(int(state.step), error)
+            self._plan_retry(n, error)
 
-    def finish(self, state: TrainState, metrics: dict[str, Any], tries: int = 3) -> None:
-        """Sees to it that this state is on the disk, verified; waits for it."""
-        if self.checkpoints is None or int(state.step) == 0:
+    def finish(self, state: TrainState, metrics: Json) -> None:
+        """Make sure that this state is on the disk, wait for it, and verify it.
+
+        Args:
+            state: the last state of the run.
+            metrics: the metrics of its step.
+
+        Raises:
+            CheckpointError: the state could not be saved, or the files have other content than was
+                written.
+        """
+        n = int(state.step)
+        if self.checkpoints is None or n == 0:
             return
-        self._settle(int(state.step))
-        for left in reversed(range(tries)):
+        self._wait(n)
+        for tries_left in reversed(range(FINAL_TRIES)):
             try:
-                if not self.checkpoints.is_newest(int(state.step)):
+                if not self.checkpoints.is_newest(n):
                     self.checkpoints.save(state, {**self.about, "metrics": metrics})
                     self.checkpoints.wait()
                 break
             except CheckpointError as error:
-                if not left:
+                if not tries_left:
                     raise CheckpointError(
-                        f"{error}.\nThe run is not saved at step {int(state.step)}.{self.newest()}"
+                        f"{error}.\nStep {n} of the run is not saved.{self.describe_newest()}"
                     ) from error
                 warn(self.console, f"{error}; trying again")
-                time.sleep(0.5)
-        if problems := self.checkpoints.verify(int(state.step)):
+                time.sleep(FINAL_PAUSE)
+        if problems := self.checkpoints.verify(n):
             raise CheckpointError(
-                "the last checkpoint is not what was written:\n" + "\n".join(problems)
+                "the last checkpoint differs from what was written:\n" + "\n".join(problems)
             )
 
-    def newest(self) -> str:
-        """A sentence on where one can go back to."""
+    def describe_newest(self) -> str:
+        """Return a sentence that names the newest checkpoint, with a leading space."""
         steps: list[int] = []
         if self.checkpoints is not None:
-            with suppress(CheckpointError):  # it was told, or will be
+            # A failure of this save was reported already, or an error is about to be.
+            with suppress(CheckpointError):
                 self.checkpoints.wait()
             steps = self.checkpoints.steps()
-        return (
-            f" The newest checkpoint is step {steps[-1]}."
-            if steps
-            else " There is no checkpoint to go back to."
-        )
+        if steps:
+            return f" The newest checkpoint is step {steps[-1]}."
+        return " There is no checkpoint to resume from."
 
-    def _settle(self, n: int) -> None:
-        """Waits for the save that goes on; what became of it is told, and the next begins in all processes alike."""
+    def _wait(self, n: int) -> None:
+        """Wait for the save in progress, so that the next one starts alike in all processes."""
         assert self.checkpoints is not None
         try:
             self.checkpoints.wait()
         except CheckpointError as error:
-            self._note(n, error)
+            self._plan_retry(n, error)
 
-    def _note(self, n: int, error: CheckpointError) -> None:
-        self.failures += 1
-        self.retry_at = n + 2 ** min(self.failures - 1, 10)
+    def _plan_retry(self, n: int, error: CheckpointError) -> None:
+        self._failures += 1
+        self._retry_at = n + 2 ** min(self._failures - 1, MAX_BACKOFF)
         warn(
-            self.console, f"{error}. Training goes on; the next try is after step {self.retry_at}."
+            self.console,
+            f"{error}. Training continues; the next save is after step {self._retry_at}.",
         )
 
 
-def _starts_in_a_row(directory: Path, step: int, now: float) -> int:
-    """How often the run was started from this very step before, without another in between; notes this start."""
+def _count_starts(directory: Path, step: int, now: float) -> int:
+    """Return how many starts in succession were from `step`; add this one to `starts.jsonl`."""
     path = directory / "starts.jsonl"
-    before = read_metrics(path) if path.exists() else []
+    earlier = read_metrics(path) if path.exists() else []
     with path.open("a") as file:
         file.write(json.dumps({"step": step, "time": now}) + "\n")
-    return len(list(takewhile(lambda start: start["step"] == step, reversed(before))))
-
-
-def is_due(n: int, every: int, last: bool) -> bool:
-    return last or bool(every and n % every == 0)
+    same = takewhile(lambda start: start["step"] == step, reversed(earlier))
+    return len(list(same))

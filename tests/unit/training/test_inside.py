@@ -21,7 +21,7 @@ from shardwise.cli import main
 from shardwise.early_stop import EarlyStop
 from shardwise.errors import ConfigError, DataError, NumericsError
 from shardwise.files.durable import check_links
-from shardwise.training.bad_steps import MOST
+from shardwise.training.bad_steps import MAX_STEPS
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(64, 4)).astype("f4")
@@ -139,7 +139,7 @@ def test_samples_come_as_often_as_asked_and_a_mistake_in_them_costs_nothing(tmp_
     assert [s["step"] for s in lines(tmp_path / "a" / "samples.jsonl")] == [5, 10, 12]
     result, said = go(make(tmp_path / "b", sample=broken, sample_every=5))
     assert int(result.state.step) == 12
-    assert "there is no sample: ValueError: no such prompt" in said
+    assert "no sample: ValueError: no such prompt" in said
     assert lines(tmp_path / "b" / "samples.jsonl") == []
 
 
@@ -197,9 +197,13 @@ def test_a_run_that_learns_nothing_more_stops_and_knows_it_when_it_resumes(tmp_p
 
 
 def test_what_early_stopping_and_the_best_checkpoint_go_by_must_be_measured(tmp_path):
-    with pytest.raises(ConfigError, match=r"evaluations produce eval_loss\. Did you mean 'eval_loss'"):
+    with pytest.raises(
+        ConfigError, match=r"evaluations produce eval_loss\. Did you mean 'eval_loss'"
+    ):
         go(make(**STUCK | {"stop_when": EarlyStop(metric="eval_los")}))
-    with pytest.raises(ConfigError, match="keep depends on 'eval_loss', but the run has no eval_data"):
+    with pytest.raises(
+        ConfigError, match="keep depends on 'eval_loss', but the run has no eval_data"
+    ):
         go(make(keep=Keep(best=1)))
     with pytest.raises(ConfigError, match="patience"):
         EarlyStop(patience=0)
@@ -242,7 +246,10 @@ def test_a_bad_gradient_is_named_and_its_batch_kept(tmp_path):
     )
     _, said = go(run)
     place = tmp_path / "a" / "bad" / "8"
-    assert f"step 8 was not finite: first in gradient of layers/1/bias; dump in {place}" in said
+    assert (
+        "the update of step 8 was not applied (non-finite): first non-finite values in the gradient of "
+        f"layers/1/bias; details in {place}"
+    ) in said
     report = json.loads((place / "report.json").read_text())
     bad = {path for path, row in report["gradients"].items() if row["nonfinite"]}
     assert bad == {"layers/0/kernel", "layers/0/bias", "layers/1/kernel", "layers/1/bias"}
@@ -290,9 +297,11 @@ def test_spikes_are_looked_into_a_few_of_them(tmp_path):
         make(tmp_path / "a", data=spiking, steps=36, optimizer=optim.adam(1e-3, spikes=5.0))
     )
     skipped = [r["step"] for r in lines(tmp_path / "a" / "metrics.jsonl") if r.get("skipped")]
-    assert len(skipped) > MOST
-    assert sorted(int(path.name) for path in (tmp_path / "a" / "bad").iterdir()) == skipped[:MOST]
-    assert said.count("was a spike and skipped: every number is finite") == MOST
+    assert len(skipped) > MAX_STEPS
+    assert (
+        sorted(int(path.name) for path in (tmp_path / "a" / "bad").iterdir()) == skipped[:MAX_STEPS]
+    )
+    assert said.count("was not applied (loss spike): all values are finite") == MAX_STEPS
 
 
 @pytest.mark.slow
@@ -300,12 +309,12 @@ def test_a_bad_step_of_an_iterator_and_of_a_run_without_a_directory(tmp_path):
     batches = [poisoned({3: 1})(n) for n in range(6)]
     _, said = go(make(tmp_path / "a", data=batches, steps=6, on_nonfinite="skip"))
     assert (
-        "step 3 was not finite: the data is an iterator, which cannot go back to the batch; dump in"
-        in said
+        "step 3 was not applied (non-finite): the data is an iterator, which cannot return to this "
+        "batch; details in" in said
     )
     assert "parameters" in json.loads((tmp_path / "a" / "bad" / "3" / "report.json").read_text())
     _, said = go(make(data=poisoned({3: 1}), steps=6, on_nonfinite="skip"))
-    assert "dump" not in said
+    assert "details in" not in said
 
 
 # Profile
@@ -333,7 +342,7 @@ def test_a_window_of_steps_is_traced(tmp_path):
     assert len(events) > 100
     assert f"profile of steps 5 to 7: open {perfetto} at https://ui.perfetto.dev" in said
     _, said = go(make(tmp_path / "a", steps=14, profile=(5, 7)))
-    assert "nothing is profiled: the run stands at step 12, after 5:7" in said
+    assert "no profile: the run is at step 12, after the steps 5:7 to trace" in said
     with pytest.raises(ConfigError, match="counted from 1"):
         go(make(tmp_path / "b", profile=(0, 3)))
     with pytest.raises(ConfigError, match="profile needs a run directory"):

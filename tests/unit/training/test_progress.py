@@ -10,7 +10,10 @@ from tests.helpers.runs import make_run
 
 @pytest.mark.parametrize(
     ("rows", "said"),
-    [(16, ""), (15, "each batch of 15 rows is padded to 16, which the mesh divides")],
+    [
+        (16, ""),
+        (15, "each batch of 15 examples is padded to 16, so that it divides evenly over the mesh"),
+    ],
 )
 def test_rows_that_only_fill_the_mesh_are_told(rows, said):
     console = Console(record=True, width=200)

@@ -1,0 +1,228 @@
+"""A run while it trains: its state, its services, and the operations after each step."""
+
+from dataclasses import dataclass, field
+
+from rich.console import Console
+
+from shardwise.cluster.group import ProcessGroup
+from shardwise.cluster.stragglers import Stragglers
+from shardwise.cluster.watch import Watch
+from shardwise.console import warn
+from shardwise.data import Prefetch
+from shardwise.errors import Stopped
+from shardwise.files.failpoints import fail_point
+from shardwise.loop import evaluate
+from shardwise.run import Prepared, Run
+from shardwise.rundir.phases import Phase
+from shardwise.state import TrainState
+from shardwise.step import Metrics
+from shardwise.text import Json
+from shardwise.training.bad_steps import BadSteps
+from shardwise.training.due import is_evaluation_due
+from shardwise.training.log import RunLog
+from shardwise.training.profile import Profile
+from shardwise.training.progress import Show
+from shardwise.training.sampler import Sampler
+from shardwise.training.saver import Saver
+
+
+@dataclass
+class Session:
+    """A run while it trains.
+
+    The methods from `record` to `warn` are the operations after a step, in this order. Each
+    decides itself whether it is due. Operations that take long announce their phase to the watch,
+    so that a process is not considered stuck. They first call `log.finish`, so that their time
+    does not count as step time.
+
+    Attributes:
+        run: the run.
+        prepared: the same run, prepared.
+        watch: coordinates the processes of the run.
+        console: prints on the first process only.
+        description: the content of `run.json`.
+        start: the step that the run starts from.
+        until: its last step: `run.steps`, or `start` if nothing is left to do.
+        state: the newest state.
+        feed: supplies batches.
+        log: records steps, evaluations and samples.
+        saver: saves checkpoints.
+        sampler: samples text.
+        profiler: traces a range of steps.
+        bad_steps: inspects steps whose update was not applied.
+        evaluations: `(step, value)` of the metric that early stopping depends on.
+        stop_reason: why the run stops early, or None.
+        is_stopped: whether a signal has stopped the run before its last step.
+        metrics: the metrics of the newest step; they may still be computed.
+        eval_metrics: the metrics of the last evaluation.
+    """
+
+    run: Run
+    prepared: Prepared
+    watch: Watch
+    console: Console
+    description: Json
+    start: int
+    until: int
+    state: TrainState
+    feed: Prefetch
+    log: RunLog
+    saver: Saver
+    sampler: Sampler
+    profiler: Profile
+    bad_steps: BadSteps
+    evaluations: list[tuple[int, float]]
+    stop_reason: str | None
+    is_stopped: bool = False
+    metrics: Metrics = field(default_factory=dict)
+    eval_metrics: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Have the log report steps whose update was not applied."""
+        self.log.on_bad_step = self._inspect
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The processes of the run."""
+        return self.watch.group
+
+    @property
+    def has_stopped_early(self) -> bool:
+        """Whether this start, and not an earlier one, has stopped the run early."""
+        return self.stop_reason is not None and self.start < self.until
+
+    # Before the first step.
+
+    def wait_for_all(self) -> None:
+        """Wait until all processes are ready for the first step."""
+        self.watch.phase(Phase.WAITING_TO_START)
+        self.group.union("ready", None)
+
+    def evaluate_if_owed(self) -> None:
+        """Make the evaluation that was due when the run was stopped."""
+        if self.log.owes_evaluation(self.start):
+            self._evaluate(self.start)
+
+    def begin_steps(self) -> int:
+        """Start the profile if it begins with the first step; return the step to train up to."""
+        if self.profiler.is_due(self.start):
+            self.profiler.toggle(self.start, None)
+        self.watch.phase(Phase.STEP.at(self.start + 1))
+        return self.until if self.stop_reason is None else self.start
+
+    # After each step.
+
+    def advance(self, n: int, state: TrainState, metrics: Metrics) -> None:
+        """Take the results of step `n`, which the devices are still computing."""
+        self.state = state
+        self.metrics = metrics
+        # From here on there are updates to lose: a signal waits for the end of the step.
+        self.watch.stop.at_once = False
+        self._tick(n)
+
+    def record(self, n: int) -> None:
+        """Write the record of the step before `n`, which ends meanwhile."""
+        self.log.record(n, self.metrics, self.feed.waited)
+
+    def evaluate(self, n: int) -> None:
+        """Evaluate on the validation data, if due."""
+        if not is_evaluation_due(self.run, n):
+            return
+        self._evaluate(n)
+        self.saver.add_evaluation(self.eval_metrics)
+        self._tick(n)
+
+    def save(self, n: int) -> None:
+        """Start to save a checkpoint, if due."""
+        if not self.saver.is_due(n):
+            return
+        self._enter(Phase.SAVING.at(n))
+        self.saver.save(self.state, self.log.checkpoint_metrics)
+        self.log.clock.lap("save")
+        self._tick(n)
+
+    def sample(self, n: int) -> None:
+        """Sample text from the model, if due."""
+        if not self.sampler.is_due(n):
+            return
+        self._enter(Phase.SAMPLING.after(n))
+        self.log.add_sample(n, self.sampler(self.state))
+        self._tick(n)
+
+    def profile(self, n: int) -> None:
+        """Start or end the profile, if due."""
+        if not self.profiler.is_due(n):
+            return
+        self._enter(Phase.PROFILING.after(n))
+        self.profiler.toggle(n, self.metrics)
+        self.log.clock.lap("profile")
+        self._tick(n)
+
+    def show_progress(self, show: Show) -> None:
+        """Show the last finished step."""
+        if self.log.last:
+            show(self.log.last, self.eval_metrics)
+
+    def warn(self, stragglers: Stragglers) -> None:
+        """Print new warnings about the data and about slow processes."""
+        for name, reason in self.log.new_bad_records():
+            # Each process reads other records and reports its own.
+            console = self.console if self.group.is_first else Console(stderr=True)
+            warn(console, f"skipped {name}, another record replaces it: {reason}")
+        for text in stragglers.look(self.feed.waited):
+            warn(self.console, text)
+
+    def is_over(self, n: int) -> bool:
+        """Return whether to stop after step `n`: early stopping, or a signal."""
+        if self.stop_reason is not None:
+            return True
+        self.is_stopped = self.watch.is_stopping() and n < self.run.steps
+        return self.is_stopped
+
+    # After the last step.
+
+    def save_last(self) -> None:
+        """Save and verify the last state."""
+        self.saver.finish(self.state, self.log.checkpoint_metrics)
+
+    def _enter(self, phase: str) -> None:
+        """Finish the pending step and enter a phase of unknown length."""
+        self.log.finish()
+        self.watch.phase(phase)
+
+    def _tick(self, n: int) -> None:
+        self.watch.tick(Phase.STEP.at(n))
+
+    def _evaluate(self, n: int) -> None:
+        assert self.prepared.eval_step is not None
+        assert self.run.eval_data is not None
+        self._enter(Phase.EVALUATING.after(n))
+        self.eval_metrics = evaluate(
+            self.prepared.eval_step, self.state, self.run.eval_data, before=self._before_eval_batch
+        )
+        self.log.add_evaluation(n, self.eval_metrics)
+        early_stop = self.run.stop_when
+        if early_stop is not None:
+            value = self.eval_metrics[early_stop.metric.removeprefix("eval_")]
+            self.evaluations.append((n, value))
+            self.stop_reason = early_stop.why(self.evaluations)
+
+    def _before_eval_batch(self) -> None:
+        fail_point("evaluate")
+        self.watch.phase(Phase.EVALUATING)
+        if self.watch.is_stopping():
+            raise Stopped("stopped by a signal during an evaluation")
+
+    def _inspect(self, n: int, why: str, values: Json) -> None:
+        """Inspect step `n`, whose update was not applied.
+
+        The numbers of a step are read while the next one runs, so the state may be one update
+        later. Waiting for the numbers would slow down every good step.
+        """
+        self.watch.phase(Phase.INSPECTING.at(n))
+        is_untouched = (
+            int(self.state.step) == n
+            or not bool(self.metrics["finite"])
+            or bool(self.metrics.get("skipped", False))
+        )
+        self.bad_steps.inspect(n, why, values, self.state, is_untouched)

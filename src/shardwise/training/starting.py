@@ -1,0 +1,241 @@
+"""What `fit` does before the first step: claim the run directory, and find or build the state."""
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from shardwise.checkpoint.resume import check_accepted, compare, report
+from shardwise.checkpoint.store import Checkpoints
+from shardwise.cluster.group import ProcessGroup, wait_for
+from shardwise.cluster.watch import Watch
+from shardwise.console import warn, working
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.files.durable import check_links, check_writable, text_digest, write_atomically
+from shardwise.files.lock import lock_directory
+from shardwise.metrics import read_metrics
+from shardwise.optim.read import sample_rates
+from shardwise.run import Prepared, Run, describe_run
+from shardwise.state import StateSpec, TrainState, init_state
+from shardwise.text import Json
+from shardwise.weights.load import check_frozen, describe_frozen, load_initial
+
+# Seconds until a directory that one process created must be visible to the others.
+SHARED_DIRECTORY_TIMEOUT = 10
+
+
+def claim_directory(
+    stack: ExitStack, directory: Path, watch: Watch, force_unlock: bool = False
+) -> None:
+    """Create and lock a run directory, until `stack` is closed.
+
+    Args:
+        stack: releases the lock.
+        directory: the run directory.
+        watch: releases the lock if a signal ends the process.
+        force_unlock: take over the lock of a run on another machine that did not release it.
+
+    Raises:
+        ConfigError: another process of the run does not see the directory.
+        DirectoryInUseError: another run holds the lock.
+        CheckpointError: the directory cannot be written, or has links where a run writes.
+    """
+    if watch.group.is_first:
+        check_writable(directory)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_links(directory)
+        unlock = stack.enter_context(lock_directory(directory, force_unlock))
+        watch.stop.before_exit.insert(0, unlock)
+        # Runs before the lock is closed: its descriptor may then belong to another file.
+        stack.callback(watch.stop.before_exit.remove, unlock)
+    watch.group.share("directory", None)
+    if not wait_for((directory / "lock").exists, SHARED_DIRECTORY_TIMEOUT):
+        raise ConfigError(
+            f"{watch.group.name(watch.group.index)} does not see {directory.resolve()}, which "
+            f"process 0 created. Put the run directory on a file system that all processes share."
+        )
+    watch.folder = directory
+
+
+def describe(run: Run, prepared: Prepared, extra: Mapping[str, object]) -> Json:
+    """Return the description of a run that its checkpoints carry.
+
+    Args:
+        run: the run.
+        prepared: the same run, prepared.
+        extra: further entries. Checkpoints carry a digest of "source" instead of the text.
+    """
+    about = {key: value for key, value in extra.items() if key != "source"}
+    about |= describe_run(run, prepared)
+    if "source" in extra:
+        about["source_digest"] = text_digest(str(extra["source"]))
+    return about
+
+
+def find_checkpoint(
+    run: Run, spec: StateSpec, checkpoints: Checkpoints, about: Json, console: Console
+) -> int | None:
+    """Return the step to resume from, after reporting what differs from the run that saved it.
+
+    Args:
+        run: the run.
+        spec: its abstract state.
+        checkpoints: the checkpoints in its directory.
+        about: its description.
+        console: where to print differences and damaged checkpoints.
+
+    Returns:
+        The newest step whose checkpoint is undamaged, or None if there is none.
+
+    Raises:
+        ConfigError: a difference would make it another run, and `run.accept` does not name it.
+        CheckpointError: the checkpoint does not fit the model, or its description is damaged.
+    """
+    with console.status(f"verifying the newest checkpoint of {run.out}"):
+        step = checkpoints.newest_good(lambda text: warn(console, text))
+    if step is None:
+        return None
+    checkpoints.check_fits(spec, step)
+    saved = {key: value for key, value in checkpoints.metadata(step).items() if key in about}
+    try:
+        saved_rates = {
+            group: _rates_from(step, rates) for group, rates in saved.get("lr", {}).items()
+        }
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{checkpoints.path(step) / 'meta.json'} does not describe the learning rates of a "
+            f"run: {error}. Remove this checkpoint to resume from an earlier one."
+        ) from error
+    rates = _current_rates(run, spec, saved_rates)
+    if not rates or not saved_rates:
+        # An Optax release may make the optimizer unreadable. That must not stop a run.
+        if saved_rates or about.get("lr"):
+            warn(
+                console,
+                "the learning rates of this run or of its checkpoint could not be read, so they "
+                "are not compared. Make sure that the schedule is the same.",
+            )
+        rates = saved_rates = {}
+    differences = compare(
+        {**saved, "lr": _by_update(saved_rates)}, {**about, "lr": _by_update(rates)}
+    )
+    check_accepted(differences, run.accept, f"checkpoint {checkpoints.path(step)}")
+    title = f"resuming {run.out} at step {step}"
+    console.print(report(differences, run.accept, title), highlight=False, soft_wrap=True)
+    return step
+
+
+def _rates_from(step: int, rates: Mapping[str, float]) -> dict[str, float]:
+    """Return the samples of a schedule that matter from `step` on, and the last one before."""
+    previous = max((int(update) for update in rates if int(update) < step), default=0)
+    return {update: float(rate) for update, rate in rates.items() if int(update) >= previous}
+
+
+def _current_rates(
+    run: Run, spec: StateSpec, saved_rates: Mapping[str, Mapping[str, float]]
+) -> dict[str, dict[str, float]]:
+    """Return the learning rates at the updates of `saved_rates`; empty if they are unknown."""
+    updates = {int(update) for rates in saved_rates.values() for update in rates}
+    if not updates:
+        return {}
+    return sample_rates(run.optimizer, spec.abstract.params, np.array(sorted(updates), int))
+
+
+def _by_update(rates: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    return {
+        f"of group '{group}' at update {update}": rate
+        for group, values in rates.items()
+        for update, rate in values.items()
+    }
+
+
+def load_state(
+    run: Run,
+    spec: StateSpec,
+    checkpoints: Checkpoints | None,
+    step: int | None,
+    about: Json,
+    console: Console,
+) -> TrainState:
+    """Return the state that a run starts from: a checkpoint, initial weights, or random ones.
+
+    Frozen parameters are in no checkpoint. They are loaded again and compared with the checksums
+    in the checkpoint.
+
+    Args:
+        run: the run.
+        spec: its abstract state.
+        checkpoints: the checkpoints in its directory, if it has one.
+        step: the checkpoint to load, or None for the first start of a run.
+        about: the description of the run; a description of frozen parameters is added to it.
+        console: where to print progress and the weights that were loaded.
+    """
+    if checkpoints is None or step is None:
+        return _initial_state(run, spec, about, console)
+    with working(console, f"loading step {step}"):
+        state = checkpoints.restore(spec, step)
+    if spec.frozen:
+        frozen = _initial_state(run, spec, about, console).frozen
+        check_frozen(checkpoints.metadata(step), about["frozen"], checkpoints.path(step))
+        state = replace(state, frozen=frozen)
+    return state
+
+
+def _initial_state(run: Run, spec: StateSpec, about: Json, console: Console) -> TrainState:
+    """Return the state of step 0; describe its frozen parameters in `about`."""
+    loaded = None
+    if run.init_from is None:
+        state = init_state(spec, run.seed)
+    else:
+        state, loaded = load_initial(run.init_from, spec, run.seed)
+        console.print(loaded.table(), highlight=False)
+    if spec.frozen:
+        about["frozen"] = describe_frozen(spec, state.frozen, loaded)
+    return state
+
+
+def read_evaluations(run: Run, start: int, group: ProcessGroup) -> list[tuple[int, float]]:
+    """Return `(step, value)` of the evaluations that early stopping depends on.
+
+    Args:
+        run: the run.
+        start: the step it starts from; later evaluations are made again.
+        group: the processes of the run. The first one reads the file.
+    """
+    if run.stop_when is None or run.out is None:
+        return []
+    metric = run.stop_when.metric
+    path = run.out / "metrics.jsonl"
+    records: list[Json] = []
+    if group.is_first and start and path.exists():
+        records = read_metrics(path)
+    evaluations = [
+        [record["step"], record[metric]]
+        for record in records
+        if metric in record and record["step"] <= start
+    ]
+    return [(int(step), float(value)) for step, value in group.share("evaluations", evaluations)]
+
+
+def write_run_json(run: Run, description: Json, stop_reason: str | None) -> None:
+    """Write `run.json`.
+
+    Args:
+        run: the run; it has a directory.
+        description: what describes the run, including the source of its recipe.
+        stop_reason: why the run has stopped early, or None.
+    """
+    assert run.out is not None
+    keep = asdict(run.keep)
+    content = {
+        **description,
+        "steps": run.steps,
+        "keep": {name: keep[name] for name in ("best", "metric", "largest")},
+    }
+    if stop_reason is not None:
+        content["stopped_early"] = stop_reason
+    write_atomically(run.out / "run.json", json.dumps(content, indent=2, default=str) + "\n")
