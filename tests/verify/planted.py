@@ -1,7 +1,7 @@
-"""Runs that are wrong on more than one device, each by one mistake that people make. `good` makes none of them.
+"""Runs that are wrong on more than one device, each by one common mistake. The `good` are right.
 
-shardwise's step has no reduction to get wrong, so the mistakes come in where a user can make them: a loss, a layer or an optimizer
-written with `jax.shard_map`, and data or weights made for a mesh.
+The step of shardwise has no explicit reduction, so the mistakes are where a user can make them:
+in a loss, a layer or an optimizer with `jax.shard_map`, and in data or weights made for a mesh.
 """
 
 import jax
@@ -20,7 +20,7 @@ SMALL = Rules(fsdp_min_size=64)
 
 
 def per_device(function, in_specs, out_specs):
-    """`function` on the rows that each device of "data" has; where there is no such axis, on all of them."""
+    """Map `function` over the shards of a batch along "data", if the mesh has that axis."""
     mesh = jax.sharding.get_abstract_mesh()
     mesh = (
         mesh if "data" in mesh.shape else AbstractMesh((1,), ("data",), axis_types=(AxisType.Auto,))
@@ -31,7 +31,7 @@ def per_device(function, in_specs, out_specs):
 
 
 def transformation(mesh, function, specs):
-    """A part of an optimizer that gives each device of a mesh such as "data=8" to `function`, with what it holds of the updates."""
+    """Return an optimizer part that maps `function` over the shards of the updates on a mesh."""
     devices = make_mesh(mesh, jax.devices()[: int(mesh.partition("=")[2])])
 
     def update(updates, state, params=None):
@@ -80,7 +80,7 @@ def make(loss=plain_loss, model=Net, optimizer=ADAM, seed=0, mesh="data=-1"):
 
 
 def good() -> Run:
-    """With batch statistics, dropout, and a loss that says what each row counts."""
+    """Right: with batch statistics, dropout, and a weight for each example."""
     norm, dropout = (
         lambda rngs: nnx.BatchNorm(WIDTH, rngs=rngs),
         lambda rngs: nnx.Dropout(0.2, rngs=rngs),
@@ -89,7 +89,7 @@ def good() -> Run:
 
 
 def good_by_hand() -> Run:
-    """`shard_map` used well: every device sums its rows, and what is divided are sums over all."""
+    """Right: every device sums over its examples, and the sums over all devices are divided."""
 
     def loss(model, batch):
         def local(values, weights):
@@ -103,7 +103,7 @@ def good_by_hand() -> Run:
 
 
 def summed_loss() -> Run:
-    """The means of the devices are added up."""
+    """Wrong: the means of the devices are summed."""
 
     def loss(model, batch):
         return per_device(lambda values: jax.lax.psum(values.mean(), "data"), P("data"), P())(
@@ -114,7 +114,7 @@ def summed_loss() -> Run:
 
 
 def summed_gradients() -> Run:
-    """The loss is right; the gradient that it passes back is the sum over the devices."""
+    """Wrong: the gradient of the (right) loss is summed over the devices."""
 
     def loss(model, batch):
         def local(values):
@@ -127,7 +127,7 @@ def summed_gradients() -> Run:
 
 
 def slightly_scaled() -> Run:
-    """On several devices the loss, and so every gradient, is larger by half a thousandth."""
+    """Wrong: on several devices the loss and every gradient are 0.05 % larger."""
 
     def loss(model, batch):
         devices = jax.sharding.get_abstract_mesh().shape.get("data", 1)
@@ -137,13 +137,13 @@ def slightly_scaled() -> Run:
 
 
 def summed_updates(mesh: str = "data=8") -> Run:
-    """An optimizer that adds up gradients which are those of the whole batch already."""
+    """Wrong: the optimizer sums gradients that are those of the complete batch already."""
     add = transformation(mesh, lambda updates: jax.lax.psum(updates, "data"), P())
     return make(optimizer=optax.chain(add, optax.sgd(1e-2)), mesh=mesh)
 
 
 class LocalNorm(nnx.Module):
-    """BatchNorm that looks at the rows of its own device."""
+    """BatchNorm over the examples of one device."""
 
     def __init__(self, rngs):
         self.scale, self.bias = nnx.Param(jnp.ones(WIDTH)), nnx.Param(jnp.zeros(WIDTH))
@@ -171,7 +171,7 @@ class LocalNorm(nnx.Module):
 
 
 class Counter(nnx.Module):
-    """Counts batches, and counts each as often as there are devices."""
+    """Counts batches, each once for every device."""
 
     def __init__(self, rngs):
         self.seen = nnx.Variable(jnp.zeros(()))
@@ -192,7 +192,7 @@ def per_device_batch_norm() -> Run:
 
 
 class LocalDropout(nnx.Module):
-    """Every device draws its own mask."""
+    """Dropout for which every device draws its own mask."""
 
     def __init__(self, rngs):
         self.rngs = rngs.dropout.fork() if hasattr(rngs, "dropout") else rngs.fork()
@@ -216,7 +216,7 @@ def mesh_dropout() -> Run:
 
 
 def mean_of_means() -> Run:
-    """The rows of a device count by their weights, and every device the same, whatever its weights add up to."""
+    """Wrong: a weighted mean on each device, then the mean of these, whatever their weights."""
 
     def loss(model, batch):
         def local(values, weights):
@@ -228,7 +228,7 @@ def mean_of_means() -> Run:
 
 
 def lost_row() -> Run:
-    """Every device works off its rows in blocks of four; what is left over is forgotten. Of all 40 rows, nothing is."""
+    """Wrong: every device drops the examples after its last block of four. 40 have none."""
 
     def loss(model, batch):
         def local(values):
@@ -241,7 +241,7 @@ def lost_row() -> Run:
 
 
 def one_shard(mesh: str = "data=8") -> Run:
-    """The first device alone applies its updates."""
+    """Wrong: only the first device applies its updates."""
     first = transformation(
         mesh,
         lambda updates: jax.tree.map(lambda u: u * (jax.lax.axis_index("data") == 0), updates),
@@ -251,7 +251,7 @@ def one_shard(mesh: str = "data=8") -> Run:
 
 
 def local_clipping(mesh: str = "fsdp=8") -> Run:
-    """Gradients are clipped by the norm of the piece that a device holds."""
+    """Wrong: gradients are clipped by the norm of the shard of a device."""
     cut = {"hidden": {"bias": P(), "kernel": P(None, "fsdp")}, "out": {"bias": P(), "kernel": P()}}
     cut = cut if "fsdp" in mesh else P()
 
@@ -264,11 +264,11 @@ def local_clipping(mesh: str = "fsdp=8") -> Run:
 
 
 def mesh_data(mesh: str = "data=1") -> Run:
-    """Rows are shuffled by a seed that the mesh decides."""
+    """Wrong: the seed of the shuffle depends on the mesh."""
     return make(seed=int(mesh.partition("=")[2]), mesh=mesh)
 
 
 def mesh_weights(mesh: str = "data=1") -> Run:
-    """First weights are made smaller, the more devices there are."""
+    """Wrong: the scale of the initial weights depends on the number of devices."""
     devices = int(mesh.partition("=")[2])
     return make(model=lambda rngs: Net(rngs, scale=1 / devices), mesh=mesh)

@@ -1,4 +1,4 @@
-"""`verify` passes what is right, finds what is wrong, and says what and where it is."""
+"""`verify` accepts right runs, finds planted mistakes, and names the leaf and the cause."""
 
 import importlib.util
 import inspect
@@ -19,7 +19,7 @@ from shardwise.errors import ConfigError, NumericsError
 from shardwise.models.gpt import GPT, PRESETS
 from shardwise.recipe import load_recipe
 from shardwise.tree import named_leaves
-from shardwise.verification.verify import find_meshes
+from shardwise.verification.verify import meshes_to_verify
 from tests.helpers import command
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ def largest_ratio(found):
 
 
 @pytest.mark.parametrize("name", ["good", pytest.param("good_by_hand", marks=pytest.mark.slow)])
-def test_what_is_right_is_far_from_its_tolerance(name):
+def test_a_right_run_stays_far_below_the_tolerances(name):
     found = checked(
         getattr(planted, name), ["data=8"] if name == "good_by_hand" else ["data=2,fsdp=4"], steps=2
     )
@@ -49,7 +49,7 @@ def test_what_is_right_is_far_from_its_tolerance(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh", "kind", "leaf", "words"),
+    ("name", "mesh", "kind", "leaf", "meaning"),
     [
         pytest.param(
             "summed_loss",
@@ -79,7 +79,7 @@ def test_what_is_right_is_far_from_its_tolerance(name):
             "data=8",
             "gradient",
             "hidden/bias",
-            "a statistic is taken over the rows of one device",
+            "a statistic is taken over the examples of one device",
             marks=pytest.mark.slow,
         ),
         (
@@ -94,7 +94,7 @@ def test_what_is_right_is_far_from_its_tolerance(name):
             "data=8",
             "gradient",
             "hidden/bias",
-            "Rows do not count alike",
+            "Examples do not have equal weight",
             marks=pytest.mark.slow,
         ),
         pytest.param(
@@ -102,7 +102,7 @@ def test_what_is_right_is_far_from_its_tolerance(name):
             "data=8",
             "gradient",
             "hidden/bias",
-            "8 of 40 rows (4, 9, 14, 19, 24, 29, 34, 39)",
+            "8 of 40 examples (4, 9, 14, 19, 24, 29, 34, 39)",
             marks=pytest.mark.slow,
         ),
         pytest.param(
@@ -118,7 +118,7 @@ def test_what_is_right_is_far_from_its_tolerance(name):
             "data=8",
             "parameter",
             "hidden/bias",
-            "copies of one array are no longer the same",
+            "replicas of an array are no longer the same",
             marks=pytest.mark.slow,
         ),
         pytest.param(
@@ -126,7 +126,7 @@ def test_what_is_right_is_far_from_its_tolerance(name):
             "fsdp=8",
             "parameter",
             "hidden/bias",
-            "over the piece that a device holds",
+            "over the shard of a device",
             marks=pytest.mark.slow,
         ),
         pytest.param(
@@ -150,18 +150,18 @@ def test_what_is_right_is_far_from_its_tolerance(name):
             "fsdp=8",
             "initial state",
             "params/hidden/kernel",
-            "The first weights depend on the mesh",
+            "The initial weights depend on the mesh",
             marks=pytest.mark.slow,
         ),
     ],
 )
-def test_a_planted_bug_is_found_and_named(name, mesh, kind, leaf, words):
+def test_a_planted_mistake_is_found_and_named(name, mesh, kind, leaf, meaning):
     found = checked(getattr(planted, name), [mesh])
     first = found.results[0].first
     assert not found.ok
     assert (first.kind, first.leaf) == (kind, leaf)
     assert first.step == (0 if kind == "initial state" else 1)
-    assert words in first.meaning
+    assert meaning in first.meaning
     assert largest_ratio(found) > (3 if name == "slightly_scaled" else 100)
     assert found.lines()[-1] == "0 of 1 meshes agree with one device."
     if name == "one_shard":
@@ -174,14 +174,14 @@ def test_a_planted_bug_is_found_and_named(name, mesh, kind, leaf, words):
         )
 
 
-def test_the_halves_of_the_step_are_the_step():
+def test_the_halves_of_a_step_compute_the_step():
     run = planted.good()
     spec = abstract_state(run.model, run.optimizer, "data=4,fsdp=2", run.rules)
     step = make_train_step(spec, run.loss, run.data(0))
     batch, state = step.place(run.data(0)), init_state(spec, 0)
     halves, metrics = step.update(state, *step.gradients(state, batch))  # donates nothing
-    whole, whole_metrics = step(state, batch)
-    for name, leaf in named_leaves(whole).items():
+    complete, complete_metrics = step(state, batch)
+    for name, leaf in named_leaves(complete).items():
         np.testing.assert_allclose(
             np.asarray(leaf),
             np.asarray(named_leaves(halves)[name]),
@@ -189,23 +189,23 @@ def test_the_halves_of_the_step_are_the_step():
             atol=1e-7,
             err_msg=name,
         )
-    assert float(metrics["loss"]) == pytest.approx(float(whole_metrics["loss"]), rel=1e-6)
+    assert float(metrics["loss"]) == pytest.approx(float(complete_metrics["loss"]), rel=1e-6)
 
 
-def test_found_meshes_use_the_axes_that_the_model_knows():
+def test_default_meshes_use_the_axes_that_the_model_knows():
     gpt = abstract_state(lambda rngs: GPT(PRESETS["byte"], rngs), optax.sgd(1.0), "data=8")
-    assert find_meshes(gpt, Rules(), 8) == [
+    assert meshes_to_verify(gpt, Rules(), 8) == [
         "data=8",
         "fsdp=8",
         "model=8",
         "data=4,model=2",
         "data=2,fsdp=2,model=2",
     ]
-    assert find_meshes(gpt, Rules(), 2) == ["data=2", "fsdp=2", "model=2"]
+    assert meshes_to_verify(gpt, Rules(), 2) == ["data=2", "fsdp=2", "model=2"]
     net = abstract_state(planted.Net, optax.sgd(1.0), "data=8")
-    assert find_meshes(net, Rules(), 8) == ["data=8", "fsdp=8", "data=2,fsdp=4"]
-    assert find_meshes(net, Rules(batch=("dp",), fsdp=()), 8) == ["dp=8"]
-    assert find_meshes(net, Rules(paths=(("hidden/kernel", (None, "columns")),)), 6) == [
+    assert meshes_to_verify(net, Rules(), 8) == ["data=8", "fsdp=8", "data=2,fsdp=4"]
+    assert meshes_to_verify(net, Rules(batch=("dp",), fsdp=()), 8) == ["dp=8"]
+    assert meshes_to_verify(net, Rules(paths=(("hidden/kernel", (None, "columns")),)), 6) == [
         "data=6",
         "fsdp=6",
         "columns=6",
@@ -213,7 +213,7 @@ def test_found_meshes_use_the_axes_that_the_model_knows():
     ]
 
 
-def test_a_mesh_that_cannot_be_is_refused_when_given_and_left_out_when_found():
+def test_an_impossible_mesh_is_refused_if_given_and_skipped_by_default():
     run = planted.make(lambda model, batch: planted.squares(model, batch).mean())  # 40 rows
     with pytest.raises(ConfigError, match="needs 3 devices, and there are 8"):
         verify(run, ["data=3"])
@@ -228,7 +228,7 @@ def test_a_mesh_that_cannot_be_is_refused_when_given_and_left_out_when_found():
     assert "1 is not divisible by 8" in found.lines()[0]
 
 
-def test_data_that_can_be_read_once_are_refused_unless_the_run_is_made_anew():
+def test_an_iterator_is_refused_unless_the_run_is_made_for_each_mesh():
     batches = planted.good().data
     with pytest.raises(ConfigError, match="can be read once"):
         verify(replace(planted.good(), data=map(batches, range(9))), ["data=8"])
@@ -239,12 +239,23 @@ def test_data_that_can_be_read_once_are_refused_unless_the_run_is_made_anew():
     ).ok
 
 
-def test_what_is_not_finite_on_one_device_proves_nothing():
-    with pytest.raises(NumericsError, match="step 1 is not finite"):
+def test_a_non_finite_step_on_one_device_is_an_error():
+    with pytest.raises(NumericsError, match="step 1 on one device is not finite"):
         verify(
             planted.make(lambda model, batch: jnp.log(-planted.squares(model, batch).mean())),
             ["data=8"],
         )
+
+
+def test_the_reference_run_uses_no_donated_arrays(monkeypatch):
+    """On accelerators a copy on the host does not keep a donated array alive."""
+    from shardwise.verification import compare
+
+    def copied(leaf):
+        return np.array(jnp.copy(compare._raw(leaf)))
+
+    monkeypatch.setattr(compare, "leaf_to_host", copied)
+    assert verify(planted.good(), ["data=8"], steps=2).ok
 
 
 def test_parameters_in_bfloat16_are_verified_in_float32():
@@ -257,7 +268,7 @@ def test_parameters_in_bfloat16_are_verified_in_float32():
     assert found.results[0].worst["gradient"].tolerance < 1e-3
 
 
-def test_code_that_fails_on_a_mesh_only_is_a_mistake_with_a_place():
+def test_code_that_fails_on_a_mesh_is_reported_with_its_place():
     def loss(model, batch):
         if jax.sharding.get_abstract_mesh().shape.get("data", 1) > 1:
             raise ValueError("no such axis")
@@ -265,7 +276,7 @@ def test_code_that_fails_on_a_mesh_only_is_a_mistake_with_a_place():
 
     with pytest.raises(
         ConfigError,
-        match=r"the step cannot be carried out on data=8: ValueError: no such axis \(.*test_verify.py",
+        match=r"the step fails on data=8: ValueError: no such axis \(.*test_verify.py",
     ):
         verify(planted.make(loss), ["data=8"], steps=1)
 
@@ -277,7 +288,7 @@ def shardwise(*args):
     return command.run(*args, cwd=ROOT)
 
 
-def test_the_command_passes_a_good_recipe(tmp_path):
+def test_the_command_accepts_a_right_recipe(tmp_path):
     answer = tmp_path / "answer.json"
     done = shardwise(
         "verify",
@@ -299,7 +310,7 @@ def test_the_command_passes_a_good_recipe(tmp_path):
     assert found["meshes"][0]["worst"]["gradient"]["tolerance"] > 0
 
 
-def test_the_command_names_the_leaf_of_a_bug(tmp_path):
+def test_the_command_names_the_leaf_of_a_mistake(tmp_path):
     done = shardwise("verify", f"{PLANTED}:one_shard", "--mesh", "data=8", "--verify-steps", 1)
     assert done.returncode == 5, done.stderr
     assert (
@@ -327,14 +338,14 @@ def test_a_signal_ends_the_command_at_once():
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_mistakes_exit_with_2(args, words):
+def test_usage_errors_exit_with_2(args, words):
     done = shardwise("verify", f"{PLANTED}:one_shard", *args)
     assert done.returncode == 2
     assert words in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
 
 
-# Every recipe and every example, on all meshes. A quick one is an example by the command, above.
+# Every recipe and every example, on all meshes. The command above verifies a quick one.
 
 SMALL = {"batch_size": 8, "length": 32}
 RECIPES = {
@@ -346,7 +357,7 @@ RECIPES = {
 EXAMPLES = ("data_parallel_by_hand", "digits", "own_loop", "sharded_model")
 
 
-def test_every_recipe_and_example_is_verified_here():
+def test_every_recipe_and_example_is_verified():
     assert {path.stem for path in (ROOT / "recipes").glob("*.py")} == set(RECIPES)
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == {
         *EXAMPLES,
@@ -382,7 +393,7 @@ def test_recipes_and_examples_agree_with_one_device(name, request):
 @pytest.mark.parametrize(
     "optimizer", ["adamw", "sgd", "lion", "adafactor", "muon", "schedule_free", "prodigy"]
 )
-def test_no_optimizer_raises_a_false_alarm(optimizer):
+def test_no_optimizer_causes_a_false_alarm(optimizer):
     recipe = load_recipe(ROOT / "recipes" / "stdlib_gpt.py", "recipe")
     arguments = {
         **SMALL,

@@ -22,7 +22,7 @@ from shardwise.cli.plan_tables import (
 )
 from shardwise.cli.recipes import split_recipe
 from shardwise.cluster.signals import Stop, stop_on_signals
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, ExitCode
 from shardwise.mesh import make_mesh, mesh_text, parse_mesh, show_sizes, use_cpu_devices
 from shardwise.plan.compile import plan_cache, plan_run
 from shardwise.plan.largest_batch import largest_batch
@@ -35,7 +35,7 @@ from shardwise.run import Run
 from shardwise.sharding import num_batch_shards
 from shardwise.text import Json
 
-DOES_NOT_FIT = 2
+DOES_NOT_FIT = ExitCode.CONFIG
 # A search tries to accumulate over 1, 2, 4 ... micro-batches, times what the recipe asks for.
 ACCUMULATIONS = (1, 2, 4, 8, 16)
 
@@ -148,7 +148,7 @@ class Recipe:
     """
 
     name: str
-    function: Callable[..., Run]
+    function: Callable[..., object]
     arguments: Mapping[str, object]
     words: list[str]
 
@@ -173,8 +173,7 @@ class Recipe:
         return replace(self._make(to_recipe), **to_run)  # type: ignore[arg-type]
 
     def _make(self, changes: Mapping[str, OptionValue]) -> Run:
-        run: Run = make_run(self.function, {**self.arguments, **changes})
-        return run
+        return make_run(self.function, {**self.arguments, **changes})
 
     def value(self, name: str) -> object:
         """Return the value of an argument, or None if the recipe has no such argument."""

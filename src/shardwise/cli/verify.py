@@ -44,8 +44,7 @@ def _verify(
 
     def make(mesh: str) -> Run:
         changes = {"mesh": mesh} if takes_mesh else {}
-        run: Run = make_run(recipe, {**arguments, **changes})
-        return run
+        return make_run(recipe, {**arguments, **changes})
 
     progress = Console(stderr=True)
     with progress.status("") as status:

@@ -1,17 +1,23 @@
-"""A run on a mesh beside the same run on one device, step by step: what differs, and by how much it may.
+"""Compare a run on a mesh with the same run on one device, step by step.
 
-What must be equal to the bit is the initial state and every batch. The rest can differ by rounding, and how much a rounding
-does depends on the model and the optimizer. So it is measured on them: on one device every step is repeated with parameters and
-gradients that are moved by a few units in the last place, and the tolerance of a leaf is a multiple of what that does to it.
+The initial state and every batch must be bit-identical. Everything else may differ by rounding, and
+how much a rounding error grows depends on the model and the optimizer. So it is measured: on one
+device every step is repeated with parameters and gradients that are perturbed by a few units in the
+last place. The tolerance of a leaf is a multiple of the effect.
 
-Each step starts from the state that the run on one device has reached, and its halves are compared alone: loss, gradients and
-statistics from the same parameters, then the update from the same gradients. So no rounding has time to grow, and an optimizer
-that takes the sign of a gradient cannot make a whole step of one. Beside them the training step runs on from its own start.
+Two independent runs drift apart, and an optimizer that takes the sign of a gradient turns a
+rounding error into a full step, so a bound on free runs says little. Therefore each step starts
+from the state of the run on one device, and its halves are compared separately: loss, gradients and
+statistics from the same parameters, then the update from the same gradients. The free run is
+compared as well, as one number. Every shard and every replica on every device is compared, not only
+the first.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from enum import StrEnum
+from types import EllipsisType
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,103 +29,169 @@ from shardwise.errors import NumericsError
 from shardwise.module import ModelFactory
 from shardwise.run import Prepared, Run, prepare
 from shardwise.state import StateSpec, TrainState, init_state
-from shardwise.step import Batch, TrainStep
-from shardwise.tree import named_leaves
+from shardwise.step import Gradients, Metrics, TrainStep
+from shardwise.tree import Batch, DType, PyTree, named_leaves
 from shardwise.weights.load import load_initial
 
-NUDGE, TIMES, FACTOR = (
-    16,
-    3,
-    8,
-)  # units in the last place; how often; the multiple of what they do that is allowed
+# How far parameters and gradients are perturbed to measure rounding, in units in the last place.
+NUDGE_ULPS = 16
+# How often, with different random signs.
+NUM_NUDGES = 3
+# A leaf may differ by this multiple of the largest effect.
+SAFETY_FACTOR = 8
 
-INITIAL, BATCH = "initial state", "batch"
-LOSS, GRADIENT, STATISTIC = "loss", "gradient", "statistic"
-PARAMETER, OPTIMIZER = "parameter", "optimizer state"
-RUN_LOSS, RUN_PARAMETERS = "loss of the run", "parameters of the run"
-# Units in the last place of the largest entry that are allowed in any case: sums are taken in another order, an update is not a sum.
-FLOOR = {
-    LOSS: 64,
-    GRADIENT: 64,
-    STATISTIC: 64,
-    PARAMETER: 8,
-    OPTIMIZER: 64,
-    RUN_LOSS: 64,
-    RUN_PARAMETERS: 8,
+
+class Kind(StrEnum):
+    """What is compared."""
+
+    INITIAL = "initial state"
+    BATCH = "batch"
+    LOSS = "loss"
+    GRADIENT = "gradient"
+    STATISTIC = "statistic"
+    PARAMETER = "parameter"
+    OPTIMIZER = "optimizer state"
+    RUN_LOSS = "loss of the run"
+    RUN_PARAMETERS = "parameters of the run"
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it must be bit-identical."""
+        return self in (Kind.INITIAL, Kind.BATCH)
+
+    @property
+    def is_of_run(self) -> bool:
+        """Whether it belongs to the free run, not to a single step."""
+        return self in (Kind.RUN_LOSS, Kind.RUN_PARAMETERS)
+
+
+# Units in the last place of the largest entry that are tolerated in any case. Sums are taken in
+# another order on a mesh. An update of parameters has no sums.
+FLOOR_ULPS = {
+    Kind.LOSS: 64,
+    Kind.GRADIENT: 64,
+    Kind.STATISTIC: 64,
+    Kind.PARAMETER: 8,
+    Kind.OPTIMIZER: 64,
+    Kind.RUN_LOSS: 64,
+    Kind.RUN_PARAMETERS: 8,
 }
 
-HOST = -1  # in place of a device's place on the mesh
+# Stands for the host instead of the position of a device on the mesh.
+HOST = -1
 
-Seen = dict[str, Mapping[str, Any]]  # kind -> leaf -> array
+Array: TypeAlias = jax.Array | np.ndarray
+# kind -> leaf -> array
+Values: TypeAlias = dict[Kind, Mapping[str, Array]]
+HostValues: TypeAlias = dict[Kind, dict[str, np.ndarray]]
+Tolerances: TypeAlias = dict[Kind, dict[str, float]]
+# Indexes the part of an array that a shard holds.
+_Index: TypeAlias = tuple[slice, ...] | EllipsisType
+Tree = TypeVar("Tree", bound=PyTree)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One leaf at one step, on a mesh and on one device."""
+    """One leaf at one step, on a mesh and on one device.
 
-    step: int  # counted from 1, as in metrics.jsonl; 0 is the state before the first
-    kind: str
+    Attributes:
+        step: counted from 1 as in metrics.jsonl. 0 is the state before the first step.
+        kind: what is compared.
+        leaf: name of the leaf.
+        difference: largest difference of an entry on any device. For a kind that must be
+            bit-identical, the number of entries that differ.
+        tolerance: the largest difference that is accepted.
+        devices: positions on the mesh of the devices on which the difference is too large.
+    """
+
+    step: int
+    kind: Kind
     leaf: str
-    difference: float  # the largest of an entry on any device; where bits must be equal, the number of entries whose are not
+    difference: float
     tolerance: float
-    devices: tuple[int, ...] = ()  # on which it is too large, by their place on the mesh
+    devices: tuple[int, ...] = ()
 
     @property
     def ratio(self) -> float:
-        return (
-            0.0
-            if self.difference == 0
-            else self.difference / self.tolerance
-            if self.tolerance
-            else float("inf")
-        )
+        """The difference as a multiple of its tolerance."""
+        if self.difference == 0:
+            return 0.0
+        return self.difference / self.tolerance if self.tolerance else float("inf")
 
     @property
     def ok(self) -> bool:
+        """Whether the difference is within its tolerance."""
         return self.ratio <= 1
 
 
 @dataclass(frozen=True)
 class Side:
-    """A run on one mesh, ready to be taken a step at a time."""
+    """A run on one mesh, ready to take single steps.
+
+    Attributes:
+        run: the run, in float32.
+        prepared: `prepare(run)`.
+    """
 
     run: Run
     prepared: Prepared
 
     @property
     def spec(self) -> StateSpec:
+        """The abstract state."""
         return self.prepared.spec
 
     @property
     def step(self) -> TrainStep:
+        """The training step."""
         return self.prepared.step
 
+    def batch(self, n: int) -> Batch:
+        """Return the batch of step `n`, counted from 0, on the mesh."""
+        return self.step.place(self.prepared.batches(n))
+
+    def on_host(self, batch: Batch) -> Batch:
+        """Return a batch from the mesh on the host, without its padding."""
+        return jax.tree.map(lambda x: np.asarray(x)[: self.step.layout.rows], batch)
+
 
 @dataclass(frozen=True)
-class Moment:
-    """One step of the run on one device: what went in, what came out, and how far it may be from that elsewhere."""
+class ReferenceStep:
+    """One step of the run on one device.
 
-    rows: Batch
+    Attributes:
+        batch: the batch, on the host.
+        state: the state before the step.
+        gradients: what `TrainStep.gradients` returned.
+        values: the values to compare with.
+        tolerances: how far values on a mesh may be from these.
+    """
+
+    batch: Batch
     state: TrainState
-    halves: tuple[Any, Any, Any]  # what `TrainStep.gradients` gave
-    seen: Seen
-    tolerances: dict[str, dict[str, float]]
+    gradients: Gradients
+    values: HostValues
+    tolerances: Tolerances
 
 
 @dataclass(frozen=True)
-class Record:
-    """The run on one device."""
+class Reference:
+    """The run on one device.
 
-    initial: Mapping[str, Any]
-    moments: list[Moment]
+    Attributes:
+        initial: the state before the first step.
+        steps: the steps.
+    """
+
+    initial: Mapping[str, np.ndarray]
+    steps: list[ReferenceStep]
 
 
 def make_side(run: Run, mesh: Mesh) -> Side:
-    """The run as it is, but in float32, on `mesh`, and without what happens beside training."""
-    model = _in_float32(run.model)
+    """Return a run on `mesh`, in float32, without evaluations, samples and files."""
     run = replace(
         run,
-        model=model,
+        model=_in_float32(run.model),
         mesh=mesh,
         compute_dtype=None,
         norms=False,
@@ -131,7 +203,7 @@ def make_side(run: Run, mesh: Mesh) -> Side:
 
 
 def _in_float32(factory: ModelFactory) -> ModelFactory:
-    """Makes the same model with parameters that are not coarser than float32."""
+    """Return a factory of the same model whose parameters have at least float32 precision."""
 
     def make(rngs: nnx.Rngs) -> nnx.Module:
         model = factory(rngs)
@@ -144,232 +216,287 @@ def _in_float32(factory: ModelFactory) -> ModelFactory:
     return make
 
 
-def begin(side: Side) -> TrainState:
+def initial_state(side: Side) -> TrainState:
+    """Return the state that the run starts from."""
     if side.run.init_from is not None:
         return load_initial(side.run.init_from, side.spec, side.run.seed)[0]
     return init_state(side.spec, side.run.seed)
 
 
-def record(side: Side, steps: int) -> Record:
-    """Carries out the run on one device, and measures at every step what rounding does to it."""
-    state = begin(side)
-    initial = on_host(named_leaves(state))
-    nudged = [replace(state, params=_nudged(state.params, time)) for time in range(TIMES)]
-    moments = []
-    for n in range(steps):
-        batch = side.step.place(side.prepared.batches(n))
+def record(side: Side, num_steps: int) -> Reference:
+    """Run on one device, and measure the effect of rounding at every step.
+
+    Raises:
+        NumericsError: a loss or a gradient is non-finite, so there is nothing to compare with.
+    """
+    state = initial_state(side)
+    initial = to_host(named_leaves(state))
+    # A step donates its state, so every run needs its own copy.
+    nudged = []
+    for seed in range(NUM_NUDGES):
+        copied = _copy(state)
+        nudged.append(replace(copied, params=_nudge(copied.params, seed)))
+    steps = []
+    for n in range(num_steps):
+        batch = side.batch(n)
         before = _copy(state)
-        halves = side.step.gradients(before, batch)
-        seen = _first_half(halves) | _second_half(side.step.update(before, *halves))
+        gradients = side.step.gradients(before, batch)
+        computed = _step_values(side, before, gradients, gradients)
         state, metrics = side.step(state, batch)
         if not metrics["finite"]:
             raise NumericsError(
-                f"on one device step {n + 1} is not finite (loss {metrics['loss']}): there is nothing to compare with."
+                f"step {n + 1} on one device is not finite (loss {metrics['loss']}), so there is "
+                "nothing to compare with."
             )
-        seen = {kind: on_host(leaves) for kind, leaves in (seen | _whole(state, metrics)).items()}
-        allowed = {kind: dict.fromkeys(leaves, 0.0) for kind, leaves in seen.items()}
-        for time in range(TIMES):
-            moved = _first_half(
-                side.step.gradients(replace(before, params=_nudged(before.params, time)), batch)
+        computed |= _run_values(state, metrics)
+        values = {kind: to_host(leaves) for kind, leaves in computed.items()}
+        effects: Tolerances = {kind: dict.fromkeys(leaves, 0.0) for kind, leaves in values.items()}
+        for seed in range(NUM_NUDGES):
+            perturbed = replace(before, params=_nudge(before.params, seed))
+            grads, means, other = gradients
+            nudged_gradients = (_nudge(grads, seed), means, other)
+            moved = _step_values(
+                side, before, side.step.gradients(perturbed, batch), nudged_gradients
             )
-            moved |= _second_half(side.step.update(before, _nudged(halves[0], time), *halves[1:]))
-            nudged[time], metrics = side.step(nudged[time], batch)
-            moved |= _whole(nudged[time], metrics)
-            for kind, leaves in allowed.items():
-                for name in leaves:
-                    leaves[name] = max(
-                        leaves[name],
-                        FACTOR
-                        * MEASURES.get(kind, measure_gap)(
-                            to_host(moved[kind][name]), seen[kind][name]
-                        ),
-                    )
-        for kind, leaves in allowed.items():
-            largest = max(map(_size, seen[kind].values()), default=0.0)
-            for name, leaf in seen[kind].items():
-                size = (
-                    largest
-                    if kind == GRADIENT
-                    else _length(leaf)
-                    if kind == RUN_PARAMETERS
-                    else _size(leaf)
-                )
-                leaves[name] += FLOOR[kind] * _eps(leaf.dtype) * size
-        moments.append(Moment(real_rows(side, batch), before, halves, seen, allowed))
-    return Record(initial, moments)
+            nudged[seed], metrics = side.step(nudged[seed], batch)
+            _add_effects(effects, moved | _run_values(nudged[seed], metrics), values)
+        tolerances = _tolerances(effects, values)
+        steps.append(ReferenceStep(side.on_host(batch), before, gradients, values, tolerances))
+    return Reference(initial, steps)
 
 
-def compare(side: Side, one: Record) -> Iterator[list[Comparison]]:
-    """The comparisons of the state before the first step, then those of each step."""
-    state = begin(side)
-    yield _compare_bits(0, INITIAL, named_leaves(state), one.initial)
-    for n, moment in enumerate(one.moments, start=1):
-        batch = side.step.place(side.prepared.batches(n - 1))
-        found = _compare_bits(
-            n, BATCH, named_leaves(real_rows(side, batch)), named_leaves(moment.rows)
-        )
-        if all(c.ok for c in found):
-            same, halves = on_side(side, moment)
-            seen = _first_half(side.step.gradients(same, batch)) | _second_half(
-                side.step.update(same, *halves)
-            )
+def compare(side: Side, reference: Reference) -> Iterator[list[Comparison]]:
+    """Yield the comparisons of the initial state, then those of each step."""
+    state = initial_state(side)
+    yield _compare_bits(0, Kind.INITIAL, named_leaves(state), reference.initial)
+    for n, expected in enumerate(reference.steps, start=1):
+        batch = side.batch(n - 1)
+        batch_leaves = named_leaves(side.on_host(batch))
+        comparisons = _compare_bits(n, Kind.BATCH, batch_leaves, named_leaves(expected.batch))
+        if all(comparison.ok for comparison in comparisons):
+            before, gradients = on_side(side, expected)
+            values = _step_values(side, before, side.step.gradients(before, batch), gradients)
             state, metrics = side.step(state, batch)
-            for kind, leaves in (seen | _whole(state, metrics)).items():
-                allowed, expected = moment.tolerances[kind], moment.seen[kind]
-                found += [
-                    _compare(n, kind, name, leaf, expected[name], allowed[name])
-                    for name, leaf in leaves.items()
-                ]
-        yield found
+            values |= _run_values(state, metrics)
+            for kind, leaves in values.items():
+                for name, leaf in leaves.items():
+                    tolerance = expected.tolerances[kind][name]
+                    other = expected.values[kind][name]
+                    comparisons.append(_compare(n, kind, name, leaf, other, tolerance))
+        yield comparisons
 
 
-def gradients_on(side: Side, moment: Moment, rows: Batch) -> Seen:
-    """Loss, gradients and statistics from the state of a moment, on any side and for any rows."""
-    return _first_half(side.step.gradients(on_side(side, moment)[0], side.step.place(rows)))
+def gradients_on(side: Side, expected: ReferenceStep, batch: Batch) -> Values:
+    """Return loss, gradients and statistics from the state of a reference step, for any batch."""
+    state, _ = on_side(side, expected)
+    return _gradient_values(side.step.gradients(state, side.step.place(batch)))
 
 
-def real_rows(side: Side, batch: Batch) -> Batch:
-    """A placed batch back on the host, without its padding."""
-    return jax.tree.map(lambda x: np.asarray(x)[: side.step.layout.rows], batch)
-
-
-def on_side(side: Side, moment: Moment) -> tuple[TrainState, tuple[Any, Any, Any]]:
-    """The state and the gradients of a moment, laid out as this side has them."""
-    stored, whole = side.spec.shardings, side.spec.sharding(PartitionSpec())
-    return jax.device_put(
-        (moment.state, moment.halves), (stored, (stored.params, whole, stored.other))
+def on_side(side: Side, expected: ReferenceStep) -> tuple[TrainState, Gradients]:
+    """Return the state and the gradients of a reference step, sharded as they are on this side."""
+    stored, replicated = side.spec.shardings, side.spec.sharding(PartitionSpec())
+    shardings = (stored, (stored.params, replicated, stored.other))
+    moved: tuple[TrainState, Gradients] = jax.device_put(
+        (expected.state, expected.gradients), shardings
     )
+    return moved
 
 
 _copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
 
-def _first_half(halves: tuple[Any, Any, Any]) -> Seen:
-    grads, means, other = halves
+def _step_values(
+    side: Side, before: TrainState, gradients: Gradients, update_gradients: Gradients
+) -> Values:
+    """Return the values of both halves of a step: `gradients`, and the update from others."""
+    updated, _ = side.step.update(before, *update_gradients)
     return {
-        LOSS: {"loss": means["loss"].value},
-        GRADIENT: named_leaves(grads),
-        STATISTIC: named_leaves(other),
+        **_gradient_values(gradients),
+        Kind.PARAMETER: named_leaves(updated.params),
+        Kind.OPTIMIZER: named_leaves(updated.opt_state),
     }
 
 
-def _second_half(updated: tuple[TrainState, Any]) -> Seen:
+def _gradient_values(gradients: Gradients) -> Values:
+    grads, means, other = gradients
     return {
-        PARAMETER: named_leaves(updated[0].params),
-        OPTIMIZER: named_leaves(updated[0].opt_state),
+        Kind.LOSS: {"loss": means["loss"].value},
+        Kind.GRADIENT: named_leaves(grads),
+        Kind.STATISTIC: named_leaves(other),
     }
 
 
-def _whole(state: TrainState, metrics: Mapping[str, Any]) -> Seen:
-    """All parameters as one vector: where rounding alone decides a sign, single entries go other ways."""
-    params = np.concatenate([to_host(leaf).ravel() for leaf in jax.tree.leaves(state.params)])
-    return {RUN_LOSS: {"loss": metrics["loss"]}, RUN_PARAMETERS: {"all": params}}
+def _run_values(state: TrainState, metrics: Metrics) -> Values:
+    """Return the values of the free run.
+
+    All parameters are one vector: where rounding decides the sign of an update, single entries
+    may go either way.
+    """
+    leaves = [leaf_to_host(leaf).ravel() for leaf in jax.tree.leaves(state.params)]
+    return {
+        Kind.RUN_LOSS: {"loss": metrics["loss"]},
+        Kind.RUN_PARAMETERS: {"all": np.concatenate(leaves)},
+    }
 
 
-# Numbers
+# Tolerances
+
+
+def _add_effects(effects: Tolerances, moved: Values, values: HostValues) -> None:
+    """Raise the effect of rounding on each leaf to that of one perturbed step."""
+    for kind, leaves in effects.items():
+        measure = _measure(kind)
+        for name in leaves:
+            effect = measure(leaf_to_host(moved[kind][name]), values[kind][name])
+            leaves[name] = max(leaves[name], effect)
+
+
+def _tolerances(effects: Tolerances, values: HostValues) -> Tolerances:
+    tolerances: Tolerances = {}
+    for kind, leaves in values.items():
+        # A gradient that is zero but for rounding is small next to the others.
+        largest = max(map(_largest_entry, leaves.values()), default=0.0)
+        tolerances[kind] = {}
+        for name, leaf in leaves.items():
+            if kind == Kind.GRADIENT:
+                scale = largest
+            elif kind == Kind.RUN_PARAMETERS:
+                scale = _norm(leaf)
+            else:
+                scale = _largest_entry(leaf)
+            floor = FLOOR_ULPS[kind] * _eps(leaf.dtype) * scale
+            tolerances[kind][name] = SAFETY_FACTOR * effects[kind][name] + floor
+    return tolerances
+
+
+def _nudge(tree: Tree, seed: int) -> Tree:
+    """Return floating point arrays with each entry moved up or down by `NUDGE_ULPS`."""
+    random = np.random.default_rng(seed)
+
+    def nudge(leaf: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        value = leaf_to_host(leaf)
+        signs = random.choice(np.array([-1, 1]), value.shape)
+        moved = value * (1 + NUDGE_ULPS * _eps(leaf.dtype) * signs)
+        placed: jax.Array = jax.device_put(moved.astype(leaf.dtype), leaf.sharding)
+        return placed
+
+    nudged: Tree = jax.tree.map(nudge, tree)
+    return nudged
+
+
+# Differences
 
 
 def _compare_bits(
-    step: int, kind: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]
+    step: int, kind: Kind, leaves: Mapping[str, Array], expected: Mapping[str, np.ndarray]
 ) -> list[Comparison]:
-    """A leaf that only one of them has, or that has another shape, is infinitely far off."""
-    alike = [
-        name for name in mine if name in theirs and _raw(mine[name]).shape == theirs[name].shape
-    ]
-    found = [_compare(step, kind, name, mine[name], theirs[name], 0.0) for name in alike]
-    return found + [
-        Comparison(step, kind, name, np.inf, 0.0)
-        for name in {**mine, **theirs}
-        if name not in alike
-    ]
+    """Compare leaves that must be bit-identical.
+
+    The difference of a leaf that only one side has, or that has another shape, is infinite.
+    """
+    comparisons: list[Comparison] = []
+    unmatched: list[Comparison] = []
+    for name in {**leaves, **expected}:
+        is_in_both = name in leaves and name in expected
+        if is_in_both and _raw(leaves[name]).shape == expected[name].shape:
+            comparisons.append(_compare(step, kind, name, leaves[name], expected[name], 0.0))
+        else:
+            unmatched.append(Comparison(step, kind, name, np.inf, 0.0))
+    return comparisons + unmatched
 
 
 def _compare(
-    step: int, kind: str, name: str, leaf: Any, expected: Any, tolerance: float
+    step: int, kind: Kind, name: str, leaf: Array, expected: np.ndarray, tolerance: float
 ) -> Comparison:
-    """Every copy and every piece of the leaf, on all devices, with that part of the array on one device."""
-    measure = MEASURES.get(kind, measure_gap)
-    gaps: dict[int, float] = {}
-    for device, index, part in _parts(leaf):
-        gaps[device] = max(gaps.get(device, 0.0), measure(part, expected[index]))
-    off = tuple(device for device, gap in gaps.items() if gap > tolerance and device != HOST)
-    return Comparison(step, kind, name, max(gaps.values()), tolerance, off)
+    """Compare every shard and every replica of a leaf with that part of the array on one device."""
+    measure = _measure(kind)
+    differences: dict[int, float] = {}
+    for position, index, part in _parts(leaf):
+        difference = measure(part, expected[index])
+        differences[position] = max(differences.get(position, 0.0), difference)
+    wrong = [position for position, value in differences.items() if value > tolerance]
+    devices = tuple(position for position in wrong if position != HOST)
+    return Comparison(step, kind, name, max(differences.values()), tolerance, devices)
 
 
-def _parts(leaf: Any) -> Iterator[tuple[int, Any, np.ndarray]]:
-    """(place of the device on the mesh, index, values) of each shard; of a host's array, the whole."""
+def _parts(leaf: Array) -> Iterator[tuple[int, _Index, np.ndarray]]:
+    """Yield the position of the device, the index and the values of each shard."""
     if not isinstance(leaf, jax.Array):
         yield HOST, ..., np.asarray(leaf)
         return
-    leaf = _raw(leaf)
-    places = {device: place for place, device in enumerate(leaf.sharding.mesh.devices.flat)}
-    for shard in leaf.addressable_shards:
-        yield places[shard.device], shard.index, np.asarray(shard.data)
+    array = _raw(leaf)
+    assert isinstance(array, jax.Array)
+    assert isinstance(array.sharding, jax.sharding.NamedSharding)
+    devices = array.sharding.mesh.devices.flat
+    positions = {device: position for position, device in enumerate(devices)}
+    for shard in array.addressable_shards:
+        yield positions[shard.device], shard.index, np.asarray(shard.data)
 
 
-def measure_gap(a: np.ndarray, b: np.ndarray) -> float:
-    """The largest difference of two entries; entries that are not finite must be the same."""
+_Measure: TypeAlias = Callable[[np.ndarray, np.ndarray], float]
+
+
+def _measure(kind: Kind) -> _Measure:
+    """Return the function that measures the difference of two arrays of a kind."""
+    if kind.is_exact:
+        return _count_different
+    return _distance if kind == Kind.RUN_PARAMETERS else largest_difference
+
+
+def largest_difference(a: np.ndarray, b: np.ndarray) -> float:
+    """Return the largest difference of two entries. Non-finite entries must be the same."""
     if not a.size:
         return 0.0
     x, y = a.astype(np.float64), b.astype(np.float64)
+    is_same = (x == y) | (np.isnan(x) & np.isnan(y))
     with np.errstate(invalid="ignore"):
-        apart = np.where((x == y) | (np.isnan(x) & np.isnan(y)), 0.0, np.abs(x - y))
-    return float(np.nan_to_num(apart, nan=np.inf).max())
+        differences = np.where(is_same, 0.0, np.abs(x - y))
+    return float(np.nan_to_num(differences, nan=np.inf).max())
 
 
-def _other_bits(a: np.ndarray, b: np.ndarray) -> float:
-    """How many entries have other bits."""
+def _count_different(a: np.ndarray, b: np.ndarray) -> float:
+    """Return the number of entries that are not bit-identical."""
     if a.dtype != b.dtype:
         return float(a.size)
-    bits = lambda x: np.ascontiguousarray(x).reshape(-1, 1).view(np.uint8)  # noqa: E731
-    return float((bits(a) != bits(b)).any(axis=1).sum())
+    return float((_as_bytes(a) != _as_bytes(b)).any(axis=1).sum())
+
+
+def _as_bytes(x: np.ndarray) -> np.ndarray:
+    """Return the bytes of each entry: an array of shape (entries, itemsize)."""
+    return np.ascontiguousarray(x).reshape(-1, 1).view(np.uint8)
 
 
 def _distance(a: np.ndarray, b: np.ndarray) -> float:
-    return _length(a.astype(np.float64) - b.astype(np.float64))
+    return _norm(a.astype(np.float64) - b.astype(np.float64))
 
 
-def _length(a: np.ndarray) -> float:
+def _norm(a: np.ndarray) -> float:
     return float(np.sqrt(np.square(a, dtype=np.float64).sum()))
 
 
-MEASURES = {INITIAL: _other_bits, BATCH: _other_bits, RUN_PARAMETERS: _distance}
-
-
-def _nudged(tree: Any, seed: int) -> Any:
-    """The arrays, each entry moved up or down by NUDGE units in the last place."""
-    random = np.random.default_rng(seed)
-
-    def one(leaf: jax.Array) -> jax.Array:
-        value = to_host(leaf)
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            return leaf
-        signs = random.choice(np.array([-1, 1]), value.shape)
-        return jax.device_put(
-            (value * (1 + NUDGE * _eps(leaf.dtype) * signs)).astype(leaf.dtype), leaf.sharding
-        )
-
-    return jax.tree.map(one, tree)
-
-
-def _eps(dtype: Any) -> float:
+def _eps(dtype: DType) -> float:
+    """Return the relative distance of neighboring numbers, or 0 for dtypes that are exact."""
     return float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.floating) else 0.0
 
 
-def _size(leaf: np.ndarray) -> float:
-    """The largest finite entry."""
+def _largest_entry(leaf: np.ndarray) -> float:
+    """Return the largest absolute value of the finite entries."""
     values = np.abs(leaf.astype(np.float64))
     return float(np.where(np.isfinite(values), values, 0.0).max(initial=0.0))
 
 
-def _raw(leaf: Any) -> Any:
-    """Random keys as the numbers that they are."""
+def _raw(leaf: Array) -> Array:
+    """Return the key data of random keys, and other arrays as they are."""
     return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
-def to_host(leaf: Any) -> np.ndarray:
+def leaf_to_host(leaf: Array) -> np.ndarray:
+    """Return a leaf as a NumPy array. Random keys become their key data."""
     return np.asarray(_raw(leaf))
 
 
-def on_host(leaves: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    return {name: to_host(leaf) for name, leaf in leaves.items()}
+def to_host(leaves: Mapping[str, Array]) -> dict[str, np.ndarray]:
+    """Return leaves as NumPy arrays."""
+    return {name: leaf_to_host(leaf) for name, leaf in leaves.items()}

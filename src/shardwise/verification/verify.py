@@ -1,11 +1,13 @@
-"""`verify`: the same run on one device and on each of some meshes; either they agree, or the first leaf that does not is named."""
+"""`verify`: run the same run on one device and on meshes, and compare.
+
+Either they agree, or the result names the first leaf that differs.
+"""
 
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
 
 import jax
 import numpy as np
@@ -13,85 +15,137 @@ from jax.sharding import Mesh
 from rich.table import Table
 
 from shardwise.errors import ConfigError, ShardwiseError, where
-from shardwise.mesh import make_mesh, mesh_text
+from shardwise.mesh import make_mesh, mesh_text, show_sizes
 from shardwise.run import Run
 from shardwise.sharding import Rules, show_spec
 from shardwise.state import StateSpec
+from shardwise.text import Json
 from shardwise.tree import named_leaves
 from shardwise.verification.compare import (
-    BATCH,
-    GRADIENT,
-    INITIAL,
-    LOSS,
-    OPTIMIZER,
-    PARAMETER,
-    RUN_LOSS,
-    RUN_PARAMETERS,
-    STATISTIC,
     Comparison,
-    Moment,
-    Record,
+    Kind,
+    Reference,
+    ReferenceStep,
     Side,
     compare,
     make_side,
     record,
 )
-from shardwise.verification.diagnose import diagnose
+from shardwise.verification.diagnose import diagnose, placements_of
 
+# Columns of the table, and the kinds of comparisons in each.
 COLUMNS = {
-    "initial state": (INITIAL,),
-    "batches": (BATCH,),
-    "loss": (LOSS,),
-    "gradients": (GRADIENT,),
-    "statistics": (STATISTIC,),
-    "update": (PARAMETER, OPTIMIZER),
-    "whole run": (RUN_LOSS, RUN_PARAMETERS),
+    "initial state": (Kind.INITIAL,),
+    "batches": (Kind.BATCH,),
+    "loss": (Kind.LOSS,),
+    "gradients": (Kind.GRADIENT,),
+    "statistics": (Kind.STATISTIC,),
+    "update": (Kind.PARAMETER, Kind.OPTIMIZER),
+    "entire run": (Kind.RUN_LOSS, Kind.RUN_PARAMETERS),
 }
+# Positions of at most this many devices are listed.
+MAX_DEVICES = 4
 
 
 @dataclass(frozen=True)
-class Difference:
-    """The first thing that is not the same, and what is known of it."""
+class FirstDifference:
+    """The first leaf that differs, and what is known about it.
 
-    step: int  # counted from 1; 0 is the state before the first
-    kind: str
+    Attributes:
+        step: counted from 1. 0 is the state before the first step.
+        kind: what differs.
+        leaf: name of the leaf.
+        shape: global shape of the leaf.
+        layout: how the leaf is sharded, such as "(-, model)".
+        why: the rule that decided the sharding.
+        difference: largest difference of an entry, or number of entries that are not identical.
+        tolerance: the largest difference that is accepted.
+        devices: the devices on which it differs, as text.
+        also: what else differs at this step, a line for each kind.
+        meaning: what this usually means.
+    """
+
+    step: int
+    kind: Kind
     leaf: str
     shape: tuple[int, ...]
-    layout: str  # how the leaf is cut, such as "(-, model)"
-    why: str  # it is
+    layout: str
+    why: str
     difference: float
     tolerance: float
     devices: str
-    also: tuple[str, ...]  # what else differs at this step
+    also: tuple[str, ...]
     meaning: str
+
+    def lines(self, mesh: str) -> list[str]:
+        """Return the difference as lines of text."""
+        when = "before the first step" if self.step == 0 else f"at step {self.step}"
+        what = "gradient of" if self.kind == Kind.GRADIENT else self.kind
+        shape = " x ".join(map(str, self.shape)) or "()"
+        size = _show_difference(self.kind, self.difference, self.tolerance)
+        lines = [
+            f"{mesh} differs from one device {when}, first in the {what} '{self.leaf}'",
+            f"  size      {size}, on {self.devices}",
+            f"  sharding  {self.layout}, shape {shape} ({self.why})",
+        ]
+        lines += [f"  {'' if i else 'wrong':9} {text}" for i, text in enumerate(self.also)]
+        return [*lines, f"  likely    {self.meaning}"]
 
 
 @dataclass(frozen=True)
 class MeshResult:
-    """One mesh beside one device: the comparison of each kind that comes closest to its tolerance, and the first that exceeds it."""
+    """One mesh compared with one device.
+
+    Attributes:
+        mesh: the mesh, such as "data=4,model=2".
+        worst: for each kind, the comparison that is closest to its tolerance, or furthest beyond.
+        first: the first difference, or None if the mesh agrees with one device.
+        seconds: how long the comparison took.
+    """
 
     mesh: str
-    worst: Mapping[str, Comparison]
-    first: Difference | None
+    worst: Mapping[Kind, Comparison]
+    first: FirstDifference | None
     seconds: float
+
+    def as_json(self) -> Json:
+        """Return the result as a JSON object."""
+        worst = {kind: {**asdict(found), "ok": found.ok} for kind, found in self.worst.items()}
+        return {
+            "mesh": self.mesh,
+            "ok": self.first is None,
+            "seconds": round(self.seconds, 1),
+            "worst": worst,
+            "first_difference": None if self.first is None else asdict(self.first),
+        }
 
 
 @dataclass(frozen=True)
 class Verification:
+    """What `verify` found.
+
+    Attributes:
+        steps: number of steps that were compared.
+        devices: the devices, as text.
+        results: a result for each mesh.
+        left_out: meshes that the run cannot use, and why.
+    """
+
     steps: int
     devices: str
     results: tuple[MeshResult, ...]
-    left_out: Mapping[str, str]  # meshes that the run cannot have, and why
+    left_out: Mapping[str, str]
 
     @property
     def ok(self) -> bool:
+        """Whether all meshes agree with one device."""
         return all(result.first is None for result in self.results)
 
     def table(self) -> Table:
-        table = Table(
-            title=f"{self.steps} steps on {self.devices}, beside one device", title_justify="left"
-        )
-        table.caption = "the largest difference, and how much of its tolerance that is"
+        """Return a table with a row for each mesh."""
+        title = f"{self.steps} steps on {self.devices}, compared with one device"
+        table = Table(title=title, title_justify="left")
+        table.caption = "largest difference, and its share of the tolerance"
         for column in ("mesh", *COLUMNS):
             table.add_column(column, no_wrap=True)
         for result in self.results:
@@ -99,29 +153,21 @@ class Verification:
         return table
 
     def lines(self) -> list[str]:
-        """What the table does not say."""
-        found = [f"left out: {mesh}: {why}" for mesh, why in self.left_out.items()]
+        """Return what the table does not show: skipped meshes, differences and the verdict."""
+        lines = [f"skipped {mesh}: {why}" for mesh, why in self.left_out.items()]
         for result in self.results:
-            if (first := result.first) is not None:
-                found += ["", *_told(result.mesh, first)]
-        agree = sum(result.first is None for result in self.results)
-        return [*found, "", f"{agree} of {len(self.results)} meshes agree with one device."]
+            if result.first is not None:
+                lines += ["", *result.first.lines(result.mesh)]
+        num_ok = sum(result.first is None for result in self.results)
+        return [*lines, "", f"{num_ok} of {len(self.results)} meshes agree with one device."]
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Json:
+        """Return the verification as a JSON object."""
         return {
             "ok": self.ok,
             "steps": self.steps,
             "devices": self.devices,
-            "meshes": [
-                {
-                    "mesh": result.mesh,
-                    "ok": result.first is None,
-                    "seconds": round(result.seconds, 1),
-                    "worst": {kind: {**vars(c), "ok": c.ok} for kind, c in result.worst.items()},
-                    "first_difference": None if result.first is None else vars(result.first),
-                }
-                for result in self.results
-            ],
+            "meshes": [result.as_json() for result in self.results],
             "left_out": dict(self.left_out),
         }
 
@@ -132,254 +178,253 @@ def verify(
     steps: int = 3,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Verification:
-    """Takes `steps` steps on one device and on each mesh, in float32, and compares them.
+    """Run `steps` steps on one device and on each mesh, in float32, and compare them.
 
-    run: also a function that makes it for a mesh; then what the recipe itself makes of the mesh is compared, too.
-    meshes: such as "data=4,model=2", over all devices; when not said, those that the model can use.
-    tell: is called with what is being done, before it is done.
+    Args:
+        run: the run, or a function from a mesh such as "data=8" to the run. With a function, what
+            the recipe itself derives from the mesh is compared, too.
+        meshes: meshes over all devices, such as "data=4,model=2". By default a handful that the
+            model can use.
+        steps: number of steps to compare.
+        tell: called with a progress message before each phase.
+
+    Raises:
+        ConfigError: there is only one device, several processes, or no mesh that the run can use.
+        NumericsError: a step on one device is not finite.
+
+    Example:
+        >>> shardwise.verify(run, ["data=8", "data=4,model=2"]).ok  # doctest: +SKIP
+        True
     """
-    if steps < 1:
-        raise ConfigError(f"{steps} steps to verify; there must be at least 1.")
-    devices = jax.devices()
-    if jax.process_count() > 1:
-        raise ConfigError(
-            "`verify` compares in one process; run it on one machine, or with virtual devices."
-        )
-    if len(devices) < 2:
-        raise ConfigError(
-            "there is one device only, and nothing to compare it with: --cpu-devices 8 gives 8 virtual ones."
-        )
-    make = run if callable(run) else lambda mesh: _again(run)
+    devices = _check_devices(steps)
+    make = run if callable(run) else _same_run(run)
+    is_given = meshes is not None
     with jax.default_matmul_precision("highest"):
         one = make_side(make("data=1"), make_mesh("data=1", devices[:1]))
-        sides, results = [], []
-        left_out: dict[str, str] = {}
-        for text in (
-            meshes if meshes is not None else find_meshes(one.spec, one.run.rules, len(devices))
-        ):
-            with _leaving_out(text, left_out, is_given=meshes is not None):
-                sides.append(make_side(make(text), make_mesh(text)))
-        tell("one device: compiling, then steps and tolerances")
-        with _as_mistakes("one device"):
-            known = record(one, steps)
+        if meshes is None:
+            meshes = meshes_to_verify(one.spec, one.run.rules, len(devices))
+        sides: list[Side] = []
+        results: list[MeshResult] = []
+        skipped: dict[str, str] = {}
+        for mesh in meshes:
+            with _skipping(mesh, skipped, is_given):
+                sides.append(make_side(make(mesh), make_mesh(mesh)))
+        tell("one device: compiling, running and measuring tolerances")
+        with _as_config_error("one device"):
+            reference = record(one, steps)
         for many in sides:
-            text = mesh_text(many.spec.mesh)
-            with _leaving_out(text, left_out, is_given=meshes is not None), _as_mistakes(text):
-                results.append(_verify_mesh(one, many, known, tell))
+            mesh = mesh_text(many.spec.mesh)
+            with _skipping(mesh, skipped, is_given), _as_config_error(mesh):
+                results.append(_verify_mesh(one, many, reference, tell))
     if not results:
+        reasons = [f"  {mesh}: {why}" for mesh, why in skipped.items()]
+        raise ConfigError("\n".join(["there is no mesh to verify:", *reasons]))
+    name = f"{len(devices)} {devices[0].platform} devices"
+    return Verification(steps, name, tuple(results), skipped)
+
+
+def _check_devices(steps: int) -> list[jax.Device]:
+    """Return the devices to compare, or raise if there is nothing to compare."""
+    if steps < 1:
+        raise ConfigError(f"steps={steps}: `verify` must compare at least 1 step.")
+    if jax.process_count() > 1:
         raise ConfigError(
-            "\n".join(
-                [
-                    "there is no mesh to verify:",
-                    *(f"  {mesh}: {why}" for mesh, why in left_out.items()),
-                ]
-            )
+            f"`verify` compares in one process, but there are {jax.process_count()}. Run it on one "
+            "machine, or with virtual devices (--cpu-devices 8)."
         )
-    return Verification(
-        steps, f"{len(devices)} {devices[0].platform} devices", tuple(results), left_out
-    )
+    devices = jax.devices()
+    if len(devices) < 2:
+        raise ConfigError(
+            "there is only 1 device, so there is nothing to compare. Use --cpu-devices 8 for 8 "
+            "virtual devices."
+        )
+    return devices
 
 
-def find_meshes(spec: StateSpec, rules: Rules, devices: int) -> list[str]:
-    """A handful over all devices that use every axis the model knows: alone, and together."""
-    data = next(
-        (axis for axis in ("data", *rules.batch) if axis in rules.batch and axis not in rules.fsdp),
-        None,
-    )
+def meshes_to_verify(spec: StateSpec, rules: Rules, num_devices: int) -> list[str]:
+    """Return a handful of meshes that use every axis the model knows, alone and combined."""
+    batch_axes = [axis for axis in ("data", *rules.batch) if axis in rules.batch]
+    data = next((axis for axis in batch_axes if axis not in rules.fsdp), None)
     fsdp = next(iter(rules.fsdp), None)
     tensor = _tensor_axes(spec, rules)
-    found = [{axis: devices} for axis in (data, fsdp, *tensor)]
-    if devices % 2 == 0:
-        found += [{data: devices // 2, axis: 2} for axis in tensor]
-        found += [{data: 2, fsdp: devices // 2}] if not tensor else []
-    if devices % 4 == 0:
-        found += [{data: devices // 4, fsdp: 2, axis: 2} for axis in tensor]
-    texts = [
-        ",".join(f"{axis}={size}" for axis, size in mesh.items() if size > 1)
-        for mesh in found
-        if None not in mesh
-    ]
+    half, quarter = num_devices // 2, num_devices // 4
+    meshes = [{axis: num_devices} for axis in (data, fsdp, *tensor)]
+    if num_devices % 2 == 0:
+        meshes += [{data: half, axis: 2} for axis in tensor]
+        if not tensor:
+            meshes.append({data: 2, fsdp: half})
+    if num_devices % 4 == 0:
+        meshes += [{data: quarter, fsdp: 2, axis: 2} for axis in tensor]
+    texts: list[str] = []
+    for mesh in meshes:
+        sizes = {axis: size for axis, size in mesh.items() if axis is not None}
+        if len(sizes) == len(mesh):
+            texts.append(show_sizes({axis: size for axis, size in sizes.items() if size > 1}))
     return list(dict.fromkeys(texts))
 
 
 def _tensor_axes(spec: StateSpec, rules: Rules) -> list[str]:
-    """The axes that annotations and rules name and that split no batch; of those that mean the same, the first."""
-    leaves = {**spec.definition.params, **spec.definition.frozen, **spec.definition.other}.values()
-    entries = [entry for leaf in leaves for entry in leaf.annotation or ()] + [
-        entry for _, axes in rules.paths for entry in axes
-    ]
-    names = [
-        name
-        for entry in entries
-        if entry is not None
-        for name in ([entry] if isinstance(entry, str) else entry)
-    ]
-    axes = []
-    for name in names:
-        mapped = rules.logical.get(name, name)
-        axes += [mapped] if isinstance(mapped, str) else list(mapped or ())[:1]
-    return [
-        axis for axis in dict.fromkeys(axes) if axis not in rules.batch and axis not in rules.fsdp
-    ]
+    """Return the mesh axes of annotations and rules that do not shard the batch.
+
+    A logical name that is mapped to several axes counts as the first of them.
+    """
+    definition = spec.definition
+    entries = []
+    for leaf in {**definition.params, **definition.frozen, **definition.other}.values():
+        entries += list(leaf.annotation or ())
+    for _, axes in rules.paths:
+        entries += list(axes)
+    mesh_axes: list[str] = []
+    for entry in entries:
+        for name in [entry] if isinstance(entry, str) else entry or ():
+            mapped = rules.logical.get(name, name)
+            mesh_axes += [mapped] if isinstance(mapped, str) else list(mapped or ())[:1]
+    others = (*rules.batch, *rules.fsdp)
+    return [axis for axis in dict.fromkeys(mesh_axes) if axis not in others]
 
 
-def _again(run: Run) -> Run:
+def _same_run(run: Run) -> Callable[[str], Run]:
+    """Return a function that returns the same run for each mesh."""
     if not callable(run.data) and iter(run.data) is run.data:
         raise ConfigError(
-            "the data of the run are an iterator, which can be read once. Give `verify` a function that makes the run."
+            "the data of the run is an iterator, which can be read once. Pass `verify` a function "
+            "that makes the run."
         )
-    return run
+    return lambda mesh: run
 
 
 @contextmanager
-def _leaving_out(mesh: str, left_out: dict[str, str], is_given: bool) -> Iterator[None]:
-    """A mesh that was asked for by name must work; one that was found need not."""
+def _skipping(mesh: str, skipped: dict[str, str], is_given: bool) -> Iterator[None]:
+    """Skip a mesh that the run cannot use, unless the user has asked for it."""
     try:
         yield
     except ConfigError as error:
         if is_given:
             raise
-        left_out[mesh] = str(error).splitlines()[0]
+        skipped[mesh] = str(error).splitlines()[0]
 
 
 @contextmanager
-def _as_mistakes(mesh: str) -> Iterator[None]:
-    """What the user's own code raises on a mesh only, with the place in it."""
+def _as_config_error(mesh: str) -> Iterator[None]:
+    """Turn an exception of the user's code into a `ConfigError` with its place in that code."""
     try:
         yield
     except ShardwiseError:
         raise
     except Exception as error:
-        raise ConfigError(f"the step cannot be carried out on {mesh}: {where(error)}") from error
+        raise ConfigError(f"the step fails on {mesh}: {where(error)}") from error
 
 
-def _verify_mesh(one: Side, many: Side, known: Record, tell: Callable[[str], None]) -> MeshResult:
-    """Until the first step that differs."""
+def _verify_mesh(
+    one: Side, many: Side, reference: Reference, tell: Callable[[str], None]
+) -> MeshResult:
+    """Compare a mesh with one device, up to the first step that differs."""
     start = time.monotonic()
     mesh = mesh_text(many.spec.mesh)
-    tell(f"{mesh}: compiling, then steps")
-    worst: dict[str, Comparison] = {}
+    tell(f"{mesh}: compiling and running")
+    worst: dict[Kind, Comparison] = {}
     first = None
-    for moment, found in zip([None, *known.moments], compare(many, known), strict=False):
-        for c in found:
-            if c.kind not in worst or c.ratio > worst[c.kind].ratio:
-                worst[c.kind] = c
-        if not all(c.ok for c in found):
-            tell(f"{mesh}: differs at step {found[0].step}; trying out why")
-            first = _difference(one, many, moment, found)
+    # The initial state comes before the first step.
+    expected_steps = [None, *reference.steps]
+    for expected, comparisons in zip(expected_steps, compare(many, reference), strict=False):
+        for comparison in comparisons:
+            known = worst.get(comparison.kind)
+            if known is None or comparison.ratio > known.ratio:
+                worst[comparison.kind] = comparison
+        if not all(comparison.ok for comparison in comparisons):
+            tell(f"{mesh}: differs at step {comparisons[0].step}, looking for the cause")
+            first = _first_difference(one, many, expected, comparisons)
             break
     return MeshResult(mesh, worst, first, time.monotonic() - start)
 
 
-def _difference(
-    one: Side, many: Side, moment: Moment | None, found: Sequence[Comparison]
-) -> Difference:
-    wrong = [c for c in found if not c.ok]
-    first = next((c for c in wrong if c.kind not in (LOSS, RUN_LOSS)), wrong[0])
-    halves = [
-        c for c in wrong if c.kind not in (RUN_LOSS, RUN_PARAMETERS)
-    ] or wrong  # what they do to the run needs no telling
-    also = []
-    for kind in dict.fromkeys(c.kind for c in halves):
-        of_kind = [c for c in wrong if c.kind == kind]
-        farthest = max(of_kind, key=lambda c: c.ratio)
-        number = f"{len(of_kind)} of {sum(c.kind == kind for c in found)}"
-        also.append(
-            f"{kind}: {number}, farthest off '{farthest.leaf}' ({_size(kind, farthest.difference, farthest.tolerance)})"
-        )
-    shape, layout, why = _placed(many, first)
-    devices = _show_devices(many.spec.mesh, first.devices)
-    meaning = diagnose(one, many, moment, found)
-    return Difference(
-        first.step,
-        first.kind,
-        first.leaf,
-        shape,
-        layout,
-        why,
-        first.difference,
-        first.tolerance,
-        devices,
-        tuple(also),
-        meaning,
+def _first_difference(
+    one: Side, many: Side, expected: ReferenceStep | None, comparisons: Sequence[Comparison]
+) -> FirstDifference:
+    wrong = [comparison for comparison in comparisons if not comparison.ok]
+    # The loss names no parameter, so a leaf is more useful.
+    leaves = [found for found in wrong if found.kind not in (Kind.LOSS, Kind.RUN_LOSS)]
+    first = (leaves or wrong)[0]
+    shape, layout, why = _placement(many, first)
+    return FirstDifference(
+        step=first.step,
+        kind=first.kind,
+        leaf=first.leaf,
+        shape=shape,
+        layout=layout,
+        why=why,
+        difference=first.difference,
+        tolerance=first.tolerance,
+        devices=_show_devices(many.spec.mesh, first.devices),
+        also=_summaries(wrong, comparisons),
+        meaning=diagnose(one, many, expected, comparisons),
     )
 
 
-def _placed(many: Side, first: Comparison) -> tuple[tuple[int, ...], str, str]:
-    """(shape, layout, reason) of the leaf of a comparison."""
+def _summaries(wrong: Sequence[Comparison], comparisons: Sequence[Comparison]) -> tuple[str, ...]:
+    """Return a line for each kind that differs: how many leaves, and the worst of them."""
+    # If a single step is wrong, it is clear that the free run is.
+    kinds = [found.kind for found in wrong if not found.kind.is_of_run]
+    lines = []
+    for kind in dict.fromkeys(kinds or [found.kind for found in wrong]):
+        wrong_of_kind = [found for found in wrong if found.kind == kind]
+        total = sum(found.kind == kind for found in comparisons)
+        worst = max(wrong_of_kind, key=lambda found: found.ratio)
+        size = _show_difference(kind, worst.difference, worst.tolerance)
+        lines.append(f"{kind}: {len(wrong_of_kind)} of {total}, most in '{worst.leaf}' ({size})")
+    return tuple(lines)
+
+
+def _placement(many: Side, first: Comparison) -> tuple[tuple[int, ...], str, str]:
+    """Return the shape of a leaf, its sharding, and the rule that decided it."""
     spec = many.spec
-    if first.kind == BATCH:
+    if first.kind == Kind.BATCH:
         leaves = named_leaves(many.step.batch)
-        return (
-            leaves[first.leaf].shape if first.leaf in leaves else (),
-            show_spec(many.step.layout.sharding.spec),
-            "rows of the batch",
-        )
-    places = {
-        GRADIENT: spec.params,
-        PARAMETER: spec.params,
-        STATISTIC: spec.other,
-        OPTIMIZER: spec.opt_state,
-    }
-    placements, leaf = places.get(first.kind, {}), first.leaf
-    if first.kind == INITIAL:
+        shape = leaves[first.leaf].shape if first.leaf in leaves else ()
+        return shape, show_spec(many.step.layout.sharding.spec), "examples of the batch"
+    placements, leaf = placements_of(spec, first.kind), first.leaf
+    if first.kind == Kind.INITIAL:
         part, _, leaf = first.leaf.partition("/")
-        placements = {
-            "params": spec.params,
-            "frozen": spec.frozen,
-            "other": spec.other,
-            "opt_state": spec.opt_state,
-        }.get(part, {})
+        if part in ("params", "frozen", "other", "opt_state"):
+            placements = getattr(spec, part)
     if leaf not in placements:
-        return (), "whole", "belongs to no leaf"
+        return (), "replicated", "not an array of the state"
     placement = placements[leaf]
     return placement.shape, show_spec(placement.spec), placement.reason
 
 
-def _show_devices(mesh: Mesh, places: Iterable[int]) -> str:
-    """ "all 8 devices", or where on the mesh they are."""
-    places = list(places)
-    if len(places) in (0, mesh.size):
-        return f"all {mesh.size} devices" if places else "the host"
-    at = [np.unravel_index(place, mesh.devices.shape) for place in places[:4]]
-    names = [
-        ",".join(f"{axis}={index}" for axis, index in zip(mesh.shape, indices, strict=True))
-        for indices in at
-    ]
-    return f"{len(places)} of {mesh.size} devices: {'; '.join(names)}{' ...' if len(places) > 4 else ''}"
+def _show_devices(mesh: Mesh, positions: Iterable[int]) -> str:
+    """Return "all 8 devices", or where on the mesh the devices are."""
+    positions = list(positions)
+    if not positions:
+        return "the host"
+    if len(positions) == mesh.size:
+        return f"all {mesh.size} devices"
+    places = []
+    for position in positions[:MAX_DEVICES]:
+        indices = np.unravel_index(position, mesh.devices.shape)
+        places.append(show_sizes(dict(zip(mesh.shape, map(int, indices), strict=True))))
+    more = " ..." if len(positions) > MAX_DEVICES else ""
+    return f"{len(positions)} of {mesh.size} devices: {'; '.join(places)}{more}"
 
 
-def _told(mesh: str, first: Difference) -> list[str]:
-    place = "before the first step" if first.step == 0 else f"at step {first.step}"
-    what = f"{first.kind}{' of' if first.kind == GRADIENT else ''} '{first.leaf}'"
-    shape = " x ".join(map(str, first.shape)) or "scalar"
-    return [
-        f"{mesh} differs from one device {place}, first in the {what}",
-        f"  by       {_size(first.kind, first.difference, first.tolerance)}, on {first.devices}",
-        f"  layout   {first.layout} of {shape} ({first.why})",
-        *(f"  {'differ' if i == 0 else '':8} {text}" for i, text in enumerate(first.also)),
-        f"  usually  {first.meaning}",
-    ]
+def _show_difference(kind: Kind, difference: float, tolerance: float) -> str:
+    if not kind.is_exact:
+        return f"{difference:.2g}, tolerance {tolerance:.2g}"
+    if math.isfinite(difference):
+        return f"{difference:.0f} entries are not bit-identical"
+    return "another shape"
 
 
-def _size(kind: str, difference: float, tolerance: float) -> str:
-    if kind in (INITIAL, BATCH):
-        return (
-            f"{difference:.0f} entries have other bits"
-            if math.isfinite(difference)
-            else "another shape"
-        )
-    return f"{difference:.2g} apart, tolerance {tolerance:.2g}"
-
-
-def _cell(result: MeshResult, kinds: Iterable[str]) -> str:
-    """The comparison of these kinds that is closest to its tolerance, or beyond it."""
-    found = [result.worst[kind] for kind in kinds if kind in result.worst]
-    if not found:
+def _cell(result: MeshResult, kinds: Iterable[Kind]) -> str:
+    """Return the comparison of these kinds that is closest to its tolerance, or beyond it."""
+    comparisons = [result.worst[kind] for kind in kinds if kind in result.worst]
+    if not comparisons:
         return "-"
-    c = max(found, key=lambda c: c.ratio)
-    if c.kind in (INITIAL, BATCH):
-        return "same bits" if c.ok else "[red]other bits[/red]"
-    share = f"{c.ratio:.0%}" if c.ratio < 10 else f"{c.ratio:.0e} x"
-    text = f"{c.difference:.1e} ({share})"
-    return text if c.ok else f"[red]{text}[/red]"
+    worst = max(comparisons, key=lambda comparison: comparison.ratio)
+    if worst.kind.is_exact:
+        text = "identical" if worst.ok else "different"
+    else:
+        share = f"{worst.ratio:.0%}" if worst.ratio < 10 else f"{worst.ratio:.0e} x"
+        text = f"{worst.difference:.1e} ({share})"
+    return text if worst.ok else f"[red]{text}[/red]"
