@@ -1,4 +1,4 @@
-"""Small runs that tests of several packages share."""
+"""Small runs that the tests of several packages share."""
 
 from dataclasses import replace
 
@@ -11,10 +11,12 @@ from shardwise.models.loss import cross_entropy
 
 
 def loss(model, batch):
+    """Return the cross entropy of the next token."""
     return Mean(cross_entropy(model(batch["inputs"]), batch["labels"]))
 
 
 def make_run(mesh="data=8", rows=16, **changes):
+    """Return a run of a tiny GPT on `rows` sequences of 32 tokens; `changes` go to its config."""
     config = replace(
         PRESETS["byte"],
         **{"max_length": 32, "width": 64, "vocab_size": 64, "num_layers": 2, **changes},

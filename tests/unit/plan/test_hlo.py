@@ -1,4 +1,4 @@
-"""Compiled programs, read: what is counted equals what the trace says, loops and exchanges included."""
+"""Compiled programs: counted FLOP, bytes and collectives match the trace, loops included."""
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import make_mesh
 from shardwise.flops import count_flops
-from shardwise.plan.hlo import _groups, parse
 from shardwise.plan.compile import NO_CHIP
+from shardwise.plan.hlo import _groups, parse
 from shardwise.plan.roofline import estimate
 
 
@@ -24,12 +24,13 @@ def counted(program, mesh="data=8"):
     return estimate(program, NO_CHIP, make_mesh(mesh))
 
 
-sizes = st.integers(8, 24)  # of smaller ones XLA makes sums of products, not matrix products
+# XLA writes smaller matmuls as element-wise operations.
+sizes = st.integers(8, 24)
 
 
 @settings(max_examples=15)
 @given(sizes, sizes, sizes, st.integers(1, 5))
-def test_products_in_loops_are_counted_as_often_as_they_run(rows, inner, columns, trips):
+def test_matmuls_in_loops_count_for_each_iteration(rows, inner, columns, trips):
     def function(x, w):
         def body(x, _):
             return jnp.tanh(x @ w @ w.T), None
@@ -38,16 +39,15 @@ def test_products_in_loops_are_counted_as_often_as_they_run(rows, inner, columns
 
     x, w = np.ones((rows, inner), "f4"), np.ones((inner, columns), "f4")
     program = compiled(function, x, w)
-    assert (
-        counted(program).flops == count_flops(function, x, w) == trips * 4 * rows * inner * columns
-    )
+    expected = trips * 4 * rows * inner * columns
+    assert counted(program).flops == count_flops(function, x, w) == expected
 
 
 @pytest.mark.parametrize(
     ("stride", "padding", "dilation"), [(1, "SAME", 1), (2, "VALID", 1), (1, "SAME", 2)]
 )
-def test_a_convolution_counts_what_is_not_padding(stride, padding, dilation):
-    """Against the sum over all outputs of a convolution of ones: each product adds one."""
+def test_a_convolution_does_not_count_padding(stride, padding, dilation):
+    """In a convolution of ones, each multiplication adds 1 to the sum of all outputs."""
 
     def convolve(x, k):
         return jax.lax.conv_general_dilated(
@@ -63,7 +63,7 @@ def test_a_convolution_counts_what_is_not_padding(stride, padding, dilation):
     assert counted(compiled(convolve, x, k)).flops == 2 * float(convolve(x, k).sum())
 
 
-EXCHANGES = [
+COLLECTIVES = [
     (P("data"), P(), "all-gather", "data", 64 * 16 * 4),
     (P("model"), P(), "all-gather", "model", 64 * 16 * 4),
     (P(("data", "model")), P(), "all-gather", "data*model", 64 * 16 * 4),
@@ -71,8 +71,8 @@ EXCHANGES = [
 ]
 
 
-@pytest.mark.parametrize(("before", "after", "kind", "axes", "size"), EXCHANGES)
-def test_an_exchange_is_told_by_kind_axes_and_bytes(before, after, kind, axes, size):
+@pytest.mark.parametrize(("before", "after", "kind", "axes", "size"), COLLECTIVES)
+def test_a_collective_has_its_kind_axes_and_bytes(before, after, kind, axes, size):
     mesh = make_mesh("data=4,model=2")
     x = jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=NamedSharding(mesh, before))
     program = compiled(lambda x: x * 2, x, out_shardings=NamedSharding(mesh, after))
@@ -81,7 +81,7 @@ def test_an_exchange_is_told_by_kind_axes_and_bytes(before, after, kind, axes, s
     assert size is None or traffic.bytes == size
 
 
-def test_a_reduction_within_a_loop_counts_each_time():
+def test_a_reduction_in_a_loop_counts_for_each_iteration():
     mesh = make_mesh("data=4,model=2")
     x = jax.ShapeDtypeStruct(
         (6, 8, 32), jnp.float32, sharding=NamedSharding(mesh, P(None, None, "model"))
@@ -119,16 +119,16 @@ def test_a_reduction_within_a_loop_counts_each_time():
         ("channel_id=1", ()),
     ],
 )
-def test_groups_of_devices_in_every_notation(text, groups):
+def test_replica_groups_are_read_in_every_notation(text, groups):
     assert _groups(text) == groups
 
 
-def test_the_attributes_of_an_instruction_may_go_on_over_several_lines():
+def test_attributes_of_an_instruction_may_span_several_lines():
     text = """HloModule m, is_scheduled=true
 
 ENTRY %main (p: f32[4,4]) -> f32[4,4] {
   %p = f32[4,4]{1,0:T(8,128)S(1)} parameter(0), metadata={op_name="state.params[\\'w\\']"}
-  %k = f32[4,4]{1,0} custom-call(%p), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+  %k = f32[4,4]{1,0} custom-call(%p), custom_call_target="tpu_custom_call", frontend={metadata={
 "block":"{}"
 }}, metadata={op_name="jit(step)/causal/kernel/pallas_call"}
   ROOT %d = f32[4,4]{1,0} dot(%k, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}
@@ -138,13 +138,12 @@ ENTRY %main (p: f32[4,4]) -> f32[4,4] {
     assert [op.opcode for op in program.entry.ops] == ["parameter", "custom-call", "dot"]
     assert program.entry.ops[0].op_name == "state.params['w']"
     assert program.entry.ops[0].arrays[0].on_chip
-    assert (
-        counted(program).flops == 2 * 64 + 500
-    )  # a causal kernel does half of what its trace says
+    # A causal kernel skips half of the blocks that its trace counts.
+    assert counted(program).flops == 2 * 64 + 500
 
 
 def test_a_slice_of_a_large_array_counts_as_the_slice():
-    """Scanned layers: each pass reads its own layer's weights, not the stack."""
+    """Each iteration over scanned layers reads the weights of its layer, not the stack."""
     layers, width = 16, 64
 
     def function(stack, x):
@@ -154,13 +153,12 @@ def test_a_slice_of_a_large_array_counts_as_the_slice():
         function, np.ones((layers, width, width), "f4"), np.ones((width, width), "f4")
     )
     one = width * width * 4
-    assert (
-        layers * 2 * one <= counted(program).bytes <= layers * 6 * one
-    )  # far from layers x layers
+    # Reading the stack for each layer would be layers * layers * one.
+    assert layers * 2 * one <= counted(program).bytes <= layers * 6 * one
 
 
-def test_a_fusion_that_runs_beside_others_counts_what_it_moves():
-    """GPUs put a layer's activations into the stack of all layers so."""
+def test_a_fusion_in_the_background_counts_the_bytes_it_moves():
+    """GPU programs write the activations of a layer into the stack of all layers this way."""
     text = """HloModule m, is_scheduled=true
 
 %put (p: f32[12,64,8], i: s32[], x: f32[64,8]) -> f32[12,64,8] {
@@ -176,24 +174,25 @@ ENTRY %main (stack: f32[12,64,8], at: s32[], x: f32[64,8]) -> f32[12,64,8] {
   %stack = f32[12,64,8]{2,1,0} parameter(0)
   %at = s32[] parameter(1)
   %x = f32[64,8]{1,0} parameter(2)
-  %s = ((f32[12,64,8]{2,1,0}, s32[], f32[64,8]{1,0}), f32[12,64,8]{2,1,0}, u32[]) fusion-start(%stack, %at, %x), kind=kLoop, calls=%put
+  %s = ((f32[12,64,8], s32[], f32[64,8]), f32[12,64,8], u32[]) fusion-start(%stack, %at, %x),
+      kind=kLoop, calls=%put
   ROOT %d = f32[12,64,8]{2,1,0} fusion-done(%s)
 }
 """
     found = counted(parse(text))
-    assert (
-        found.bytes == 2 * 64 * 8 * 4 + 4
-    )  # one layer read, one written, and the number of the layer
+    # One layer is read, one is written, and the index of the layer is read.
+    assert found.bytes == 2 * 64 * 8 * 4 + 4
 
 
-def test_a_convolution_in_groups_of_rows_counts_every_product():
-    """The gradient of a depthwise convolution, as TPUs write it: the rows of the result are those of one group."""
+def test_a_convolution_with_batch_groups_counts_every_multiplication():
+    """TPU programs write the gradient of a depthwise convolution this way."""
     text = """HloModule m
 
 ENTRY %main (x: f32[8,5,5,4], g: f32[3,3,4,8]) -> f32[1,3,3,8] {
   %x = f32[8,5,5,4]{3,2,1,0} parameter(0)
   %g = f32[3,3,4,8]{3,2,1,0} parameter(1)
-  ROOT %c = f32[1,3,3,8]{3,2,1,0} convolution(%x, %g), window={size=3x3}, dim_labels=b01f_01io->b01f, batch_group_count=8
+  ROOT %c = f32[1,3,3,8]{3,2,1,0} convolution(%x, %g), window={size=3x3},
+      dim_labels=b01f_01io->b01f, batch_group_count=8
 }
 """
     assert counted(parse(text)).flops == 2 * 8 * 4 * (3 * 3) * (3 * 3)

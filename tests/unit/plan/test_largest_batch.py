@@ -1,4 +1,4 @@
-"""The largest batch that fits, for any way in which memory may grow."""
+"""The largest batch that fits, however memory grows with its size."""
 
 from types import SimpleNamespace
 
@@ -16,39 +16,39 @@ from shardwise.plan.largest_batch import largest_batch
     slopes=st.tuples(st.floats(0.5, 20), st.floats(0, 0.01)),
     jump=st.floats(0, 30),
 )
-def test_no_more_rows_would_fit(unit, first, limit, fixed, slopes, jump):
+def test_no_larger_batch_fits(unit, first, limit, fixed, slopes, jump):
     compiled = []
 
-    def peak(rows):
-        return fixed + slopes[0] * rows + slopes[1] * rows * rows + jump * (rows // (3 * unit))
+    def peak(size):
+        return fixed + slopes[0] * size + slopes[1] * size * size + jump * (size // (3 * unit))
 
-    def compile_rows(rows):
-        assert rows % unit == 0
-        compiled.append(rows)
+    def compile_size(size):
+        assert size % unit == 0
+        compiled.append(size)
         return SimpleNamespace(
-            fits=peak(rows) <= limit,
+            fits=peak(size) <= limit,
             limit=limit,
-            memory=SimpleNamespace(peak=peak(rows), state=fixed),
+            memory=SimpleNamespace(peak=peak(size), state=fixed),
         )
 
-    rows, plan = largest_batch(compile_rows, unit, first)
+    size, plan = largest_batch(compile_size, unit, first)
     if plan is None:
-        assert rows == unit
+        assert size == unit
         assert peak(unit) > limit
     else:
-        assert peak(rows) <= limit < peak(rows + unit)
+        assert peak(size) <= limit < peak(size + unit)
     assert len(set(compiled)) == len(compiled) <= 14
 
 
-def test_even_growth_needs_few_compilations():
+def test_linear_growth_needs_few_compilations():
     compiled = []
 
-    def compile_rows(rows):
-        compiled.append(rows)
-        peak = 20 + 1.7 * rows
+    def compile_size(size):
+        compiled.append(size)
+        peak = 20 + 1.7 * size
         return SimpleNamespace(
             fits=peak <= 140, limit=140, memory=SimpleNamespace(peak=peak, state=18)
         )
 
-    assert largest_batch(compile_rows, 1, 32)[0] == 70
+    assert largest_batch(compile_size, 1, 32)[0] == 70
     assert len(compiled) <= 4

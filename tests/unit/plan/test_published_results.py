@@ -1,4 +1,4 @@
-"""The published results of benchmarks/published.py: each is a run of recipes/llama.py, and its own figures agree."""
+"""The published results in benchmarks/published.py: each is a valid run, and its figures agree."""
 
 import importlib.util
 import math
@@ -30,7 +30,7 @@ def flops_per_token(model, length, causal):
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_a_published_result_is_a_run_whose_figures_agree(name):
+def test_a_published_result_is_a_valid_run_with_consistent_figures(name):
     config = BY_NAME[name]
     run = make_run(recipe, config.recipe_arguments())
     sizes = parse_mesh(config.mesh, config.chips)

@@ -1,4 +1,4 @@
-"""Times by what bounds them, on chips with round numbers."""
+"""Estimated times on chips with round numbers."""
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +20,13 @@ def program(function, *args, **options):
     return parse(jax.jit(function, **options).lower(*args).compile().as_text())
 
 
-def test_a_product_is_bound_by_arithmetic_and_a_sum_by_memory():
+def test_a_matmul_is_bound_by_arithmetic_and_a_sum_by_memory():
     mesh = make_mesh("data=8")
     x = np.ones((512, 512), "f4")
-    product = estimate(
-        program(lambda x: x @ x, x), Chip("c", 1e9, 1e9, 1e12, products=0.5, copies=0.5), mesh
-    )
-    assert product.bound == "arithmetic"
-    assert product.seconds == pytest.approx(2 * 512**3 / 0.5e9, rel=1e-3)
+    slow = Chip("slow", 1e9, 1e9, 1e12, products=0.5, copies=0.5)
+    matmul = estimate(program(lambda x: x @ x, x), slow, mesh)
+    assert matmul.bound == "arithmetic"
+    assert matmul.seconds == pytest.approx(2 * 512**3 / 0.5e9, rel=1e-3)
     added = estimate(program(lambda x, y: x + y, x, x), CHIP, mesh)
     assert added.bound == "memory"
     assert added.seconds == pytest.approx(3 * x.nbytes / 0.5e9, rel=1e-3)
@@ -38,8 +37,8 @@ def gathered(mesh, axes):
     return program(lambda x: x * 2, x, out_shardings=NamedSharding(mesh, P()))
 
 
-def test_an_exchange_within_a_machine_and_between_machines():
-    """Four devices make a machine here: along `model` (4) all stay in theirs, along `data` (2) all leave it."""
+def test_a_collective_within_a_machine_and_between_machines():
+    """A machine has four devices here: `model` (4) stays within one, `data` (2) connects two."""
     mesh = make_mesh("data=2,model=4")
     (within,) = estimate(gathered(mesh, "model"), CHIP, mesh).traffic.values()
     (between,) = estimate(gathered(mesh, "data"), CHIP, mesh).traffic.values()
@@ -51,7 +50,7 @@ def test_an_exchange_within_a_machine_and_between_machines():
 @pytest.mark.parametrize(
     ("target", "mesh", "axis", "ways"),
     [
-        ("v5e:4x4", "data=4,model=4", "model", 1),  # a line of four: no way around
+        ("v5e:4x4", "data=4,model=4", "model", 1),  # a line of four
         ("v5e:4x4", "data=16", "data", 2),  # two lines
         ("v5e:16x16", "data=16,model=16", "model", 2),  # a ring
         ("v5p:4x4x4", "data=64", "data", 6),  # three rings
@@ -63,26 +62,30 @@ def test_links_of_a_torus(target, mesh, axis, ways):
     assert axis_rate(make_mesh(mesh, found.devices), found.chip, axis) == ways * found.chip.link
 
 
-def test_between_slices_goes_the_network_and_data_crosses_it():
+def test_slices_are_connected_by_the_network_along_data():
     found = find_target("2*v5e:2x2")
     mesh = make_mesh("model=4,data=2", found.devices)
     assert axis_rate(mesh, found.chip, "data") == found.chip.network
     assert axis_rate(mesh, found.chip, "model") == 2 * found.chip.link
 
 
-def test_an_exchange_begun_early_is_waited_for_only_as_far_as_nothing_covers_it():
+def test_only_the_part_of_a_collective_that_no_computation_hides_counts():
     text = """HloModule m, is_scheduled=true
 
 ENTRY %main (p: f32[1000,1000], q: f32[1000,1000]) -> (f32[8000,1000], f32[1000,1000]) {{
   %p = f32[1000,1000]{{1,0}} parameter(0)
   %q = f32[1000,1000]{{1,0}} parameter(1)
-  %s = (f32[1000,1000]{{1,0}}, f32[8000,1000]{{1,0}}) all-gather-start(%p), channel_id=1, replica_groups=[1,8]<=[8], dimensions={{0}}
+  %s = (f32[1000,1000]{{1,0}}, f32[8000,1000]{{1,0}}) all-gather-start(%p), channel_id=1,
+      replica_groups=[1,8]<=[8], dimensions={{0}}
 {work}
   %d = f32[8000,1000]{{1,0}} all-gather-done(%s)
   ROOT %t = (f32[8000,1000]{{1,0}}, f32[1000,1000]{{1,0}}) tuple(%d, %q)
 }}
 """
-    multiply = "  %w{n} = f32[1000,1000]{{1,0}} dot(%q, %q), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"
+    multiply = (
+        "  %w{n} = f32[1000,1000]{{1,0}} dot(%q, %q), "
+        "lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"
+    )
     chip = Chip("c", 1e12, 1e9, 1e15, link=1e9, group=8, products=1.0)
     mesh = make_mesh("data=8")
     alone = 7 / 8 * 32e6 / 0.8e9 + 3 * HOP
@@ -94,8 +97,8 @@ ENTRY %main (p: f32[1000,1000], q: f32[1000,1000]) -> (f32[8000,1000], f32[1000,
         assert found.network.get("data", 0.0) == pytest.approx(alone - covered, abs=1e-9)
 
 
-def test_what_goes_between_slices_by_way_of_their_hosts_counts_along_the_axis_that_crosses_them():
-    """TPU programs for several slices send and receive instead of an exchange between all; four products lie in between."""
+def test_a_transfer_between_slices_counts_along_the_axis_that_connects_them():
+    """Between slices, TPU programs send and receive through the hosts, without a collective."""
     transfer = (
         '_xla_host_transfer_rendezvous="all-reduce.1",_xla_megascale_transfer_type="ALL_REDUCE"'
     )
@@ -104,8 +107,10 @@ def test_what_goes_between_slices_by_way_of_their_hosts_counts_along_the_axis_th
 ENTRY %main (p: f32[1000,1000]) -> f32[1000,1000] {{
   %p = f32[1000,1000]{{1,0}} parameter(0)
   %a = token[] after-all()
-  %s = (f32[1000,1000]{{1,0}}, u32[], token[]) send(%p, %a), channel_id=1, is_host_transfer=true, frontend_attributes={{{transfer}}}
-  %r = (f32[1000,1000]{{1,0}}, u32[], token[]) recv(%a), channel_id=2, is_host_transfer=true, frontend_attributes={{{transfer}}}
+  %s = (f32[1000,1000]{{1,0}}, u32[], token[]) send(%p, %a), channel_id=1, is_host_transfer=true,
+      frontend_attributes={{{transfer}}}
+  %r = (f32[1000,1000]{{1,0}}, u32[], token[]) recv(%a), channel_id=2, is_host_transfer=true,
+      frontend_attributes={{{transfer}}}
   %d = token[] send-done(%s), channel_id=1
   %w = f32[1000,1000]{{1,0}} dot(%p, %p), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
   %e = (f32[1000,1000]{{1,0}}, token[]) recv-done(%r), channel_id=2
@@ -124,10 +129,10 @@ ENTRY %main (p: f32[1000,1000]) -> f32[1000,1000] {{
         4e6,
     )
     assert traffic.seconds == pytest.approx(4e6 / target.chip.network + HOP)
-    assert 0 < found.network["data"] < traffic.seconds  # the product covers some of it
+    assert 0 < found.network["data"] < traffic.seconds  # the matmul hides a part
 
 
-def test_every_chip_of_the_table_has_what_a_plan_needs():
+def test_every_chip_in_the_table_has_the_figures_that_a_plan_needs():
     for chip in CHIPS.values():
         assert min(chip.flops, chip.memory, chip.bandwidth, chip.link, chip.network) > 0
         assert (chip.group > 0) != (chip.wrap > 0)

@@ -1,4 +1,4 @@
-"""The search: every mesh is considered, few are compiled, the best is found, memory decides what else is tried."""
+"""The search considers every mesh, compiles few, and finds the best one."""
 
 import math
 from dataclasses import replace
@@ -21,7 +21,7 @@ from tests.helpers.runs import make_run
 CHIP = Chip("round", 2e10, 1e9, 1e10, link=1e9, network=1e8, group=8, products=1.0, copies=1.0)
 
 
-def test_all_meshes_of_a_number_of_devices():
+def test_find_meshes_returns_all_meshes_of_a_number_of_devices():
     assert find_meshes(4) == [
         "model=4",
         "fsdp=2,model=2",
@@ -38,7 +38,7 @@ def test_all_meshes_of_a_number_of_devices():
 
 @pytest.fixture(scope="module")
 def everything():
-    """Real compilations for eight virtual devices, on a chip of round numbers."""
+    """Return real plans for eight virtual devices, on a chip with round numbers."""
     target = replace(find_target("cpu:8"), chip=CHIP, limit=1e9)
     return target, {mesh: plan_run(make(Candidate(mesh)), target) for mesh in find_meshes(8)}
 
@@ -55,7 +55,7 @@ def make(candidate):
 
 
 @pytest.mark.slow
-def test_the_best_of_all_meshes_is_found_with_few_compilations(everything):
+def test_the_best_mesh_is_found_with_few_compilations(everything):
     target, plans = everything
     compiled = []
 
@@ -71,7 +71,7 @@ def test_the_best_of_all_meshes_is_found_with_few_compilations(everything):
     assert [e.status for e in found.ranking].count("compiled") == found.num_compiled
 
 
-def test_what_does_not_fit_brings_on_what_saves_memory(one):
+def test_accumulation_is_tried_where_a_candidate_does_not_fit(one):
     target, plan = one
 
     def compile_one(candidate, run):
@@ -103,7 +103,7 @@ def test_what_does_not_fit_brings_on_what_saves_memory(one):
     }
 
 
-def test_what_cannot_work_is_not_compiled_and_says_why(one):
+def test_impossible_candidates_are_not_compiled_and_have_a_reason(one):
     target, _ = one
 
     def compile_one(candidate, run):
@@ -118,12 +118,11 @@ def test_what_cannot_work_is_not_compiled_and_says_why(one):
     few = search(
         lambda c: replace(make(c), data=make_run(rows=4).data), compile_one, target, ["data=8"], {}
     )
-    assert (
-        "a batch of 4 examples cannot be sharded over 8 devices" in next(iter(few.entries.values())).why
-    )
+    (entry,) = few.entries.values()
+    assert "a batch of 4 examples cannot be sharded over 8 devices" in entry.why
 
 
-def test_an_interruption_keeps_what_is_known(one):
+def test_an_interruption_keeps_the_results_so_far(one):
     target, plan = one
     known = Search()
 
@@ -139,14 +138,14 @@ def test_an_interruption_keeps_what_is_known(one):
     assert np.isfinite(known.best.plan.times.total)
 
 
-def test_a_candidate_is_known_by_its_options():
+def test_candidates_with_the_same_options_are_equal():
     one = Candidate("data=8").with_option("remat", "block").with_option("accumulate", 2)
     assert one == Candidate("data=8", (("accumulate", 2), ("remat", "block")))
     assert one["remat"] == "block"
     assert one["nothing"] is None
 
 
-def test_options_that_cannot_be_are_left_out_and_the_others_are_tried(one):
+def test_impossible_options_are_refused_and_the_others_are_tried(one):
     target, plan = one
 
     def picky(candidate):
@@ -169,7 +168,7 @@ def test_options_that_cannot_be_are_left_out_and_the_others_are_tried(one):
     }
 
 
-def test_the_search_goes_on_over_its_third_until_something_fits(one):
+def test_the_search_exceeds_its_default_budget_until_something_fits(one):
     target, plan = one
 
     def compile_one(candidate, run):
@@ -186,14 +185,14 @@ def test_the_search_goes_on_over_its_third_until_something_fits(one):
     )
 
 
-def test_rows_that_the_devices_do_not_divide_are_padded_as_in_a_run(one):
+def test_a_batch_that_is_not_divisible_is_padded_as_in_a_run(one):
     target, plan = one
     odd = lambda c: replace(make(c), data=make_run(rows=12).data)  # noqa: E731
     found = search(odd, lambda candidate, run: plan, target, ["data=8"], {})
     assert found.best.candidate.mesh == "data=8"
 
 
-def test_an_optimizer_that_does_not_match_the_model_is_refused_in_words(one):
+def test_an_optimizer_that_does_not_match_the_model_is_refused(one):
     target, _ = one
     wrong = optax.masked(optax.adam(1e-3), {"nothing": True})
     found = search(
@@ -206,14 +205,17 @@ def recipe(mesh: str = "data=-1", remat: Literal["none", "block"] = "none", widt
     return make_run(mesh)
 
 
-def test_the_command_to_paste_is_the_one_that_was_chosen():
+def test_the_command_is_that_of_the_chosen_candidate():
     cpu, chosen = (
         find_target("cpu:8"),
         Candidate("data=4,model=2", (("accumulate", 2), ("remat", "block"))),
     )
     words = ["--mesh=data=8", "--remat", "none", "--width", "5"]
     given = Recipe("r.py", recipe, {"mesh": "data=8", "remat": "none", "width": 5}, words)
-    expected = "shardwise train r.py --width 5 --mesh data=4,model=2 --remat block --cpu-devices 8   # with Run(accumulate=2) in the recipe"
+    expected = (
+        "shardwise train r.py --width 5 --mesh data=4,model=2 --remat block --cpu-devices 8"
+        "   # with Run(accumulate=2) in the recipe"
+    )
     assert given.command("train", chosen, cpu) == expected
     assert given.command("train", Candidate("data=8", (("remat", "none"),)), cpu).startswith(
         "shardwise train r.py --mesh=data=8 --remat none"

@@ -1,4 +1,4 @@
-"""Targets by name: found, or refused with what to write instead."""
+"""Targets by name: found, or refused with the right way to write them."""
 
 import jax
 import pytest
@@ -23,7 +23,7 @@ from shardwise.plan.target import cpu_devices_of, find_target, local_target
         ("2*v5e:2x2", 8, "TPU v5 lite"),
     ],
 )
-def test_a_target_is_its_devices(text, count, kind):
+def test_a_target_has_its_devices(text, count, kind):
     target = find_target(text)
     assert len(target.devices) == count
     assert target.kind == kind
@@ -31,12 +31,12 @@ def test_a_target_is_its_devices(text, count, kind):
     assert target.limit > 0
 
 
-def test_every_tpu_in_the_table_of_names_is_in_that_of_chips():
+def test_every_tpu_name_has_a_chip():
     assert all(find_chip(kind) is not None for kind in TPU_NAMES.values())
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("v5e", "how many chips"),
         ("v5e:3x3", "no such arrangement"),
@@ -49,24 +49,24 @@ def test_every_tpu_in_the_table_of_names_is_in_that_of_chips():
         ("cpu:64", "--cpu-devices 64"),
     ],
 )
-def test_what_is_no_target_is_refused_with_the_way_to_write_it(text, said):
-    with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
+def test_a_wrong_target_is_refused_with_the_way_to_write_it(text, message):
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         find_target(text)
 
 
-def test_here_is_the_default():
+def test_the_default_target_is_the_devices_of_this_process():
     target = local_target()
     assert target.devices == tuple(jax.devices())
-    assert target.chip is None  # nothing is known of CPUs
+    assert target.chip is None  # the speed of CPUs is unknown
     assert 2**28 < target.limit < 2**44
 
 
-def test_virtual_devices_are_asked_for_before_jax_starts():
+def test_the_number_of_virtual_devices_is_known_before_jax_starts():
     assert cpu_devices_of("cpu:8") == 8
     assert cpu_devices_of("v5e:2x2") is None
 
 
-def test_slices_are_crossed_by_the_axis_that_splits_the_batch():
+def test_slices_are_connected_by_the_axis_that_shards_the_batch():
     target = find_target("2*v5e:2x2")
     for text, crossing in (
         ("data=2,model=4", "data"),
@@ -83,6 +83,6 @@ def test_slices_are_crossed_by_the_axis_that_splits_the_batch():
             )
             assert (len(slices) == 2) == (axis == crossing), (text, axis)
     mesh = make_mesh("data=2,fsdp=2,model=4", find_target("4*v5e:2x2").devices)
-    assert [len({d.slice_index for d in row}) for row in mesh.devices.reshape(4, 4)] == [
-        1
-    ] * 4  # `model` stays within a slice
+    # `model` stays within a slice.
+    for row in mesh.devices.reshape(4, 4):
+        assert len({device.slice_index for device in row}) == 1
