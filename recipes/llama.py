@@ -19,7 +19,7 @@ import numpy as np
 
 from shardwise import Batches, InitFrom, Mean, Run, Tokens, constrain, open_tokens, optim
 from shardwise.kernels.cross_entropy import cross_entropy
-from shardwise.models.llama import SIZES, Kept, Llama, product
+from shardwise.models.llama import SIZES, Kept, Llama, matmul
 
 Array = jax.Array
 
@@ -34,7 +34,7 @@ def loss(model: Llama, batch: dict[str, Array], chunks: int = 1) -> Mean:
 
     def nats(part: tuple[Array, Array]) -> Array:
         x, labels = part
-        return cross_entropy(product(constrain(x, "batch"), kernel), labels)
+        return cross_entropy(matmul(constrain(x, "batch"), kernel), labels)
 
     if chunks == 1:
         return Mean(nats((x, labels)))

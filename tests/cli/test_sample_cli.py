@@ -250,12 +250,12 @@ def test_a_model_that_takes_one_length_only_sees_rows_of_that_length(sample, fol
         (
             ["others", "--recipe", "others.py", "--kind", "Both"],
             4,
-            "the model gives a tuple for tokens (1, 32); to be sampled it must",
+            "the model returns a tuple for tokens (1, 32); to be sampled, it must",
         ),
         (
             ["others", "--recipe", "others.py", "--kind", "Silent"],
             4,
-            "Silent has no __call__; to be sampled it must give logits (B, T, V)",
+            "Silent has no __call__; to be sampled, it must return logits (B, T, V)",
         ),
         (["run", "--top-p", "2"], 2, "top_p is 2.0; it must be above 0 and at most 1"),
         (["run", "--tokens", "0"], 2, "--tokens 0: it must be at least 1"),

@@ -1,1 +1,2 @@
-"""Attention, normalization, activation and loss kernels for the platform of the mesh."""
+"""Attention, layer norm, GELU, embedding lookup and cross entropy, each with the kernel that suits
+the platform of the mesh. README.md in this directory is the introduction for developers."""

@@ -1,15 +1,18 @@
-"""Causal attention by the kernel that suits the devices it is traced for, which need not be those of this machine.
+"""Causal attention with the kernel that suits the platform that it is traced for.
 
-Shapes: B rows, T tokens, H heads of queries, G heads of keys and values (H a multiple of G), K width of a head.
+Shapes: B sequences, T tokens, H query heads, G key and value heads (H is a multiple of G), K head
+width.
 
-On TPUs JAX's own attention keeps scores of shape (B, H, T, T); `tpu_attention` runs the Pallas kernel that comes with JAX
-("splash"), which keeps a block of them at a time. A kernel is opaque to XLA's partitioner, so it runs inside `jax.shard_map`.
+- GPUs: cuDNN, called through `jax.nn.dot_product_attention`.
+- TPUs: the Pallas kernel "splash attention" that comes with JAX. JAX's own attention would keep the
+  scores, (B, H, T, T), in memory; the kernel keeps one block of them at a time.
+- CPUs: plain JAX with a custom backward pass.
 """
 
 import math
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,113 +23,143 @@ from shardwise.axes import BATCH, TENSOR
 from shardwise.kernels.platform import platform
 
 Array = jax.Array
-LANES = 128  # of a TPU's registers: widths and lengths of the kernel come in multiples of it
-BLOCK = 512  # queries, and keys, that the kernel works on at once
-PARTS = (
-    4  # of the queries, on CPUs: three eighths of the work lie behind the last keys that they see
-)
-HIDDEN = -1e30  # the score of a key that a query must not see
+
+# Lanes of a TPU's vector registers: the kernel takes head widths and lengths that are multiples.
+LANES = 128
+
+# Queries, and keys, that the TPU kernel works on at once.
+BLOCK = 512
+
+# Blocks of queries on CPUs. With 4 blocks, 3/8 of all scores are not computed, because those keys
+# come after the last query of the block.
+QUERY_BLOCKS = 4
+
+# The score of a key that a query must not attend to.
+MASKED_SCORE = -1e30
+
+# For each block of queries: exponentials of the scores, their sums, and the output of the block.
+_Blocks: TypeAlias = list[tuple[Array, Array, Array]]
+_CpuResiduals: TypeAlias = tuple[Array, Array, Array, _Blocks]
 
 
 def causal_attention(q: Array, k: Array, v: Array, segment_ids: Array | None = None) -> Array:
-    """q (B, T, H, K), k and v (B, T, G, K) -> (B, T, H, K). Of several documents in a row, `segment_ids` (B, T) tell them apart.
+    """Return causal attention.
 
-    The result is named "attention" for policies of `jax.checkpoint`.
+    The result has the name `"attention"` for the policies of `jax.checkpoint`.
+
+    Args:
+        q: queries, (B, T, H, K).
+        k: keys, (B, T, G, K).
+        v: values, (B, T, G, K).
+        segment_ids: (B, T), the document of each token when several documents are packed into a
+            sequence. Tokens attend to their own document only.
+
+    Returns:
+        The outputs of the heads, (B, T, H, K).
     """
-    where, half = platform(), q.dtype in (jnp.bfloat16, jnp.float16)
-    in_step = (
-        not jax.sharding.get_abstract_mesh().empty
-    )  # elsewhere nothing says how the kernel for TPUs is to be cut
+    where = platform()
+    is_half = q.dtype in (jnp.bfloat16, jnp.float16)
+    # Outside a step there is no mesh that says how to shard the TPU kernel.
+    in_step = not jax.sharding.get_abstract_mesh().empty
     if where == "tpu" and in_step and q.shape[1] % LANES == 0:
         return tpu_attention(q, k, v, segment_ids)
     if where == "cpu":
         k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
-        return jax.jit(cpu_attention)(
-            q, k, v, segment_ids
-        )  # a call that `count_flops` knows by its name
-    mask = (
-        None
-        if segment_ids is None
-        else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
-    )  # (B, 1, T, T)
-    implementation: Any = "cudnn" if where == "gpu" and half else None
+        # `count_flops` recognizes this call by its name.
+        out: Array = jax.jit(cpu_attention)(q, k, v, segment_ids)
+        return out
+    mask = None
+    if segment_ids is not None:
+        mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]  # (B, 1, T, T)
+    implementation: Literal["cudnn"] | None = "cudnn" if where == "gpu" and is_half else None
     out = jax.nn.dot_product_attention(
         q, k, v, mask=mask, is_causal=True, implementation=implementation
     )
-    return checkpoint_name(out, "attention")
+    named: Array = checkpoint_name(out, "attention")
+    return named
 
 
 @jax.custom_vjp
 def cpu_attention(q: Array, k: Array, v: Array, segment_ids: Array | None = None) -> Array:
-    """As `causal_attention`, for as many heads of keys as of queries, with a backward pass that suits XLA's products on CPUs.
+    """Return causal attention, with a backward pass that suits the matmuls of XLA on CPUs.
 
-    The queries come in parts, each of which looks at no keys behind its last.
+    The queries are processed in blocks, and each block computes only the scores of the keys up to
+    its last query.
+
+    Args:
+        q: queries, (B, T, H, K).
+        k: keys, (B, T, H, K): one head for each query head.
+        v: values, (B, T, H, K).
+        segment_ids: as for `causal_attention`.
+
+    Returns:
+        The outputs of the heads, (B, T, H, K).
     """
     return _cpu_forward(q, k, v, segment_ids)[0]
 
 
-def _parts(length: int) -> list[tuple[int, int]]:
-    edges = sorted({length * i // PARTS for i in range(PARTS + 1)})
+def _query_blocks(length: int) -> list[tuple[int, int]]:
+    """Return the first and one past the last query of each block."""
+    edges = sorted({length * i // QUERY_BLOCKS for i in range(QUERY_BLOCKS + 1)})
     return list(pairwise(edges))
 
 
-def _cpu_forward(q: Array, k: Array, v: Array, segment_ids: Array | None) -> tuple[Array, Any]:
+def _cpu_forward(
+    q: Array, k: Array, v: Array, segment_ids: Array | None
+) -> tuple[Array, _CpuResiduals]:
     q, k, v = (x.swapaxes(1, 2) for x in (q * q.shape[3] ** -0.5, k, v))  # (B, H, T, K)
-    parts = []
-    for start, end in _parts(q.shape[2]):
-        seen = jnp.arange(start, end)[:, None] >= jnp.arange(end)
+    blocks: _Blocks = []
+    for start, end in _query_blocks(q.shape[2]):
+        is_visible = jnp.arange(start, end)[:, None] >= jnp.arange(end)
         if segment_ids is not None:
-            seen = seen & (
-                segment_ids[:, None, start:end, None] == segment_ids[:, None, None, :end]
-            )
+            query_segments = segment_ids[:, None, start:end, None]
+            is_visible = is_visible & (query_segments == segment_ids[:, None, None, :end])
         scores = jnp.einsum(
             "bhtk,bhsk->bhts", q[:, :, start:end], k[:, :, :end], preferred_element_type=jnp.float32
         )
-        scores += jnp.where(seen, 0, HIDDEN)
+        scores += jnp.where(is_visible, 0, MASKED_SCORE)
         weights = jnp.exp(scores - scores.max(-1, keepdims=True))
         total = weights.sum(-1, keepdims=True)
         weights = weights.astype(v.dtype)
-        out = (
-            jnp.einsum(
-                "bhts,bhsk->bhtk", weights, v[:, :, :end], preferred_element_type=jnp.float32
-            )
-            / total
+        weighted_sum = jnp.einsum(
+            "bhts,bhsk->bhtk", weights, v[:, :, :end], preferred_element_type=jnp.float32
         )
-        parts.append((weights, total, checkpoint_name(out.astype(v.dtype), "attention")))
-    return jnp.concatenate([out.swapaxes(1, 2) for *_, out in parts], axis=1), (q, k, v, parts)
+        out = weighted_sum / total
+        blocks.append((weights, total, checkpoint_name(out.astype(v.dtype), "attention")))
+    outputs = [out.swapaxes(1, 2) for _, _, out in blocks]
+    return jnp.concatenate(outputs, axis=1), (q, k, v, blocks)
 
 
-def _cpu_backward(saved: Any, grad: Array) -> tuple[Array, Array, Array, None]:
-    """The weights are not divided by their totals: the gradient is, which is smaller."""
-    q, k, v, parts = saved
-    dq, dk, dv = [], jnp.zeros_like(grad), jnp.zeros_like(grad)
-    for (start, end), (weights, total, out) in zip(_parts(q.shape[2]), parts, strict=True):
+def _cpu_backward(residuals: _CpuResiduals, grad: Array) -> tuple[Array, Array, Array, None]:
+    q, k, v, blocks = residuals
+    dq = []
+    dk = jnp.zeros_like(grad)
+    dv = jnp.zeros_like(grad)
+    for (start, end), (weights, total, out) in zip(_query_blocks(q.shape[2]), blocks, strict=True):
+        # The saved weights are not normalized. It is cheaper to divide the gradient, which is
+        # smaller.
         g = (grad[:, start:end].swapaxes(1, 2) / total).astype(grad.dtype)
-        to_weights = jnp.einsum(
+        dweights = jnp.einsum(
             "bhtk,bhsk->bhts", g, v[:, :, :end], preferred_element_type=jnp.float32
         )
-        to_scores = (
-            weights * (to_weights - (g * out).sum(-1, keepdims=True, dtype=jnp.float32))
-        ).astype(q.dtype)
-        dq.append(
-            (jnp.einsum("bhts,bhsk->bhtk", to_scores, k[:, :, :end]) * q.shape[3] ** -0.5).swapaxes(
-                1, 2
-            )
-        )
-        dk += _over_queries(to_scores, q[:, :, start:end], grad.shape[1])
-        dv += _over_queries(weights, g, grad.shape[1])
+        correction = (g * out).sum(-1, keepdims=True, dtype=jnp.float32)
+        dscores = (weights * (dweights - correction)).astype(q.dtype)
+        dq_block = jnp.einsum("bhts,bhsk->bhtk", dscores, k[:, :, :end]) * q.shape[3] ** -0.5
+        dq.append(dq_block.swapaxes(1, 2))
+        dk += _sum_over_queries(dscores, q[:, :, start:end], grad.shape[1])
+        dv += _sum_over_queries(weights, g, grad.shape[1])
     return jnp.concatenate(dq, axis=1), dk, dv, None
 
 
-def _over_queries(scores: Array, x: Array, length: int) -> Array:
-    """(B, H, T, S) and (B, H, T, K) -> (B, S, H, K), with zeros up to `length` keys.
+def _sum_over_queries(scores: Array, x: Array, length: int) -> Array:
+    """Multiply (B, H, T, S) and (B, H, T, K) to (B, S, H, K), padded with zeros to `length` keys.
 
-    A product of matrices as they lie in memory, rows by columns, is what XLA has fast kernels for.
+    Both matrices are multiplied as they are stored in memory, because XLA has fast CPU kernels for
+    this order only.
     """
-    product = jnp.einsum("bhkt,bhts->bhks", x.swapaxes(2, 3), scores)
-    return jnp.pad(
-        product.transpose(0, 3, 1, 2), ((0, 0), (0, length - product.shape[3]), (0, 0), (0, 0))
-    )
+    result = jnp.einsum("bhkt,bhts->bhks", x.swapaxes(2, 3), scores)
+    padding = (0, 0), (0, length - result.shape[3]), (0, 0), (0, 0)
+    return jnp.pad(result.transpose(0, 3, 1, 2), padding)
 
 
 cpu_attention.defvjp(_cpu_forward, _cpu_backward)
@@ -143,52 +176,72 @@ def tpu_attention(
     block: int = BLOCK,
     interpret: bool = False,
 ) -> Array:
-    """As `causal_attention`, on TPUs; T must be a multiple of 128.
+    """Return causal attention, computed by the splash attention kernel for TPUs.
 
-    Each device works on the rows and heads it holds: `batch` and `heads` name the mesh axes that split them. "attention" names all
-    that the backward pass needs besides q, k and v: where a policy keeps that, the forward kernel does not run again.
+    XLA cannot partition a kernel, so it runs inside `jax.shard_map`: each device works on its own
+    sequences and heads. The name `"attention"` covers all values that the backward pass needs in
+    addition to q, k and v. If a policy of `jax.checkpoint` saves them, the forward kernel does not
+    run again.
 
-    interpret: carry out the kernel on any device, slowly, to check its results.
+    Args:
+        q: queries, (B, T, H, K). T must be a multiple of 128.
+        k: keys, (B, T, G, K).
+        v: values, (B, T, G, K).
+        segment_ids: as for `causal_attention`.
+        batch: the mesh axes that shard the sequences.
+        heads: the mesh axes that shard the heads.
+        block: the number of queries, and of keys, that the kernel works on at once.
+        interpret: interpret the kernel on any device, slowly, in order to test it.
+
+    Returns:
+        The outputs of the heads, (B, T, H, K).
+
+    Raises:
+        ValueError: if T is not a multiple of 128.
     """
     if q.shape[1] % LANES:
         raise ValueError(
-            f"tpu_attention takes lengths that are multiples of {LANES}, not {q.shape[1]}; pad the rows."
+            f"sequence length {q.shape[1]} is not a multiple of {LANES}, as tpu_attention "
+            "requires. Pad the sequences."
         )
     mesh = jax.sharding.get_abstract_mesh()
-    rows, cut = (
-        tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1) for axes in (batch, heads)
-    )
-    if q.shape[0] % math.prod(mesh.shape[axis] for axis in rows):
-        rows = ()  # the last rows of an evaluation: every device takes all of them
-    pieces = math.prod(mesh.shape[axis] for axis in cut)
-    if (
-        k.shape[2] % pieces
-    ):  # fewer heads of keys than devices: each device gets a copy of the one it needs
-        k, v = (jnp.repeat(x, pieces // math.gcd(pieces, k.shape[2]), axis=2) for x in (k, v))
-    kernel = partial(_local, block=block, interpret=interpret)
-    if not rows and not cut:
+    batch_axes = tuple(axis for axis in batch if mesh.shape.get(axis, 1) > 1)
+    head_axes = tuple(axis for axis in heads if mesh.shape.get(axis, 1) > 1)
+    if q.shape[0] % math.prod(mesh.shape[axis] for axis in batch_axes):
+        # The last batch of an evaluation: every device computes all of its sequences.
+        batch_axes = ()
+    head_shards = math.prod(mesh.shape[axis] for axis in head_axes)
+    if k.shape[2] % head_shards:
+        # There are fewer key heads than devices, so each device gets a copy of the one it needs.
+        copies = head_shards // math.gcd(head_shards, k.shape[2])
+        k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v))
+    kernel = partial(_splash_attention, block=block, interpret=interpret)
+    if not batch_axes and not head_axes:
         return kernel(q, k, v, segment_ids)
-    spec, ids = (
-        PartitionSpec(rows or None, None, cut or None, None),
-        PartitionSpec(rows or None, None),
+    spec = PartitionSpec(batch_axes or None, None, head_axes or None, None)
+    segment_spec = PartitionSpec(batch_axes or None, None)
+    sharded_kernel = jax.shard_map(
+        kernel,
+        mesh=mesh,
+        in_specs=(spec, spec, spec, segment_spec),
+        out_specs=spec,
+        # Kernels do not declare which axes their results vary over, so JAX cannot check it.
+        check_vma=False,
     )
-    # Kernels do not say which axes their results vary over, so JAX cannot check it.
-    return jax.shard_map(
-        kernel, mesh=mesh, in_specs=(spec, spec, spec, ids), out_specs=spec, check_vma=False
-    )(q, k, v, segment_ids)
+    return sharded_kernel(q, k, v, segment_ids)
 
 
-def _local(
+def _splash_attention(
     q: Array, k: Array, v: Array, segment_ids: Array | None, *, block: int, interpret: bool
 ) -> Array:
-    """The kernel for what one device holds."""
-    # Here, because it takes 0.1 s that a start elsewhere than on a TPU need not wait for.
+    """Run the kernel on the sequences and heads of one device."""
+    # Imported here because it takes 0.1 s, and only TPUs need it.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     length, num_heads, width = q.shape[1:]
     size = math.gcd(length, block)
-    sizes = splash.BlockSizes(
+    block_sizes = splash.BlockSizes(
         block_q=size,
         block_kv=size,
         block_q_dkv=size,
@@ -198,15 +251,16 @@ def _local(
     )
     mask = masks.MultiHeadMask([masks.CausalMask((length, length))] * num_heads)
     kernel = splash.make_splash_mha_single_device(
-        mask=mask, block_sizes=sizes, residual_checkpoint_name="attention", interpret=interpret
+        mask=mask,
+        block_sizes=block_sizes,
+        residual_checkpoint_name="attention",
+        interpret=interpret,
     )
-    missing = -width % LANES  # zeros at the end of each head change no product
-    q, k, v = (
-        jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, missing))).swapaxes(1, 2)
-        for x in (q * width**-0.5, k, v)
-    )  # (B, H, T, K)
+    # Zeros at the end of each head change neither scores nor outputs.
+    padding = (0, 0), (0, 0), (0, 0), (0, -width % LANES)
+    q, k, v = (jnp.pad(x, padding).swapaxes(1, 2) for x in (q * width**-0.5, k, v))  # (B, H, T, K)
     ids = () if segment_ids is None else (splash.SegmentIds(segment_ids, segment_ids),)
-    with jax.named_scope(
-        "causal"
-    ):  # tells a plan that the kernel skips what lies above the diagonal
-        return jax.vmap(kernel)(q, k, v, *ids).swapaxes(1, 2)[..., :width]
+    # From this name, a plan knows that the kernel skips the scores above the diagonal.
+    with jax.named_scope("causal"):
+        out: Array = jax.vmap(kernel)(q, k, v, *ids)
+        return out.swapaxes(1, 2)[..., :width]

@@ -1,55 +1,74 @@
-"""The loss of a language model: cross entropy of the logits, whole or a part of them at a time.
+"""The loss of a language model: cross entropy of all logits, or of one chunk of them at a time.
 
-For V words the logits of N tokens are the largest array of a small model's step, so what counts is how often they pass
-through memory: written by the output layer, read and overwritten by their gradient once, read by the two products of the
-backward pass. Where the loss is given what goes into the output layer, its exponentials are written instead of the logits.
+The logits are the largest array in the step of a small model, so the time depends on how often they
+pass through memory. The output layer writes them, the loss reads them once and overwrites them with
+their gradient, and the two matmuls of the backward pass read this gradient. If the loss also knows
+the input of the output layer (`linear_cross_entropy`), exponentials are written instead of logits.
+
+Shapes: N tokens, D width, V vocabulary size.
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from shardwise.axes import TENSOR
 from shardwise.kernels import hopper
-from shardwise.kernels.partitioning import by_rows, interpret, pl, triton
+from shardwise.kernels.partitioning import Ref, Residuals, interpret, partitioned, pl, triton
 from shardwise.kernels.platform import platform
+from shardwise.tree import DType
 
 Array = jax.Array
-COLUMNS = 4096  # of the logits that a program looks at at once
+
+# Logits that a program of the Triton kernel works on at once.
+COLUMNS = 4096
 
 
 @jax.custom_vjp
 def cross_entropy(logits: Array, labels: Array) -> Array:
-    """Negative log-likelihood of each label (from 0 to V - 1), float32, whatever the dtype of the logits.
+    """Return the negative log-likelihood of each label, in nats.
 
-    Under differentiation a kernel on GPUs puts the gradient in the place of the logits as soon as it knows their sum. It is
-    rounded to their dtype there, and scaled in the backward pass by what comes from above; nothing is left to do for a sum.
+    When this is differentiated on a GPU, a kernel replaces the logits by their gradient in the
+    forward pass already, rounded to their dtype. The backward pass scales it by the gradient of the
+    losses.
+
+    Args:
+        logits: (..., V), of any floating dtype.
+        labels: (...), integers from 0 to V - 1.
+
+    Returns:
+        The losses (...), float32.
+
+    Example:
+        >>> cross_entropy(jnp.zeros((2, 4)), jnp.array([0, 3]))
+        Array([1.3862944, 1.3862944], dtype=float32)
     """
     return _forward(logits, labels)[0]
 
 
 def _forward(logits: Array, labels: Array) -> tuple[Array, Array]:
+    """Return the losses, and the logarithms of the sums of exponentials."""
     log_total = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
-    picked = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-    return log_total - picked.astype(jnp.float32), log_total
+    label_logits = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+    return log_total - label_logits.astype(jnp.float32), log_total
 
 
 def _gradient(logits: Array, labels: Array, log_total: Array) -> Array:
-    """That of the sum of the losses, float32."""
+    """Return the gradient of the sum of the losses, float32."""
     is_label = jnp.arange(logits.shape[-1]) == labels[..., None]
     return jnp.exp(logits.astype(jnp.float32) - log_total[..., None]) - is_label
 
 
-def _rows_are_whole() -> bool:
-    """No mesh axis cuts the logits of a token, which the kernels hold or sum as a whole."""
+def _vocabulary_is_unsharded() -> bool:
+    """Return whether each device has all logits of its tokens, as the kernels require."""
     shape = jax.sharding.get_abstract_mesh().shape
     return all(shape.get(axis, 1) == 1 for axis in TENSOR)
 
 
-def _forward_rule(logits: Array, labels: Array) -> tuple[Array, Any]:
-    if platform() == "gpu" and _rows_are_whole():
+def _forward_rule(logits: Array, labels: Array) -> tuple[Array, Residuals]:
+    """Save the gradient alone on GPUs; elsewhere logits, labels and sums."""
+    if platform() == "gpu" and _vocabulary_is_unsharded():
         nats, gradient = fused_cross_entropy(
             logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
         )
@@ -58,86 +77,118 @@ def _forward_rule(logits: Array, labels: Array) -> tuple[Array, Any]:
     return nats, (logits, labels, log_total)
 
 
-def _backward_rule(saved: Any, g: Array) -> tuple[Array, None]:
-    gradient = saved[0].astype(jnp.float32) if len(saved) == 1 else _gradient(*saved)
-    return (gradient * g[..., None]).astype(saved[0].dtype), None
+def _backward_rule(residuals: Residuals, g: Array) -> tuple[Array, None]:
+    if len(residuals) == 1:
+        gradient = residuals[0].astype(jnp.float32)
+    else:
+        gradient = _gradient(*residuals)
+    return (gradient * g[..., None]).astype(residuals[0].dtype), None
 
 
 cross_entropy.defvjp(_forward_rule, _backward_rule)
 
 
 def fused_cross_entropy(logits: Array, labels: Array) -> tuple[Array, Array]:
-    """Logits (N, V) and labels (N,) -> losses (N,) and the gradient of their sum, in the place of the logits."""
-    gradient, nats = by_rows(_fused, "n v, n -> n v, n", whole="v")(logits, labels)
+    """Return the losses and the gradient of their sum, computed by a GPU kernel.
+
+    Args:
+        logits: (N, V). Their memory is reused for the gradient.
+        labels: (N,).
+
+    Returns:
+        The losses (N,), float32, and the gradient (N, V) of the dtype of the logits.
+    """
+    gradient, nats = partitioned(_fused, "n v, n -> n v, n", replicated="v")(logits, labels)
     return nats, gradient
 
 
-def _kernel(x_ref: Any, label_ref: Any, gradient_ref: Any, nats_ref: Any) -> None:
-    row, width = pl.program_id(0), x_ref.shape[1]
+def _kernel(x_ref: Ref, label_ref: Ref, gradient_ref: Ref, nats_ref: Ref) -> None:
+    """Read the logits of one token to sum them, and again to replace them by their gradient."""
+    token = pl.program_id(0)
+    width = x_ref.shape[1]
     columns = min(COLUMNS, pl.next_power_of_2(width))
-    label = label_ref[row]
+    label = label_ref[token]
 
-    def part(i: Array) -> tuple[Array, Array]:
+    def load(i: Array) -> tuple[Array, Array]:
         column = i * columns + jnp.arange(columns)
-        return column, triton.load(
-            x_ref.at[row, column], mask=column < width, other=-jnp.inf
-        ).astype(jnp.float32)
+        x = triton.load(x_ref.at[token, column], mask=column < width, other=-jnp.inf)
+        return column, x.astype(jnp.float32)
 
-    def read(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
-        top, total = found
-        _, x = part(i)
-        higher = jnp.maximum(top, jnp.max(x))
-        return higher, total * jnp.exp(top - higher) + jnp.sum(jnp.exp(x - higher))
+    def add_exponentials(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        maximum, total = carry
+        _, x = load(i)
+        new_maximum = jnp.maximum(maximum, jnp.max(x))
+        scaled_total = total * jnp.exp(maximum - new_maximum)
+        return new_maximum, scaled_total + jnp.sum(jnp.exp(x - new_maximum))
 
-    def write(i: Array, _: None) -> None:
-        column, x = part(i)  # of which the cache still has most
+    def write_gradient(i: Array, _: None) -> None:
+        # Most of these logits are still in the cache.
+        column, x = load(i)
         gradient = jnp.exp(x - log_total) - jnp.where(column == label, 1.0, 0.0)
         triton.store(
-            gradient_ref.at[row, column], gradient.astype(gradient_ref.dtype), mask=column < width
+            gradient_ref.at[token, column], gradient.astype(gradient_ref.dtype), mask=column < width
         )
 
-    picked = triton.load(x_ref.at[row, label]).astype(jnp.float32)
-    top, total = jax.lax.fori_loop(
-        0, pl.cdiv(width, columns), read, (jnp.float32(-jnp.inf), jnp.float32(0))
-    )
-    log_total = top + jnp.log(total)
-    nats_ref[row] = log_total - picked
-    jax.lax.fori_loop(0, pl.cdiv(width, columns), write, None)
+    label_logit = triton.load(x_ref.at[token, label]).astype(jnp.float32)
+    start = jnp.float32(-jnp.inf), jnp.float32(0)
+    maximum, total = jax.lax.fori_loop(0, pl.cdiv(width, columns), add_exponentials, start)
+    log_total = maximum + jnp.log(total)
+    nats_ref[token] = log_total - label_logit
+    jax.lax.fori_loop(0, pl.cdiv(width, columns), write_gradient, None)
 
 
 def _fused(logits: Array, labels: Array) -> tuple[Array, Array]:
-    if hopper.is_here() and hopper.holds_row(logits):
-        return hopper.cross_entropy(logits, labels)
-    shapes = (
-        jax.ShapeDtypeStruct(logits.shape, logits.dtype),
-        jax.ShapeDtypeStruct(labels.shape, jnp.float32),
-    )
-    return pl.pallas_call(
+    """Return the gradient and the losses of the tokens of one device."""
+    if hopper.is_available() and hopper.supports_cross_entropy(logits):
+        gradient, nats = hopper.cross_entropy(logits, labels)
+        return gradient, nats
+    gradient, nats = pl.pallas_call(
         _kernel,
-        out_shape=shapes,
+        out_shape=(
+            jax.ShapeDtypeStruct(logits.shape, logits.dtype),
+            jax.ShapeDtypeStruct(labels.shape, jnp.float32),
+        ),
         grid=(logits.shape[0],),
         input_output_aliases={0: 0},
         compiler_params=triton.CompilerParams(num_warps=4),
         interpret=interpret(),
         name="cross_entropy",
     )(logits, labels)
+    return gradient, nats
 
 
 def linear_cross_entropy(features: Array, table: Array, labels: Array) -> Array:
-    """`cross_entropy` of what goes into the output layer, (N, D) or (..., D), and of its weights, (V, D): on Hopper GPUs in fewer passes.
+    """Return `cross_entropy(features @ table.T, labels)`, in fewer passes on Hopper GPUs.
 
-    There the product leaves the chip as exponentials, of the logits less that of the label: their sum is all that is missing, and goes
-    into the backward pass as a number for each token. A label that is 60 nats less likely than other words counts as about that.
+    There the matmul writes exponentials of the logits relative to the logit of the label. The
+    gradient of the logits is these exponentials divided by their sum, and this division, one number
+    per token, is left to the backward pass, which applies it to smaller arrays. Exponents are
+    clipped at 60, so the loss of a label that is less likely by 60 nats than other tokens is about
+    60 nats.
+
+    Args:
+        features: the input of the output layer, (..., D).
+        table: the weights of the output layer, (V, D).
+        labels: (...), integers from 0 to V - 1.
+
+    Returns:
+        The losses in nats, (...), float32.
     """
-    rows, flat = features.reshape(-1, features.shape[-1]), labels.reshape(-1)
-    return (_fused_linear if _is_fused(rows, table) else _plain_linear)(rows, table, flat).reshape(
-        labels.shape
-    )
+    tokens = features.reshape(-1, features.shape[-1])
+    token_labels = labels.reshape(-1)
+    loss = _fused_linear if _is_fused(tokens, table) else _plain_linear
+    return loss(tokens, table, token_labels).reshape(labels.shape)
 
 
 def _is_fused(features: Array, table: Array) -> bool:
-    fits = features.dtype == table.dtype and hopper.can_multiply(features, table.shape[0])
-    return fits and platform() == "gpu" and hopper.is_here() and _rows_are_whole()
+    """Return whether `product_exp` computes the loss of features (N, D) and a table (V, D)."""
+    return (
+        features.dtype == table.dtype
+        and hopper.supports_matmul(features, table.shape[0])
+        and platform() == "gpu"
+        and hopper.is_available()
+        and _vocabulary_is_unsharded()
+    )
 
 
 def _logits(features: Array, table: Array) -> Array:
@@ -150,118 +201,147 @@ def _plain_linear(features: Array, table: Array, labels: Array) -> Array:
 
 @jax.custom_vjp
 def _fused_linear(features: Array, table: Array, labels: Array) -> Array:
-    """The value; differentiated, it is the rules."""
+    """Return the losses. Only the forward and backward rules use the kernel."""
     return _plain_linear(features, table, labels)
 
 
-def _linear_forward(features: Array, table: Array, labels: Array) -> tuple[Array, Any]:
+def _linear_forward(features: Array, table: Array, labels: Array) -> tuple[Array, Residuals]:
     nats, gradient, scale = _nats_and_gradient(features, table, labels)
     return nats, (features, table, gradient, scale)
 
 
-def _linear_backward(saved: Any, g: Array) -> tuple[Array, Array, None]:
-    features, table, gradient, scale = saved
-    return *_through_product(features, table, gradient, g * scale, table.dtype), None
+def _linear_backward(residuals: Residuals, g: Array) -> tuple[Array, Array, None]:
+    features, table, gradient, scale = residuals
+    dfeatures, dtable = _matmul_backward(features, table, gradient, g * scale, table.dtype)
+    return dfeatures, dtable, None
 
 
 _fused_linear.defvjp(_linear_forward, _linear_backward)
 
 
 def _nats_and_gradient(features: Array, table: Array, labels: Array) -> tuple[Array, Array, Array]:
-    """The losses, and what has to be multiplied by a number for each token to be the gradient of the logits: with those numbers."""
+    """Return the losses (N,), and the gradient of the logits: an array (N, V), a factor (N,)."""
     if _is_fused(features, table):
-        shares, total = by_rows(_shares, "n d, v d, n -> n v, n", whole="d v")(
+        rule = "n d, v d, n -> n v, n"
+        gradient, total = partitioned(_exponentials, rule, replicated="d v")(
             features, table, labels
         )
-        return jnp.log(total), shares, 1 / total
-    nats, saved = _forward_rule(_logits(features, table), labels)
-    return nats, _backward_rule(saved, jnp.ones_like(nats))[0], jnp.ones_like(nats)
+        return jnp.log(total), gradient, 1 / total
+    nats, residuals = _forward_rule(_logits(features, table), labels)
+    return nats, _backward_rule(residuals, jnp.ones_like(nats))[0], jnp.ones_like(nats)
 
 
-def _shares(features: Array, table: Array, labels: Array) -> tuple[Array, Array]:
-    """How much likelier each word is than the label (for the label itself: what makes it the gradient), and the sum of that."""
-    of_label = (features.astype(jnp.float32) * table[labels].astype(jnp.float32)).sum(1)
-    if hopper.can_multiply(features, table.shape[0]):
-        shares, total = hopper.product_exp(features, table, of_label)
-    else:  # what one device holds may not be cut into tiles
-        less = _logits(features, table).astype(jnp.float32) - of_label[:, None]
-        shares = jnp.exp(jnp.minimum(less, hopper.CEILING))
-        shares, total = shares.astype(features.dtype), shares.sum(1)
-    return shares.at[jnp.arange(len(labels)), labels].set((1 - total).astype(shares.dtype)), total
+def _exponentials(features: Array, table: Array, labels: Array) -> tuple[Array, Array]:
+    """Return the unscaled gradient of the logits, and its scale, on one device.
+
+    The unscaled gradient is the probability of each token relative to that of the label, and
+    `1 - total` at the label itself. Divided by the total, this is the softmax minus one-hot.
+    """
+    label_logits = (features.astype(jnp.float32) * table[labels].astype(jnp.float32)).sum(1)
+    if hopper.supports_matmul(features, table.shape[0]):
+        exponentials, total = hopper.product_exp(features, table, label_logits)
+    else:
+        # The tiles of the kernel divide the complete array, but not the shard of this device.
+        exponents = _logits(features, table).astype(jnp.float32) - label_logits[:, None]
+        exponentials = jnp.exp(jnp.minimum(exponents, hopper.MAX_EXPONENT))
+        exponentials, total = exponentials.astype(features.dtype), exponentials.sum(1)
+    token = jnp.arange(len(labels))
+    gradient = exponentials.at[token, labels].set((1 - total).astype(exponentials.dtype))
+    return gradient, total
 
 
-def _through_product(
-    features: Array, table: Array, gradient: Array, scale: Array, of_table: Any
+def _matmul_backward(
+    features: Array, table: Array, gradient: Array, scale: Array, table_dtype: DType
 ) -> tuple[Array, Array]:
-    """Gradients of features and table, the latter of a given dtype, from that of the logits, whose rows are still to be scaled."""
-    weighted = (features * scale[:, None]).astype(features.dtype)
-    to_table = jax.lax.dot_general(
-        gradient, weighted, (((0,), (0,)), ((), ())), preferred_element_type=of_table
+    """Return the gradients of features (N, D) and table (V, D).
+
+    The gradient of the logits is `gradient * scale[:, None]`, but the scale is applied to the
+    smaller arrays before and after the matmuls.
+    """
+    scaled_features = (features * scale[:, None]).astype(features.dtype)
+    dtable = jax.lax.dot_general(
+        gradient, scaled_features, (((0,), (0,)), ((), ())), preferred_element_type=table_dtype
     )
-    return ((gradient @ table) * scale[:, None]).astype(features.dtype), to_table
+    return ((gradient @ table) * scale[:, None]).astype(features.dtype), dtable
 
 
 def chunked_cross_entropy(
     features: Array, table: Array, labels: Array, chunks: int, weights: Array | None = None
 ) -> Array:
-    """The sum of `weights * cross_entropy(features @ table.T, labels)`, never holding more than one of `chunks` parts of the logits.
+    """Return the weighted sum of the losses, with the logits of only one chunk in memory at a time.
 
-    Features (N, D), table (V, D), labels and weights (N,). Under differentiation the gradients of a part are computed while
-    its logits are there, so nothing is computed twice: that is why the weights (default: ones) must be known here, and why
-    there is one sum instead of a loss for each token. The gradient of the table is summed in float32.
+    When this is differentiated, the gradients of a chunk are computed while its logits exist, so
+    nothing is computed twice. That is why the weights must be known here, and why the result is one
+    sum instead of a loss for each token. The gradient of the table is summed in float32.
+
+    Args:
+        features: the input of the output layer, (N, D).
+        table: the weights of the output layer, (V, D).
+        labels: (N,), integers from 0 to V - 1.
+        chunks: the number of chunks. It must divide N.
+        weights: (N,); ones by default.
+
+    Returns:
+        `(weights * cross_entropy(features @ table.T, labels)).sum()`, float32.
+
+    Raises:
+        ValueError: if `chunks` does not divide N.
     """
-    if features.shape[0] % chunks:
-        raise ValueError(f"{features.shape[0]} tokens are not divisible by {chunks} chunks")
-    return _chunked(
-        features,
-        table,
-        labels,
-        jnp.ones(labels.shape, jnp.float32) if weights is None else weights,
-        chunks,
-    )
+    num_tokens = features.shape[0]
+    if num_tokens % chunks:
+        raise ValueError(
+            f"{num_tokens} tokens are not divisible by chunks={chunks}. Use a number of chunks "
+            "that divides batch size times length."
+        )
+    if weights is None:
+        weights = jnp.ones(labels.shape, jnp.float32)
+    return _chunked(features, table, labels, weights, chunks)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _chunked(features: Array, table: Array, labels: Array, weights: Array, chunks: int) -> Array:
-    def one(total: Array, part: Any) -> tuple[Array, None]:
-        rows, labels, weights = part
-        return total + (_plain_linear(rows, table, labels) * weights).sum(), None
+    def add_chunk(total: Array, chunk: tuple[Array, ...]) -> tuple[Array, None]:
+        features, labels, weights = chunk
+        return total + (_plain_linear(features, table, labels) * weights).sum(), None
 
-    return jax.lax.scan(one, jnp.float32(0), _parts((features, labels, weights), chunks))[0]
+    inputs = _split((features, labels, weights), chunks)
+    total: Array = jax.lax.scan(add_chunk, jnp.float32(0), inputs)[0]
+    return total
 
 
 def _chunked_forward(
     features: Array, table: Array, labels: Array, weights: Array, chunks: int
-) -> tuple[Array, Any]:
-    def one(sums: tuple[Array, Array], part: Any) -> tuple[Any, Any]:
-        rows, labels, weights = part
-        nats, gradient, scale = _nats_and_gradient(rows, table, labels)
-        to_rows, to_table = _through_product(rows, table, gradient, weights * scale, jnp.float32)
-        return (sums[0] + (nats * weights).sum(), sums[1] + to_table), (to_rows, nats)
+) -> tuple[Array, Residuals]:
+    def add_chunk(
+        sums: tuple[Array, Array], chunk: tuple[Array, ...]
+    ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        loss_sum, table_sum = sums
+        features, labels, weights = chunk
+        nats, gradient, scale = _nats_and_gradient(features, table, labels)
+        dfeatures, dtable = _matmul_backward(
+            features, table, gradient, weights * scale, jnp.dtype(jnp.float32)
+        )
+        return (loss_sum + (nats * weights).sum(), table_sum + dtable), (dfeatures, nats)
 
     zeros = jnp.float32(0), jnp.zeros(table.shape, jnp.float32)
-    (total, to_table), parts = jax.lax.scan(one, zeros, _parts((features, labels, weights), chunks))
-    to_features, nats = (x.swapaxes(0, 1).reshape(-1, *x.shape[2:]) for x in parts)
-    return total, (to_features, to_table.astype(table.dtype), nats)
+    inputs = _split((features, labels, weights), chunks)
+    (total, dtable), outputs = jax.lax.scan(add_chunk, zeros, inputs)
+    dfeatures, nats = (x.swapaxes(0, 1).reshape(-1, *x.shape[2:]) for x in outputs)
+    return total, (dfeatures, dtable.astype(table.dtype), nats)
 
 
 def _chunked_backward(
-    chunks: int, saved: tuple[Array, Array, Array], g: Array
+    chunks: int, residuals: Residuals, g: Array
 ) -> tuple[Array, Array, None, Array]:
-    to_features, to_table, nats = saved
-    return (
-        to_features * g.astype(to_features.dtype),
-        to_table * g.astype(to_table.dtype),
-        None,
-        nats * g,
-    )
+    dfeatures, dtable, nats = residuals
+    return dfeatures * g.astype(dfeatures.dtype), dtable * g.astype(dtable.dtype), None, nats * g
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward)
 
 
-def _parts(arrays: tuple[Array, ...], chunks: int) -> tuple[Array, ...]:
-    """Row i goes to part i % chunks, which moves no row off its device."""
+def _split(arrays: tuple[Array, ...], chunks: int) -> tuple[Array, ...]:
+    """Put token i into chunk `i % chunks`, so that every token stays on its device."""
     return tuple(
         x.reshape(x.shape[0] // chunks, chunks, *x.shape[1:]).swapaxes(0, 1) for x in arrays
     )

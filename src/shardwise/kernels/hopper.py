@@ -1,47 +1,81 @@
-"""Kernels for Hopper GPUs (H100, H200) in which arithmetic and memory work at the same time, written in Mosaic GPU.
+"""Kernels for Hopper GPUs (H100, H200), written in Mosaic GPU.
 
-Passes over large arrays are saved that XLA and Triton make. A product becomes its GELU (or is multiplied by the slope of it, in the
-backward pass, or becomes the shares of a softmax) before it leaves the chip: of the four warpgroups of a program two multiply, one
-loads, and one works on the tile that is done. Where the logits exist already, the loss holds a row of them on chip while it sums and
-divides: read once, written once. In jax before 0.11 Mosaic GPU has other names; there, and for shapes that do not fit, the callers have
-other kernels.
+They save passes over large arrays that XLA and Triton make, and overlap arithmetic with memory
+traffic:
+
+- `product_gelu`, `product_slope` and `product_exp` are matmuls with an epilogue. The result of the
+  matmul becomes its GELU, is multiplied by the slope of the GELU, or becomes exponentials for the
+  loss, before it leaves the chip.
+- `cross_entropy` holds the logits of a token on chip while it sums and divides, so it reads and
+  writes each logit once.
+
+The kernels need jax 0.11 or newer, because Mosaic GPU had other names before. There, and for shapes
+that the tiles do not divide, the callers use other kernels.
+
+All kernels are jitted, so that layers of the same shape share one. It takes seconds to compile.
 """
 
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardwise.kernels.partitioning import gpu, pl
+from shardwise.kernels.partitioning import Ref, gpu, pl
 
 Array = jax.Array
-ROOT, CUBIC = 0.7978845608028654, 0.044715  # of the GELU: the root of 2 / pi
-LOG2E = 1.4426950408889634
-LANES = 128  # a row of logits is worked on in lines of so many
-LINES = 64  # at a time
-ON_CHIP = 227 * 1024  # bytes that the programs on one multiprocessor share
-ROWS, COLUMNS, DEPTH = (
-    128,
-    128,
-    64,
-)  # of the tile of a warpgroup that multiplies; columns of its factors at a time
-STAGES = 3  # pieces of the factors that are loaded ahead
-PIECE, HEIGHT = (
-    64,
-    32,
-)  # columns and rows of the part of a tile that the last warpgroup works on at once
-SLOPES = 2  # parts whose slopes are on their way from memory
-REGISTERS = 168, 24, 152  # of a thread that multiplies, loads, and ends; 128 on average
-TOGETHER = 16  # tiles above each other that are worked on at a time: what they share is read once
-CEILING = 60.0  # of what becomes a share: exp(60) times as many words as there are, and its inverse over all tokens, are numbers in float32
+Epilogue: TypeAlias = Literal["gelu", "slope", "exp"]
+
+# Constants of the tanh approximation of the GELU.
+SQRT_2_OVER_PI = 0.7978845608028654
+CUBIC = 0.044715
+
+LOG2_E = 1.4426950408889634
+
+# `cross_entropy` views the logits of a token as lines of this many values ...
+LANES = 128
+# ... and works on this many lines at a time.
+LINES = 64
+
+# Shared memory of a multiprocessor, in bytes.
+SHARED_MEMORY = 227 * 1024
+
+# Each of the two multiplying warpgroups computes a tile half of this many rows and columns.
+TILE_ROWS = 128
+TILE_COLUMNS = 128
+
+# Columns of `a` (and rows of `b`) that are multiplied in one step.
+DEPTH = 64
+
+# Steps whose operands are in shared memory, or on their way to it.
+STAGES = 3
+
+# The epilogue works on parts of a tile of this size.
+PART_ROWS = 32
+PART_COLUMNS = 64
+
+# Parts whose slopes the epilogue requests ahead of use.
+SLOPES = 2
+
+# Registers per thread of the warpgroups that multiply, load, and run the epilogue. The average over
+# the four warpgroups must be 128.
+REGISTERS = 168, 24, 152
+
+# Programs work on groups of this many tiles above each other, so that their columns are read once.
+GROUP_TILES = 16
+
+# `product_exp` clips its exponents here. exp(60), summed over a vocabulary, and its inverse,
+# divided by the number of tokens, are still finite in float32.
+MAX_EXPONENT = 60.0
 
 
-def is_here() -> bool:
+def is_available() -> bool:
+    """Return whether this machine has a Hopper GPU, and a JAX that can compile these kernels."""
     device = jax.devices()[0]
     version = tuple(int(part) for part in jax.__version__.split(".")[:2])
     return (
@@ -52,29 +86,43 @@ def is_here() -> bool:
 
 
 def multiprocessors() -> int:
+    """Return the number of multiprocessors of the GPU."""
     return int(jax.devices()[0].core_count)
 
 
-def holds_row(logits: Array) -> bool:
-    """Whether two programs on a multiprocessor, one of which computes while the other loads, can each hold a row of (N, V)."""
+def supports_cross_entropy(logits: Array | jax.ShapeDtypeStruct) -> bool:
+    """Return whether `cross_entropy` can hold the logits (N, V) of a token on chip.
+
+    Two programs have to fit on a multiprocessor, so that one computes while the other one loads.
+    """
     width = logits.shape[1]
     return (
         logits.dtype in (jnp.bfloat16, jnp.float16)
         and width % LANES == 0
-        and 2 * (2 * width + 2048) <= ON_CHIP
+        and 2 * (2 * width + 2048) <= SHARED_MEMORY
     )
 
 
 @jax.jit
 def cross_entropy(logits: Array, labels: Array) -> tuple[Array, Array]:
-    """Logits (N, V) and labels (N,) -> the gradient of the sum of the losses, in the place of the logits, and the losses (N,)."""
-    rows, width = logits.shape
+    """Return the gradient of the summed loss, and the losses.
+
+    Args:
+        logits: (N, V). The gradient is written in their place.
+        labels: (N,).
+
+    Returns:
+        The gradient of the sum of the losses with respect to the logits, (N, V), and the losses in
+        nats, (N,), float32.
+    """
+    num_tokens, width = logits.shape
+    # Two programs share a multiprocessor: one computes while the other one loads.
     programs = 2 * multiprocessors()
-    body = partial(_cross_entropy, programs=programs)
-    place = jax.new_ref(logits.reshape(rows, width // LANES, LANES))
+    kernel = partial(_cross_entropy_kernel, programs=programs)
+    in_place = jax.new_ref(logits.reshape(num_tokens, width // LANES, LANES))
     nats = gpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((rows,), jnp.float32),
+        kernel,
+        out_type=jax.ShapeDtypeStruct((num_tokens,), jnp.float32),
         grid=(programs,),
         grid_names=("program",),
         num_threads=1,
@@ -83,304 +131,181 @@ def cross_entropy(logits: Array, labels: Array) -> tuple[Array, Array]:
         compiler_params=gpu.CompilerParams(
             lowering_semantics=gpu.LoweringSemantics.Warpgroup, approx_math=True
         ),
-    )(place, labels)
-    gradient = jax.freeze(place).reshape(rows, width)
-    return gradient.at[jnp.arange(rows), labels].set(jnp.expm1(-nats).astype(gradient.dtype)), nats
+    )(in_place, labels)
+    gradient = jax.freeze(in_place).reshape(num_tokens, width)
+    # At the label, the kernel has left the probability p = exp(-nats). The gradient is p - 1.
+    label_gradient = jnp.expm1(-nats).astype(gradient.dtype)
+    return gradient.at[jnp.arange(num_tokens), labels].set(label_gradient), nats
 
 
-def _cross_entropy(x_ref: Any, label_ref: Any, nats_ref: Any, *, programs: int) -> None:
-    """Leaves exp(x - log of the sum) for x. That of the label, less 1 before it is rounded, is left to the caller."""
-    rows, height, lanes = x_ref.shape
-    parts = [(start, min(LINES, height - start)) for start in range(0, height, LINES)]
+def _cross_entropy_kernel(x_ref: Ref, label_ref: Ref, nats_ref: Ref, *, programs: int) -> None:
+    """Replace logits by their softmax, and write the losses.
+
+    The caller subtracts 1 at the label, before the value is rounded.
+    """
+    num_tokens, num_lines, lanes = x_ref.shape
+    parts = [(start, min(LINES, num_lines - start)) for start in range(0, num_lines, LINES)]
     program = lax.axis_index("program")
 
-    def row_of(row: Array, held: Any, loaded: Any) -> None:
-        def part(start: int, size: int) -> Array:
+    def process_token(token: Array, buffer: Ref, loaded: Ref) -> None:
+        def read(start: int, size: int) -> Array:
+            """Return some lines of logits in units of log 2."""
             layout = gpu.Layout.WG_STRIDED((size, lanes), 8 if size % 8 == 0 else 1)
-            return gpu.load(held.at[pl.ds(start, size)], layout=layout).astype(jnp.float32) * LOG2E
+            lines: Array = gpu.load(buffer.at[pl.ds(start, size)], layout=layout)
+            return lines.astype(jnp.float32) * LOG2_E
 
         for i, (start, size) in enumerate(parts):
-            gpu.copy_gmem_to_smem(
-                x_ref.at[row, pl.ds(start, size)], held.at[pl.ds(start, size)], loaded.at[i]
-            )
+            lines = pl.ds(start, size)
+            gpu.copy_gmem_to_smem(x_ref.at[token, lines], buffer.at[lines], loaded.at[i])
 
-        label = label_ref[row]
-        top, total = jnp.float32(-jnp.inf), jnp.float32(0)
+        # The sum of exponentials, relative to the largest logit so far.
+        label = label_ref[token]
+        maximum = jnp.float32(-jnp.inf)
+        total = jnp.float32(0)
         for i, (start, size) in enumerate(parts):
             gpu.barrier_wait(loaded.at[i])
-            x = part(start, size)
-            higher = jnp.maximum(top, jnp.max(x))
-            total = total * jnp.exp2(top - higher) + jnp.sum(jnp.exp2(x - higher))
-            top = higher
-        log_total = top + jnp.log(total) * LOG2E
-        picked = x_ref[
-            row, lax.div(label, jnp.int32(lanes)), lax.rem(label, jnp.int32(lanes))
-        ].astype(jnp.float32)
-        nats_ref[row] = log_total / LOG2E - picked
+            x = read(start, size)
+            new_maximum = jnp.maximum(maximum, jnp.max(x))
+            total = total * jnp.exp2(maximum - new_maximum) + jnp.sum(jnp.exp2(x - new_maximum))
+            maximum = new_maximum
+        log_total = maximum + jnp.log(total) * LOG2_E
+        line = lax.div(label, jnp.int32(lanes))
+        lane = lax.rem(label, jnp.int32(lanes))
+        label_logit = x_ref[token, line, lane].astype(jnp.float32)
+        nats_ref[token] = log_total / LOG2_E - label_logit
+
         for start, size in parts:
-            held[pl.ds(start, size)] = jnp.exp2(part(start, size) - log_total).astype(x_ref.dtype)
+            lines = pl.ds(start, size)
+            buffer[lines] = jnp.exp2(read(start, size) - log_total).astype(x_ref.dtype)
             gpu.commit_smem()
-            gpu.copy_smem_to_gmem(held.at[pl.ds(start, size)], x_ref.at[row, pl.ds(start, size)])
+            gpu.copy_smem_to_gmem(buffer.at[lines], x_ref.at[token, lines])
         gpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def scope(held: Any, loaded: Any) -> None:
-        count = lax.div(rows - program + programs - 1, jnp.int32(programs))
-        lax.fori_loop(0, count, lambda i, _: row_of(program + i * programs, held, loaded), None)
+    def process_tokens(buffer: Ref, loaded: Ref) -> None:
+        count = lax.div(num_tokens - program + programs - 1, jnp.int32(programs))
+
+        def process(i: Array, _: None) -> None:
+            process_token(program + i * programs, buffer, loaded)
+
+        lax.fori_loop(0, count, process, None)
         gpu.wait_smem_to_gmem(0)
 
     pl.run_scoped(
-        scope,
-        held=gpu.SMEM((height, lanes), x_ref.dtype),
+        process_tokens,
+        buffer=gpu.SMEM((num_lines, lanes), x_ref.dtype),
         loaded=gpu.Barrier(num_barriers=len(parts)),
         collective_axes="wg",
     )
 
 
-def can_multiply(x: Array, columns: int) -> bool:
-    """Whether tiles divide the product of x (N, D) and a matrix of so many columns."""
-    rows, inner = x.shape
+def supports_matmul(x: Array | jax.ShapeDtypeStruct, columns: int) -> bool:
+    """Return whether the tiles divide the matmul of `x` (N, D) and a matrix (D, `columns`)."""
+    num_tokens, depth = x.shape
     return (
         x.dtype in (jnp.bfloat16, jnp.float16)
-        and rows % (2 * ROWS) == 0
-        and inner % DEPTH == 0
-        and columns % COLUMNS == 0
+        and num_tokens % (2 * TILE_ROWS) == 0
+        and depth % DEPTH == 0
+        and columns % TILE_COLUMNS == 0
     )
 
 
 @jax.jit
 def product_gelu(x: Array, kernel: Array, bias: Array) -> tuple[Array, Array]:
-    """x (N, D), kernel (D, F), bias (F,) -> gelu(x @ kernel + bias), and the slope of the GELU there."""
+    """Return the GELU of a linear layer, and the slope of the GELU there.
+
+    Args:
+        x: (N, D).
+        kernel: (D, F).
+        bias: (F,).
+
+    Returns:
+        `gelu(x @ kernel + bias)` and the derivative of the GELU at the same point, both (N, F).
+    """
     out = jax.ShapeDtypeStruct((x.shape[0], kernel.shape[1]), x.dtype)
-    return tuple(_product("gelu", out, out)(x, kernel, bias))
+    y, slope = _matmul_call("gelu", out, out)(x, kernel, bias)
+    return y, slope
 
 
 @jax.jit
 def product_slope(g: Array, kernel: Array, slope: Array) -> tuple[Array, Array]:
-    """g (N, D), kernel (F, D), slope (N, F) -> (g @ kernel.T) * slope, and the sum of its rows (F,)."""
-    rows, columns = slope.shape
-    sums = jax.ShapeDtypeStruct((rows // (2 * ROWS), columns), jnp.float32)
-    gradient, parts = _product("slope", jax.ShapeDtypeStruct(slope.shape, g.dtype), sums)(
-        g, kernel, slope
-    )
-    return gradient, parts.sum(0)
+    """Return the gradient of the input of a GELU, and its sum over tokens.
+
+    Args:
+        g: the gradient of the layer after the GELU, (N, D).
+        kernel: the weights of this layer, (F, D).
+        slope: the slope of the GELU, (N, F).
+
+    Returns:
+        `(g @ kernel.T) * slope`, (N, F), and its sum over tokens, (F,), float32.
+    """
+    num_tokens, columns = slope.shape
+    sums = jax.ShapeDtypeStruct((num_tokens // (2 * TILE_ROWS), columns), jnp.float32)
+    out = jax.ShapeDtypeStruct(slope.shape, g.dtype)
+    gradient, partial_sums = _matmul_call("slope", out, sums)(g, kernel, slope)
+    return gradient, partial_sums.sum(0)
 
 
 @jax.jit
-def product_exp(x: Array, table: Array, less: Array) -> tuple[Array, Array]:
-    """x (N, D), table (V, D), less (N,) -> exp(x @ table.T - less), at most that of CEILING, and the sum of each row (N,), float32."""
-    rows, columns = x.shape[0], table.shape[0]
-    sums = jax.ShapeDtypeStruct((columns // COLUMNS, rows), jnp.float32)
-    shares, parts = _product("exp", jax.ShapeDtypeStruct((rows, columns), x.dtype), sums)(
-        x, table, less
-    )
-    return shares, parts.sum(0)
+def product_exp(x: Array, table: Array, offset: Array) -> tuple[Array, Array]:
+    """Return exponentials of logits, and their sum for each token.
+
+    Args:
+        x: the features of the tokens, (N, D).
+        table: the weights of the output layer, (V, D).
+        offset: a number for each token that is subtracted from its logits, (N,), float32.
+
+    Returns:
+        `exp(min(x @ table.T - offset, MAX_EXPONENT))`, (N, V), and its sums, (N,), float32.
+    """
+    num_tokens, columns = x.shape[0], table.shape[0]
+    sums = jax.ShapeDtypeStruct((columns // TILE_COLUMNS, num_tokens), jnp.float32)
+    out = jax.ShapeDtypeStruct((num_tokens, columns), x.dtype)
+    exponentials, partial_sums = _matmul_call("exp", out, sums)(x, table, offset)
+    return exponentials, partial_sums.sum(0)
 
 
-def _product(end: str, *out_type: jax.ShapeDtypeStruct) -> Any:
-    return gpu.kernel(
-        partial(_product_kernel, end=end),
+def _matmul_call(
+    epilogue: Epilogue, *out_type: jax.ShapeDtypeStruct
+) -> Callable[..., tuple[Array, Array]]:
+    """Return a call of the matmul kernel, with one program on each multiprocessor."""
+    call: Callable[..., tuple[Array, Array]] = gpu.kernel(
+        partial(_matmul_kernel, epilogue=epilogue),
         out_type=out_type,
         grid=(multiprocessors(),),
         grid_names=("program",),
         num_threads=4,
         thread_name="wg",
-        kernel_name=f"product_{end}",
+        # `flops.count_kernels` and plans recognize matmul kernels by the prefix "product_".
+        kernel_name=f"product_{epilogue}",
         compiler_params=gpu.CompilerParams(
             lowering_semantics=gpu.LoweringSemantics.Lane,
             approx_math=True,
-            unsafe_no_auto_barriers=True,  # the kernel has a barrier wherever one warpgroup hands something to another
+            # The kernel has a barrier wherever one warpgroup hands something to another.
+            unsafe_no_auto_barriers=True,
         ),
     )
+    return call
 
 
-def lines() -> Any:
-    """How a warpgroup holds part of a tile: what a warp reads or writes at once is two whole lines of 128 bytes. By count, shared memory is
-    the busiest part here (the tensor cores alone want three quarters of its speed): this warpgroup goes past it to the memory."""
-    return gpu.Layout.TILED(
-        gpu.Tiling(((8, PIECE), (2, PIECE), (4,))),
-        warp_dims=(-5,),
-        lane_dims=(-3, -2),
-        vector_dim=-1,
-    )
+def _matmul_kernel(a: Ref, b: Ref, extra: Ref, *outs: Ref, epilogue: Epilogue) -> None:
+    """Multiply `a` and `b` tile by tile, and apply the epilogue to each tile."""
+    dtype = a.dtype
+    warpgroup = lax.axis_index("wg")
+    b_stage = (DEPTH, TILE_COLUMNS) if epilogue == "gelu" else (TILE_COLUMNS, DEPTH)
 
+    def shared(*shape: int, width: int) -> object:
+        """Return shared memory in the order that the tensor cores and the copies require."""
+        transforms = gpu.TilingTransform((8, width)), gpu.SwizzleTransform(2 * width)
+        return gpu.SMEM(shape, dtype, transforms=transforms)
 
-def _product_kernel(a: Any, b: Any, beside: Any, *outs: Any, end: str) -> None:
-    """Tiles of the product of a (N, D) and b, and what they become: product_gelu, product_slope, product_exp."""
-    (rows, inner), transposed = a.shape, end != "gelu"
-    columns = b.shape[0 if transposed else 1]
-    pieces, blocks, dtype = inner // DEPTH, COLUMNS // PIECE, a.dtype
-    down, across = rows // (2 * ROWS), columns // COLUMNS
-    count, together = down * across, math.gcd(down, TOGETHER)
-    wg = lax.axis_index("wg")
-    number = partial(jnp.array, dtype=jnp.int32)
-
-    def corner(index: Array) -> tuple[Array, Array]:
-        """The first row and the first column of a tile."""
-        group, within = (
-            lax.div(index, number(together * across)),
-            lax.rem(index, number(together * across)),
-        )
-        return (group * together + lax.rem(within, number(together))) * (2 * ROWS), lax.div(
-            within, number(together)
-        ) * COLUMNS
-
-    def scope(
-        a_held: Any, b_held: Any, tile: Any, loaded: Any, used: Any, finished: Any, free: Any
-    ) -> None:
-        def load(mine: Array, index: Array) -> None:
-            row, column = corner(index)
-
-            def one(i: Array, _: None) -> None:
-                at = mine * pieces + i
-                slot = lax.rem(at, number(STAGES))
-                pl.when(at >= STAGES)(lambda: gpu.barrier_wait(used.at[slot]))
-                deep, wide = pl.ds(i * DEPTH, DEPTH), pl.ds(column, COLUMNS)
-                gpu.copy_gmem_to_smem(
-                    a.at[pl.ds(row, 2 * ROWS), deep], a_held.at[slot], loaded.at[slot]
-                )
-                gpu.copy_gmem_to_smem(
-                    b.at[wide, deep] if transposed else b.at[deep, wide],
-                    b_held.at[slot],
-                    loaded.at[slot],
-                )
-
-            lax.fori_loop(0, pieces, one, None)
-
-        def multiply(mine: Array, index: Array) -> None:
-            def sum_up(total: Any) -> Array:
-                def one(i: Array, _: None) -> None:
-                    at = mine * pieces + i
-                    slot = lax.rem(at, number(STAGES))
-                    gpu.barrier_wait(loaded.at[slot])
-                    right = b_held.at[slot]
-                    gpu.wgmma(
-                        total,
-                        a_held.at[slot, pl.ds(wg * ROWS, ROWS)],
-                        right.transpose((1, 0)) if transposed else right,
-                    )
-                    gpu.wgmma_wait(1)
-                    pl.when(i > 0)(
-                        lambda: gpu.barrier_arrive(
-                            used.at[lax.rem(at + STAGES - 1, number(STAGES))]
-                        )
-                    )
-
-                lax.fori_loop(0, pieces, one, None)
-                gpu.wgmma_wait(0)
-                gpu.barrier_arrive(used.at[lax.rem(mine * pieces + pieces - 1, number(STAGES))])
-                return total[...]
-
-            if end == "exp":
-                at = beside.at[pl.ds(corner(index)[0] + wg * ROWS, ROWS)]
-                less = gpu.load(at, layout=gpu.Layout.WGMMA.reduce(1), optimized=False)
-            total = pl.run_scoped(sum_up, gpu.ACC((ROWS, COLUMNS), jnp.float32))
-            pl.when(mine > 0)(lambda: gpu.barrier_wait(free.at[wg]))
-            for c in range(blocks):
-                x = total[:, c * PIECE : (c + 1) * PIECE]
-                tile[wg, c] = (
-                    x - lax.broadcast_in_dim(less, x.shape, [0]) if end == "exp" else x
-                ).astype(dtype)
-            gpu.barrier_arrive(finished.at[wg])
-
-        parts = list(
-            itertools.product((0, 1), range(0, ROWS, HEIGHT), range(blocks))
-        )  # of a tile: half, first row and columns of it
-
-        def place(index: Array, half: int, r: int, c: int) -> Any:
-            row, column = corner(index)
-            return pl.ds(row + half * ROWS + r, HEIGHT), pl.ds(column + c * PIECE, PIECE)
-
-        def ahead(fetch: Callable[..., Array], parts_ahead: int) -> Iterator[Array]:
-            """What is fetched of each part of a tile, while that of the parts behind it is on its way."""
-            fetched = [fetch(*part) for part in parts[:parts_ahead]]
-            for i in range(len(parts)):
-                fetched += [fetch(*part) for part in parts[i + parts_ahead : i + parts_ahead + 1]]
-                yield fetched[i].astype(jnp.float32)
-
-        def product(half: int, r: int, c: int) -> Array:
-            """From the place that the multiplying warpgroup left it in, which is free after the last part."""
-            if (r, c) == parts[0][1:]:
-                gpu.barrier_wait(finished.at[half])
-            part = gpu.load(tile.at[half, c, pl.ds(r, HEIGHT)], layout=lines())
-            if (r, c) == parts[-1][1:]:
-                gpu.barrier_arrive(free.at[half])
-            return part
-
-        def end_gelu(mine: Array, index: Array) -> None:
-            _, column = corner(index)
-            at = [beside.at[pl.ds(column + c * PIECE, PIECE)] for c in range(blocks)]
-            vectors = [
-                gpu.load(ref, layout=lines().reduce(0), optimized=False).astype(jnp.float32)
-                for ref in at
-            ]
-            biases = [
-                gpu.layout_cast(lax.broadcast_in_dim(vector, (HEIGHT, PIECE), [1]), lines())
-                for vector in vectors
-            ]
-            for part, x in zip(parts, ahead(product, 1), strict=True):
-                for out, value in zip(outs, gelu_and_slope(x + biases[part[2]]), strict=True):
-                    out.at[place(index, *part)][...] = value.astype(dtype)
-
-        def end_slope(mine: Array, index: Array) -> None:
-            def slope(*part: int) -> Array:
-                return gpu.load(beside.at[place(index, *part)], layout=lines(), optimized=False)
-
-            totals = [jnp.float32(0)] * blocks
-            for part, factor, x in zip(parts, ahead(slope, SLOPES), ahead(product, 1), strict=True):
-                gradient = x * factor
-                outs[0].at[place(index, *part)][...] = gradient.astype(dtype)
-                totals[part[2]] += gradient
-            row, column = corner(index)
-            for c, total in enumerate(totals):
-                outs[1].at[lax.div(row, number(2 * ROWS)), pl.ds(column + c * PIECE, PIECE)][
-                    ...
-                ] = jnp.sum(total, axis=0)
-
-        def end_exp(mine: Array, index: Array) -> None:
-            row, column = corner(index)
-            total: Any = 0.0
-            for part, x in zip(parts, ahead(product, 1), strict=True):
-                half, r, c = part
-                share = jnp.exp2(jnp.minimum(x, CEILING) * LOG2E)
-                outs[0].at[place(index, *part)][...] = share.astype(dtype)
-                total = total + share
-                if c == blocks - 1:
-                    outs[1].at[
-                        lax.div(column, number(COLUMNS)), pl.ds(row + half * ROWS + r, HEIGHT)
-                    ][...] = jnp.sum(total, axis=1)
-                    total = 0.0
-
-        ends = {"gelu": end_gelu, "slope": end_slope, "exp": end_exp}
-        for who, registers, work in (
-            (wg < 2, REGISTERS[0], multiply),
-            (wg == 2, REGISTERS[1], load),
-            (wg == 3, REGISTERS[2], ends[end]),
-        ):
-
-            @pl.when(who)  # type: ignore[untyped-decorator]
-            def _(registers: int = registers, work: Any = work) -> None:
-                gpu.set_max_registers(
-                    registers, action="increase" if registers > 128 else "decrease"
-                )
-                gpu.nd_loop((count,), collective_axes="program")(
-                    lambda info: work(info.local_index, info.index[0])
-                )
-
-    def held(*shape: int, across: int) -> Any:
-        """Shared memory, in the order in which the tensor cores and the copies want it."""
-        return gpu.SMEM(
-            shape,
-            dtype,
-            transforms=(gpu.TilingTransform((8, across)), gpu.SwizzleTransform(2 * across)),
-        )
+    def run(**buffers: Ref) -> None:
+        _Matmul(a, b, extra, outs, epilogue, warpgroup, **buffers).run()
 
     pl.run_scoped(
-        scope,
-        a_held=held(STAGES, 2 * ROWS, DEPTH, across=DEPTH),
-        b_held=held(
-            *((STAGES, COLUMNS, DEPTH) if transposed else (STAGES, DEPTH, COLUMNS)), across=DEPTH
-        ),
-        tile=held(2, blocks, ROWS, PIECE, across=PIECE),
+        run,
+        a_stages=shared(STAGES, 2 * TILE_ROWS, DEPTH, width=DEPTH),
+        b_stages=shared(STAGES, *b_stage, width=DEPTH),
+        tile=shared(2, TILE_COLUMNS // PART_COLUMNS, TILE_ROWS, PART_COLUMNS, width=PART_COLUMNS),
         loaded=gpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         used=gpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         finished=gpu.Barrier(num_barriers=2),
@@ -389,11 +314,317 @@ def _product_kernel(a: Any, b: Any, beside: Any, *outs: Any, end: str) -> None:
     )
 
 
+def _int32(value: int) -> Array:
+    return jnp.array(value, dtype=jnp.int32)
+
+
+# eq=False: instances hold tracers, which cannot be hashed, and JAX hashes the functions it traces.
+@dataclass(frozen=True, eq=False)
+class _Matmul:
+    """One program of the matmul kernel, which has four warpgroups.
+
+    - Warpgroups 0 and 1 multiply: each computes half of the rows of a tile.
+    - Warpgroup 2 loads the operands of the next steps into shared memory.
+    - Warpgroup 3 runs the epilogue on the tile that is finished while the next one is multiplied.
+
+    Each method handles one tile. Its argument `index` is the number of the tile in the result, and
+    `count` is the number of tiles that this program has worked on before.
+
+    Attributes:
+        a: left operand, (N, D).
+        b: right operand: (D, F) for the epilogue "gelu"; (F, D), multiplied as its transpose, for
+            the others.
+        extra: third input of the epilogue: the bias (F,), the slope (N, F), or the offset (N,).
+        outs: results: an array (N, F), and the second GELU output (N, F) or partial sums.
+        epilogue: the function that is applied to the matmul.
+        warpgroup: the index of this warpgroup, 0 to 3.
+        a_stages: the operands of `STAGES` steps in shared memory, (STAGES, rows, DEPTH).
+        b_stages: the same for `b`.
+        tile: the finished tile in shared memory, (half, block of columns, row, column).
+        loaded: barrier for each stage: both operands have arrived.
+        used: barrier for each stage: both multiplying warpgroups have read it.
+        finished: barrier for each half: it is in `tile`.
+        free: barrier for each half: the epilogue has read it from `tile`.
+    """
+
+    a: Ref
+    b: Ref
+    extra: Ref
+    outs: tuple[Ref, ...]
+    epilogue: Epilogue
+    warpgroup: Array
+    a_stages: Ref
+    b_stages: Ref
+    tile: Ref
+    loaded: Ref
+    used: Ref
+    finished: Ref
+    free: Ref
+
+    @property
+    def transposed(self) -> bool:
+        """Whether `b` is stored as (F, D)."""
+        return self.epilogue != "gelu"
+
+    @property
+    def steps(self) -> int:
+        """The number of steps along the depth of the matmul."""
+        return int(self.a.shape[1]) // DEPTH
+
+    @property
+    def tiles_down(self) -> int:
+        """The number of tiles above each other."""
+        return int(self.a.shape[0]) // (2 * TILE_ROWS)
+
+    @property
+    def tiles_across(self) -> int:
+        """The number of tiles next to each other."""
+        return int(self.b.shape[0 if self.transposed else 1]) // TILE_COLUMNS
+
+    @property
+    def column_blocks(self) -> int:
+        """The number of parts next to each other in a tile."""
+        return TILE_COLUMNS // PART_COLUMNS
+
+    @property
+    def parts(self) -> list[tuple[int, int, int]]:
+        """The parts of a tile: half, first row in this half, and block of columns."""
+        rows = range(0, TILE_ROWS, PART_ROWS)
+        return list(itertools.product((0, 1), rows, range(self.column_blocks)))
+
+    def run(self) -> None:
+        """Do the job of this warpgroup for all tiles of this program."""
+        epilogues = {"gelu": self.end_gelu, "slope": self.end_slope, "exp": self.end_exp}
+        jobs = (
+            (self.warpgroup < 2, REGISTERS[0], self.multiply),
+            (self.warpgroup == 2, REGISTERS[1], self.load),
+            (self.warpgroup == 3, REGISTERS[2], epilogues[self.epilogue]),
+        )
+        for is_mine, registers, job in jobs:
+            pl.when(is_mine)(partial(self._run_job, registers, job))
+
+    def _run_job(self, registers: int, job: Callable[[Array, Array], None]) -> None:
+        action = "increase" if registers > 128 else "decrease"
+        gpu.set_max_registers(registers, action=action)
+        for_each_tile = gpu.nd_loop(
+            (self.tiles_down * self.tiles_across,), collective_axes="program"
+        )
+        for_each_tile(lambda info: job(info.local_index, info.index[0]))
+
+    def origin(self, index: Array) -> tuple[Array, Array]:
+        """Return the first row and the first column of a tile.
+
+        Consecutive tiles are above each other in groups, so that programs that run at the same time
+        share the columns of `b` in the cache.
+        """
+        group_rows = math.gcd(self.tiles_down, GROUP_TILES)
+        group_size = group_rows * self.tiles_across
+        group = lax.div(index, _int32(group_size))
+        within = lax.rem(index, _int32(group_size))
+        row = (group * group_rows + lax.rem(within, _int32(group_rows))) * (2 * TILE_ROWS)
+        return row, lax.div(within, _int32(group_rows)) * TILE_COLUMNS
+
+    # Warpgroup 2
+
+    def load(self, count: Array, index: Array) -> None:
+        """Copy the operands of a tile to shared memory, step by step."""
+        row, column = self.origin(index)
+
+        def load_step(i: Array, _: None) -> None:
+            step = count * self.steps + i
+            stage = lax.rem(step, _int32(STAGES))
+            pl.when(step >= STAGES)(lambda: gpu.barrier_wait(self.used.at[stage]))
+            depth = pl.ds(i * DEPTH, DEPTH)
+            columns = pl.ds(column, TILE_COLUMNS)
+            gpu.copy_gmem_to_smem(
+                self.a.at[pl.ds(row, 2 * TILE_ROWS), depth],
+                self.a_stages.at[stage],
+                self.loaded.at[stage],
+            )
+            gpu.copy_gmem_to_smem(
+                self.b.at[columns, depth] if self.transposed else self.b.at[depth, columns],
+                self.b_stages.at[stage],
+                self.loaded.at[stage],
+            )
+
+        lax.fori_loop(0, self.steps, load_step, None)
+
+    # Warpgroups 0 and 1
+
+    def multiply(self, count: Array, index: Array) -> None:
+        """Multiply one half of a tile, and leave it in shared memory for the epilogue."""
+        half = self.warpgroup
+        if self.epilogue == "exp":
+            rows = pl.ds(self.origin(index)[0] + half * TILE_ROWS, TILE_ROWS)
+            # Subtracted here, before the logits are rounded.
+            layout = gpu.Layout.WGMMA.reduce(1)
+            offset = gpu.load(self.extra.at[rows], layout=layout, optimized=False)
+        accumulator = gpu.ACC((TILE_ROWS, TILE_COLUMNS), jnp.float32)
+        total = pl.run_scoped(partial(self._accumulate, count), accumulator)
+        pl.when(count > 0)(lambda: gpu.barrier_wait(self.free.at[half]))
+        for block in range(self.column_blocks):
+            x = total[:, block * PART_COLUMNS : (block + 1) * PART_COLUMNS]
+            if self.epilogue == "exp":
+                x = x - lax.broadcast_in_dim(offset, x.shape, [0])
+            self.tile[half, block] = x.astype(self.a.dtype)
+        gpu.barrier_arrive(self.finished.at[half])
+
+    def _accumulate(self, count: Array, accumulator: Ref) -> Array:
+        """Return the matmul of one half of a tile, (TILE_ROWS, TILE_COLUMNS), float32."""
+
+        def multiply_step(i: Array, _: None) -> None:
+            step = count * self.steps + i
+            stage = lax.rem(step, _int32(STAGES))
+            gpu.barrier_wait(self.loaded.at[stage])
+            right = self.b_stages.at[stage]
+            gpu.wgmma(
+                accumulator,
+                self.a_stages.at[stage, pl.ds(self.warpgroup * TILE_ROWS, TILE_ROWS)],
+                right.transpose((1, 0)) if self.transposed else right,
+            )
+            # One multiplication stays in flight. The one before it is done with its stage.
+            gpu.wgmma_wait(1)
+            pl.when(i > 0)(lambda: self._release_stage(step + STAGES - 1))
+
+        lax.fori_loop(0, self.steps, multiply_step, None)
+        gpu.wgmma_wait(0)
+        self._release_stage(count * self.steps + self.steps - 1)
+        result: Array = accumulator[...]
+        return result
+
+    def _release_stage(self, step: Array) -> None:
+        gpu.barrier_arrive(self.used.at[lax.rem(step, _int32(STAGES))])
+
+    # Warpgroup 3
+
+    def end_gelu(self, count: Array, index: Array) -> None:
+        """Write the GELU of `tile + bias`, and its slope."""
+        _, column = self.origin(index)
+        blocks = [
+            self.extra.at[pl.ds(column + block * PART_COLUMNS, PART_COLUMNS)]
+            for block in range(self.column_blocks)
+        ]
+        vectors = [
+            gpu.load(block, layout=_part_layout().reduce(0), optimized=False).astype(jnp.float32)
+            for block in blocks
+        ]
+        biases = [
+            gpu.layout_cast(
+                lax.broadcast_in_dim(vector, (PART_ROWS, PART_COLUMNS), [1]), _part_layout()
+            )
+            for vector in vectors
+        ]
+        for part, x in zip(self.parts, self._prefetch(self._load_part, 1), strict=True):
+            bias = biases[part[2]]
+            for out, value in zip(self.outs, gelu_and_slope(x + bias), strict=True):
+                out.at[self._locate(index, *part)][...] = value.astype(self.a.dtype)
+
+    def end_slope(self, count: Array, index: Array) -> None:
+        """Write `tile * slope`, and its sum over the rows of the tile."""
+
+        def load_slope(*part: int) -> Array:
+            where = self.extra.at[self._locate(index, *part)]
+            slope: Array = gpu.load(where, layout=_part_layout(), optimized=False)
+            return slope
+
+        gradient_ref, sums_ref = self.outs
+        totals = [jnp.float32(0)] * self.column_blocks
+        slopes = self._prefetch(load_slope, SLOPES)
+        values = self._prefetch(self._load_part, 1)
+        for part, slope, x in zip(self.parts, slopes, values, strict=True):
+            gradient = x * slope
+            gradient_ref.at[self._locate(index, *part)][...] = gradient.astype(self.a.dtype)
+            totals[part[2]] += gradient
+        row, column = self.origin(index)
+        for block, total in enumerate(totals):
+            sums = jnp.sum(total, axis=0)
+            tile_row = lax.div(row, _int32(2 * TILE_ROWS))
+            columns = pl.ds(column + block * PART_COLUMNS, PART_COLUMNS)
+            sums_ref.at[tile_row, columns][...] = sums
+
+    def end_exp(self, count: Array, index: Array) -> None:
+        """Write `exp(tile)`, and its sums over the columns of the tile."""
+        exponentials_ref, sums_ref = self.outs
+        row, column = self.origin(index)
+        total: Array | float = 0.0
+        for part, x in zip(self.parts, self._prefetch(self._load_part, 1), strict=True):
+            half, part_row, block = part
+            exponential = jnp.exp2(jnp.minimum(x, MAX_EXPONENT) * LOG2_E)
+            exponentials_ref.at[self._locate(index, *part)][...] = exponential.astype(self.a.dtype)
+            total = total + exponential
+            if block == self.column_blocks - 1:
+                sums = jnp.sum(total, axis=1)
+                tile_column = lax.div(column, _int32(TILE_COLUMNS))
+                rows = pl.ds(row + half * TILE_ROWS + part_row, PART_ROWS)
+                _store_column_sums(sums_ref.at[tile_column, rows], sums)
+                total = 0.0
+
+    def _locate(self, index: Array, half: int, part_row: int, block: int) -> tuple[object, object]:
+        """Return the rows and columns of the result that a part of a tile covers."""
+        row, column = self.origin(index)
+        rows = pl.ds(row + half * TILE_ROWS + part_row, PART_ROWS)
+        return rows, pl.ds(column + block * PART_COLUMNS, PART_COLUMNS)
+
+    def _load_part(self, half: int, part_row: int, block: int) -> Array:
+        """Load a part from `tile`: wait for its half before the first, free it after the last."""
+        if (part_row, block) == self.parts[0][1:]:
+            gpu.barrier_wait(self.finished.at[half])
+        part = self.tile.at[half, block, pl.ds(part_row, PART_ROWS)]
+        values: Array = gpu.load(part, layout=_part_layout())
+        if (part_row, block) == self.parts[-1][1:]:
+            gpu.barrier_arrive(self.free.at[half])
+        return values
+
+    def _prefetch(self, load: Callable[..., Array], distance: int) -> Iterator[Array]:
+        """Yield `load(*part)` in float32 for the parts of a tile, loaded `distance` parts ahead."""
+        parts = self.parts
+        loaded = [load(*part) for part in parts[:distance]]
+        for i in range(len(parts)):
+            if i + distance < len(parts):
+                loaded.append(load(*parts[i + distance]))
+            yield loaded[i].astype(jnp.float32)
+
+
+def _part_layout() -> Any:
+    """Return how the epilogue holds a part of a tile in registers.
+
+    What a warp reads or writes at once is two complete lines of 128 bytes. So the epilogue can
+    write from registers to global memory, past shared memory, which is the busiest resource of
+    these kernels: the tensor cores alone use three quarters of its bandwidth.
+    """
+    return gpu.Layout.TILED(
+        gpu.Tiling(((8, PART_COLUMNS), (2, PART_COLUMNS), (4,))),
+        warp_dims=(-5,),
+        lane_dims=(-3, -2),
+        vector_dim=-1,
+    )
+
+
+def _store_column_sums(ref: Ref, sums: Array) -> None:
+    """Store one sum per row of a part.
+
+    A warp stores only a few neighboring values at once. jax 0.12 refuses such a store unless it is
+    told not to optimize it; older versions have no such option, and do not refuse it.
+    """
+    if hasattr(gpu, "store"):
+        gpu.store(ref, sums, optimized=False)
+    else:
+        ref[...] = sums
+
+
 def gelu_and_slope(x: Array, tanh: Callable[[Array], Array] = jnp.tanh) -> tuple[Array, Array]:
-    """By the tanh of the hardware: here `approx_math` makes it that, elsewhere the caller does. Compilers leave out what is not used."""
+    """Return the tanh-approximated GELU of `x`, and its derivative.
+
+    Compilers remove whichever of the two is not used.
+
+    Args:
+        x: float32 values of any shape.
+        tanh: an implementation of tanh. Within the Mosaic kernels, `approx_math` turns `jnp.tanh`
+            into an instruction of the GPU.
+    """
     square = x * x
-    share = 0.5 + 0.5 * tanh(
-        x * (ROOT + (ROOT * CUBIC) * square)
-    )  # its slope: 2 * share * (1 - share) * that of what tanh is of
+    # gelu(x) = x * share. The slope of the share is 2 * share * (1 - share) times the slope of the
+    # argument of tanh.
+    share = 0.5 + 0.5 * tanh(x * (SQRT_2_OVER_PI + (SQRT_2_OVER_PI * CUBIC) * square))
     y = x * share
-    return y, share + (y - y * share) * (2 * ROOT + (6 * ROOT * CUBIC) * square)
+    return y, share + (y - y * share) * (2 * SQRT_2_OVER_PI + (6 * SQRT_2_OVER_PI * CUBIC) * square)

@@ -1,123 +1,168 @@
-"""Layer normalization that passes its input through, with one kernel forward and one backward on GPUs.
+"""Layer norm that also returns its input, with one kernel forward and one backward on GPUs.
 
-XLA spreads the backward pass of a layer norm over several kernels, each of which reads the activations again: 5.7 ms of a
-63 ms step of GPT-2 124M on an H200, where reading and writing every tensor once needs 1.8. Here the residual stream goes
-through the function, so that the two gradients that meet at `x` are added where the second is made. The bias of the layer
-before may be added here too: its gradient, the sum of those of all tokens, is then summed on the way.
+XLA splits the backward pass of a layer norm into several kernels that each read the activations
+again: 5.7 ms of a 63 ms step of GPT-2 124M on an H200, where one read and one write of every tensor
+takes 1.8 ms. Here the residual stream passes through the function, so the backward kernel also adds
+the two gradients that meet at `x`.
+
+The bias of the preceding layer can be added here, too (`pending_bias`). Its gradient is a sum over
+all tokens, which would be another pass over memory. The backward kernel of the norm reads the same
+values anyway, so it computes this sum as well.
+
+Shapes: N tokens, D width.
 """
 
 from functools import partial
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from shardwise.kernels.partitioning import by_rows, interpret, pl, triton
+from shardwise.kernels.partitioning import Ref, Residuals, interpret, partitioned, pl, triton
 from shardwise.kernels.platform import platform
 
 Array = jax.Array
 
+# A program of the GPU kernels holds a complete token in registers, so the width is limited.
+MAX_WIDTH = 8192
+
+# Number of values that a program of the forward kernel normalizes.
+TILE = 2048
+
+# The backward kernel starts about this many programs. Each of them loops over many tokens and adds
+# up the gradients of scale and biases on the way.
+PROGRAMS = 1024
+
+_FusedResiduals: TypeAlias = tuple[Array, Array | None, Array]
+
 
 class ResidualNorm(nnx.LayerNorm):
-    """A stream of tokens (N, D), and what (D,) is still to be added to all of them -> the stream with it, and its normalized form."""
+    """Layer norm of a residual stream that also returns the stream."""
 
-    def __call__(self, x: Array, late: Array | None = None) -> tuple[Array, Array]:  # type: ignore[override]
+    def __call__(  # type: ignore[override]
+        self, x: Array, pending_bias: Array | None = None
+    ) -> tuple[Array, Array]:
+        """Normalize a stream of tokens.
+
+        Args:
+            x: the residual stream, (N, D).
+            pending_bias: a vector (D,) that the preceding layer has left to be added to all tokens.
+
+        Returns:
+            The stream with `pending_bias` added, and its normalized form, both (N, D).
+        """
         assert self.scale is not None
         assert self.bias is not None
         weights = self.scale[...], self.bias[...], self.epsilon
         if platform() == "gpu" and x.shape[1] <= MAX_WIDTH:
-            return fused_layer_norm(x, late, *weights)
-        return (cpu_layer_norm if platform() == "cpu" else plain_layer_norm)(
-            add_late(x, late), *weights
-        )
+            return fused_layer_norm(x, pending_bias, *weights)
+        layer_norm = cpu_layer_norm if platform() == "cpu" else plain_layer_norm
+        return layer_norm(add_pending_bias(x, pending_bias), *weights)
 
 
-def add_late(x: Array, late: Array | None) -> Array:
-    return x if late is None else x + late
+def add_pending_bias(x: Array, pending_bias: Array | None) -> Array:
+    """Return `x` (N, D) with the bias (D,) added if there is one."""
+    return x if pending_bias is None else x + pending_bias
 
 
 def plain_layer_norm(x: Array, scale: Array, bias: Array, epsilon: float) -> tuple[Array, Array]:
-    """In float32 inside, whatever the dtype of `x`."""
-    centred = x.astype(jnp.float32) - x.astype(jnp.float32).mean(-1, keepdims=True)
-    deviation = jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + epsilon)
-    return x, (centred * deviation * scale + bias).astype(x.dtype)
+    """Return `x` (N, D) and its layer norm, computed in float32 and rounded to the dtype of `x`."""
+    centered = x.astype(jnp.float32) - x.astype(jnp.float32).mean(-1, keepdims=True)
+    inverse_std = jax.lax.rsqrt(jnp.square(centered).mean(-1, keepdims=True) + epsilon)
+    return x, (centered * inverse_std * scale + bias).astype(x.dtype)
 
 
 def cpu_layer_norm(x: Array, scale: Array, bias: Array, epsilon: float) -> tuple[Array, Array]:
-    """As `plain_layer_norm`, with a backward pass of fewer passes over memory on CPUs: a twentieth of a step of the default recipe.
+    """Return the result of `plain_layer_norm`, with a backward pass that suits CPUs.
 
-    The barrier writes the stream to memory (see `step.COMPILER_OPTIONS`): XLA would add it up from the first layer on wherever it is read.
+    It makes fewer passes over memory, which saves 5 % of a step of the default recipe.
+
+    The barrier makes XLA write the residual stream to memory once. Without it, XLA for CPUs
+    computes the stream again from the first layer in every fusion that reads it, so the work grows
+    with the square of the number of layers. `step.COMPILER_OPTIONS` keeps the barrier until after
+    fusion.
     """
     x = jax.lax.optimization_barrier(x)
-    return x, _cpu_normal(x, scale, bias, epsilon)
+    return x, _cpu_normalize(x, scale, bias, epsilon)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _cpu_normal(x: Array, scale: Array, bias: Array, epsilon: float) -> Array:
+def _cpu_normalize(x: Array, scale: Array, bias: Array, epsilon: float) -> Array:
     return plain_layer_norm(x, scale, bias, epsilon)[1]
 
 
-def _cpu_forward(x: Array, scale: Array, bias: Array, epsilon: float) -> tuple[Array, Any]:
+def _cpu_forward(x: Array, scale: Array, bias: Array, epsilon: float) -> tuple[Array, Residuals]:
     mean = x.astype(jnp.float32).mean(-1, keepdims=True)
-    deviation = jax.lax.rsqrt(
-        jnp.square(x.astype(jnp.float32) - mean).mean(-1, keepdims=True) + epsilon
+    variance = jnp.square(x.astype(jnp.float32) - mean).mean(-1, keepdims=True)
+    inverse_std = jax.lax.rsqrt(variance + epsilon)
+    normalized = (x.astype(jnp.float32) - mean) * inverse_std * scale + bias
+    return normalized.astype(x.dtype), (x, scale, mean, inverse_std)
+
+
+def _cpu_backward(epsilon: float, residuals: Residuals, grad: Array) -> tuple[Array, Array, Array]:
+    """Compute the sums over a token as matmuls with the scale, so that each array is read once."""
+    x, scale, mean, inverse_std = residuals
+    g = grad.astype(jnp.float32)
+    centered = x.astype(jnp.float32) - mean
+    scale_over_width = scale.astype(jnp.float32) / x.shape[1]
+    scale_grads = g * (centered * inverse_std)
+    dx = inverse_std * (
+        g * scale
+        - (g @ scale_over_width)[:, None]
+        - centered * (inverse_std * (scale_grads @ scale_over_width)[:, None])
     )
-    normal = (x.astype(jnp.float32) - mean) * deviation * scale + bias
-    return normal.astype(x.dtype), (x, scale, mean, deviation)
-
-
-def _cpu_backward(epsilon: float, saved: Any, grad: Array) -> tuple[Array, Array, Array]:
-    """Sums over a row are products with the scale, those over all rows read the same array once more."""
-    x, scale, mean, deviation = saved
-    g, centred, shares = (
-        grad.astype(jnp.float32),
-        x.astype(jnp.float32) - mean,
-        scale.astype(jnp.float32) / x.shape[1],
+    return (
+        dx.astype(x.dtype),
+        scale_grads.sum(0).astype(scale.dtype),
+        g.sum(0).astype(scale.dtype),
     )
-    to_scale = g * (centred * deviation)
-    dx = deviation * (
-        g * scale - (g @ shares)[:, None] - centred * (deviation * (to_scale @ shares)[:, None])
-    )
-    return dx.astype(x.dtype), to_scale.sum(0).astype(scale.dtype), g.sum(0).astype(scale.dtype)
 
 
-_cpu_normal.defvjp(_cpu_forward, _cpu_backward)
-
-
-MAX_WIDTH = 8192  # of what a program of the kernels holds in registers
-TILE = 2048  # numbers that a program of the forward kernel works on
-PROGRAMS = 1024  # of the backward kernel, at least: each goes through many rows, to add up the gradients of vectors
+_cpu_normalize.defvjp(_cpu_forward, _cpu_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def fused_layer_norm(
-    x: Array, late: Array | None, scale: Array, bias: Array, epsilon: float
+    x: Array, pending_bias: Array | None, scale: Array, bias: Array, epsilon: float
 ) -> tuple[Array, Array]:
-    x = add_late(x, late)  # not in the kernel: a product that makes x adds it on its way
-    return x, *by_rows(partial(_forward, epsilon=epsilon), "n d, d, d -> n d", whole="d")(
-        x, scale, bias
-    )
+    """Return the stream `x + pending_bias` and its layer norm, with the kernels for GPUs.
+
+    Args:
+        x: the residual stream, (N, D). D is at most `MAX_WIDTH`.
+        pending_bias: (D,), or None.
+        scale: (D,).
+        bias: (D,).
+        epsilon: added to the variance.
+
+    Returns:
+        Two arrays (N, D) of the dtype of `x`.
+    """
+    # Not in the kernel: the matmul that computes x adds the bias in its epilogue.
+    x = add_pending_bias(x, pending_bias)
+    forward = partial(_forward, epsilon=epsilon)
+    (normalized,) = partitioned(forward, "n d, d, d -> n d", replicated="d")(x, scale, bias)
+    return x, normalized
 
 
 def _forward_rule(
-    x: Array, late: Array | None, scale: Array, bias: Array, epsilon: float
-) -> tuple[Any, Any]:
-    x, normal = fused_layer_norm(x, late, scale, bias, epsilon)
-    return (x, normal), (x, late, scale)
+    x: Array, pending_bias: Array | None, scale: Array, bias: Array, epsilon: float
+) -> tuple[tuple[Array, Array], _FusedResiduals]:
+    x, normalized = fused_layer_norm(x, pending_bias, scale, bias, epsilon)
+    return (x, normalized), (x, pending_bias, scale)
 
 
 def _backward_rule(
-    epsilon: float, saved: Any, grads: tuple[Array, Array]
+    epsilon: float, residuals: _FusedResiduals, grads: tuple[Array, Array]
 ) -> tuple[Array, Array | None, Array, Array]:
-    x, late, scale = saved
-    dx, sums = by_rows(
-        partial(_backward, epsilon=epsilon), "n d, d, n d, n d -> n d, k d", whole="d"
-    )(x, scale, *grads)
-    dscale, dbias, dlate = sums
+    x, pending_bias, scale = residuals
+    backward = partial(_backward, epsilon=epsilon)
+    rule = "n d, d, n d, n d -> n d, k d"
+    dx, sums = partitioned(backward, rule, replicated="d")(x, scale, *grads)
+    dscale, dbias, dpending = sums
     return (
         dx,
-        None if late is None else dlate.astype(late.dtype),
+        None if pending_bias is None else dpending.astype(pending_bias.dtype),
         dscale.astype(scale.dtype),
         dbias.astype(scale.dtype),
     )
@@ -126,102 +171,130 @@ def _backward_rule(
 fused_layer_norm.defvjp(_forward_rule, _backward_rule)
 
 
-def _tile(width: int) -> tuple[int, int]:
-    """Rows and columns of a tile, both powers of two as Triton needs them."""
+def _tile_shape(width: int) -> tuple[int, int]:
+    """Return the tokens and columns of a tile. Triton requires powers of two."""
     columns = pl.next_power_of_2(width)
     return max(1, TILE // columns), columns
 
 
-def _rows_each(height: int) -> int:
-    """Rows that a program of the backward kernel goes through."""
-    return max(1, min(64, height // PROGRAMS))
+def _tokens_per_program(num_tokens: int) -> int:
+    """Return the number of tokens that a program of the backward kernel loops over."""
+    return max(1, min(64, num_tokens // PROGRAMS))
 
 
 def _forward_kernel(
-    x_ref: Any, scale_ref: Any, bias_ref: Any, y_ref: Any, *, epsilon: float
+    x_ref: Ref, scale_ref: Ref, bias_ref: Ref, y_ref: Ref, *, epsilon: float
 ) -> None:
-    height, width = x_ref.shape
-    rows, columns = _tile(width)
-    row, column = pl.program_id(0) * rows + jnp.arange(rows)[:, None], jnp.arange(columns)[None]
-    inside = (row < height) & (column < width)
-    x = triton.load(x_ref.at[row, column], mask=inside, other=0).astype(jnp.float32)
+    """Normalize one tile of complete tokens."""
+    num_tokens, width = x_ref.shape
+    tile_tokens, tile_columns = _tile_shape(width)
+    token = pl.program_id(0) * tile_tokens + jnp.arange(tile_tokens)[:, None]
+    column = jnp.arange(tile_columns)[None]
+    inside = (token < num_tokens) & (column < width)
+    x = triton.load(x_ref.at[token, column], mask=inside, other=0).astype(jnp.float32)
     scale = triton.load(scale_ref.at[column], mask=column < width, other=0).astype(jnp.float32)
     bias = triton.load(bias_ref.at[column], mask=column < width, other=0).astype(jnp.float32)
-    centred = jnp.where(inside, x - jnp.sum(x, axis=1, keepdims=True) / width, 0)
-    deviation = jax.lax.rsqrt(jnp.sum(centred * centred, axis=1, keepdims=True) / width + epsilon)
+    centered = jnp.where(inside, x - jnp.sum(x, axis=1, keepdims=True) / width, 0)
+    variance = jnp.sum(centered * centered, axis=1, keepdims=True) / width
+    inverse_std = jax.lax.rsqrt(variance + epsilon)
     triton.store(
-        y_ref.at[row, column], (centred * deviation * scale + bias).astype(y_ref.dtype), mask=inside
+        y_ref.at[token, column],
+        (centered * inverse_std * scale + bias).astype(y_ref.dtype),
+        mask=inside,
     )
 
 
 def _backward_kernel(
-    x_ref: Any,
-    scale_ref: Any,
-    gx_ref: Any,
-    gy_ref: Any,
-    dx_ref: Any,
-    sums_ref: Any,
+    x_ref: Ref,
+    scale_ref: Ref,
+    gx_ref: Ref,
+    gy_ref: Ref,
+    dx_ref: Ref,
+    sums_ref: Ref,
     *,
     epsilon: float,
 ) -> None:
-    """A row at a time; the next one is loaded meanwhile."""
-    height, width = x_ref.shape
-    program, column, each = pl.program_id(0), jnp.arange(_tile(width)[1]), _rows_each(height)
+    """Loop over tokens, one at a time, while the next one is being loaded.
+
+    Statistics are computed again from `x`, which is cheaper than loading them.
+    """
+    num_tokens, width = x_ref.shape
+    program = pl.program_id(0)
+    column = jnp.arange(_tile_shape(width)[1])
+    count = _tokens_per_program(num_tokens)
     scale = triton.load(scale_ref.at[column], mask=column < width, other=0).astype(jnp.float32)
 
-    def place(i: Array) -> tuple[Array, Array]:
-        row = program * each + i
-        return row, (row < height) & (i < each) & (column < width)
+    def locate(i: Array) -> tuple[Array, Array]:
+        """Return the index of the i-th token of this program, and the mask of its values."""
+        token = program * count + i
+        return token, (token < num_tokens) & (i < count) & (column < width)
 
     def load(i: Array) -> list[Array]:
-        row, inside = place(i)
+        token, inside = locate(i)
         return [
-            triton.load(ref.at[row, column], mask=inside, other=0)
+            triton.load(ref.at[token, column], mask=inside, other=0)
             for ref in (x_ref, gx_ref, gy_ref)
         ]
 
-    def one(i: Array, carry: Any) -> Any:
-        (to_scale, to_bias, to_late), loaded = carry
-        following = load(i + 1)
-        row, inside = place(i)
-        x, gx, gy = (a.astype(jnp.float32) for a in loaded)
-        centred = jnp.where(inside, x - jnp.sum(x) / width, 0)
-        deviation = jax.lax.rsqrt(jnp.sum(centred * centred) / width + epsilon)
-        normal, g = centred * deviation, gy * scale
-        dx = gx + (g - jnp.sum(g) / width - normal * (jnp.sum(g * normal) / width)) * deviation
-        triton.store(dx_ref.at[row, column], dx.astype(dx_ref.dtype), mask=inside)
-        return (to_scale + gy * normal, to_bias + gy, to_late + dx), following
+    def process_token(
+        i: Array, carry: tuple[tuple[Array, Array, Array], list[Array]]
+    ) -> tuple[tuple[Array, Array, Array], list[Array]]:
+        (scale_sum, bias_sum, pending_sum), loaded = carry
+        next_loaded = load(i + 1)
+        token, inside = locate(i)
+        x, gx, gy = (value.astype(jnp.float32) for value in loaded)
+        centered = jnp.where(inside, x - jnp.sum(x) / width, 0)
+        inverse_std = jax.lax.rsqrt(jnp.sum(centered * centered) / width + epsilon)
+        normalized = centered * inverse_std
+        g = gy * scale
+        centered_grad = g - jnp.sum(g) / width
+        tangent_grad = centered_grad - normalized * (jnp.sum(g * normalized) / width)
+        dx = gx + tangent_grad * inverse_std
+        triton.store(dx_ref.at[token, column], dx.astype(dx_ref.dtype), mask=inside)
+        return (scale_sum + gy * normalized, bias_sum + gy, pending_sum + dx), next_loaded
 
     zeros = jnp.zeros(column.shape, jnp.float32)
-    sums, _ = jax.lax.fori_loop(0, each, one, ((zeros, zeros, zeros), load(jnp.int32(0))))
+    start = (zeros, zeros, zeros), load(jnp.int32(0))
+    sums, _ = jax.lax.fori_loop(0, count, process_token, start)
     for i, total in enumerate(sums):
         triton.store(sums_ref.at[program, i, column], total, mask=column < width)
 
 
 def _forward(x: Array, scale: Array, bias: Array, epsilon: float) -> tuple[Array]:
-    normal = pl.pallas_call(
+    """Return the layer norm of the tokens of one device."""
+    tile_tokens, tile_columns = _tile_shape(x.shape[1])
+    normalized = pl.pallas_call(
         partial(_forward_kernel, epsilon=epsilon),
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        grid=(pl.cdiv(x.shape[0], _tile(x.shape[1])[0]),),
-        compiler_params=triton.CompilerParams(num_warps=max(2, _tile(x.shape[1])[1] // 1024)),
+        grid=(pl.cdiv(x.shape[0], tile_tokens),),
+        compiler_params=triton.CompilerParams(num_warps=max(2, tile_columns // 1024)),
         interpret=interpret(),
         name="layer_norm_forward",
     )(x, scale, bias)
-    return (normal,)
+    return (normalized,)
 
 
 def _backward(x: Array, scale: Array, gx: Array, gy: Array, epsilon: float) -> tuple[Array, Array]:
-    """The gradient of x, and those (3, D) of scale, bias and what was added to all rows."""
-    programs = pl.cdiv(x.shape[0], _rows_each(x.shape[0]))
-    dx, sums = pl.pallas_call(
+    """Return the gradient of `x`, and those of scale, bias and pending bias as an array (3, D).
+
+    Args:
+        x: the stream, (N, D).
+        scale: (D,).
+        gx: the gradient of the returned stream, (N, D).
+        gy: the gradient of the normalized stream, (N, D).
+        epsilon: added to the variance.
+    """
+    num_tokens, width = x.shape
+    programs = pl.cdiv(num_tokens, _tokens_per_program(num_tokens))
+    dx, partial_sums = pl.pallas_call(
         partial(_backward_kernel, epsilon=epsilon),
         out_shape=(
             jax.ShapeDtypeStruct(x.shape, x.dtype),
-            jax.ShapeDtypeStruct((programs, 3, x.shape[1]), jnp.float32),
+            jax.ShapeDtypeStruct((programs, 3, width), jnp.float32),
         ),
         grid=(programs,),
-        compiler_params=triton.CompilerParams(num_warps=max(1, _tile(x.shape[1])[1] // 1024)),
+        compiler_params=triton.CompilerParams(num_warps=max(1, _tile_shape(width)[1] // 1024)),
         interpret=interpret(),
         name="layer_norm_backward",
     )(x, scale, gx, gy)
-    return dx, sums.sum(0)
+    return dx, partial_sums.sum(0)

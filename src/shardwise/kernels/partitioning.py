@@ -1,22 +1,31 @@
-"""What the kernels for GPUs have in common: their rows are independent, so each device works on those that it holds.
+"""How the GPU kernels run on a mesh, and the Pallas modules that they are written with.
 
-XLA knows nothing of what a kernel does and would run all of it on every device. A rule such as "n f, f -> n f, f" says how
-it may be cut: arrays that share the dim n are cut along it alike, and results without it are summed over the devices.
+XLA cannot see inside a kernel, so it would run the kernel on the complete arrays on every device.
+`partitioned` declares how a kernel may be sharded.
 """
 
 import importlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Array = jax.Array
 
+# A reference into device memory that a kernel reads or writes. Pallas has no public type for it.
+Ref: TypeAlias = Any
 
-class _Late:
-    """A module that is imported when something of it is used: Pallas takes 0.15 s of every start, and only GPUs need it."""
+# Values that the forward rule of a `jax.custom_vjp` saves for the backward rule.
+Residuals: TypeAlias = tuple[Array, ...]
+
+
+class _LazyModule:
+    """A module that is imported on first use.
+
+    Importing Pallas takes 0.15 s, and only GPUs need it.
+    """
 
     def __init__(self, name: str):
         self._name = name
@@ -25,47 +34,78 @@ class _Late:
         return getattr(importlib.import_module(self._name), attribute)
 
 
-pl, triton = _Late("jax.experimental.pallas"), _Late("jax.experimental.pallas.triton")
-gpu = _Late("jax.experimental.pallas.mosaic_gpu")
+pl = _LazyModule("jax.experimental.pallas")
+triton = _LazyModule("jax.experimental.pallas.triton")
+gpu = _LazyModule("jax.experimental.pallas.mosaic_gpu")
 
 
-def by_rows(local: Callable[..., Any], rule: str, whole: str = "") -> Callable[..., Any]:
-    """`local`, a function of arrays, for arrays that are spread over a mesh: the dims named in `whole` stay in one piece.
+class _ShardedArray(Protocol):
+    """The shape and the sharding of an array, as `custom_partitioning` passes them."""
 
-    Its results are a tuple, also of one. `n` names the rows; every other dim may be cut too, where the devices compute what
-    is theirs without each other.
+    @property
+    def sharding(self) -> NamedSharding: ...
+
+
+def partitioned(
+    local: Callable[..., Sequence[Array]], rule: str, replicated: str = ""
+) -> Callable[..., tuple[Array, ...]]:
+    """Return `local` as a function of arrays that may be sharded over a mesh.
+
+    Each device calls `local` on its own shards, which needs no communication: the dimension `n`
+    counts independent tokens, and the results for a shard of any other sharded dimension depend on
+    this shard alone. A result without the dimension `n` is a sum over tokens, so the partial sums
+    of the devices are added with an all-reduce.
+
+    Args:
+        local: a function of arrays that returns a tuple of arrays, also for a single result.
+        rule: the dimensions of arguments and results in the notation of `custom_partitioning`, such
+            as `"n f, f -> n f, f"`. Arrays that share a dimension are sharded alike along it.
+        replicated: the dimensions that must not be sharded, separated by spaces. XLA gathers them
+            before the call if necessary.
+
+    Returns:
+        A function with the arguments of `local` that returns a tuple of arrays.
     """
-    arguments, results = ([part.split() for part in side.split(",")] for side in rule.split("->"))
+    argument_dims, result_dims = (_parse_dims(side) for side in rule.split("->"))
+    unsharded_dims = replicated.split()
 
-    def partition(mesh: Any, args: Any, _: Any) -> Any:
-        cut: dict[str, Any] = {}  # the mesh axes of each dim
-        for names, arg in zip(arguments, args, strict=True):
-            for name, axes in zip(names, arg.sharding.spec, strict=False):
-                if name not in whole.split() and axes is not None:
-                    cut.setdefault(name, axes)
+    def partition(mesh: Mesh, args: Sequence[_ShardedArray], _: object) -> tuple[object, ...]:
+        mesh_axes: dict[str, str | tuple[str, ...]] = {}
+        for dims, arg in zip(argument_dims, args, strict=True):
+            for dim, axes in zip(dims, arg.sharding.spec, strict=False):
+                if dim not in unsharded_dims and axes is not None:
+                    mesh_axes.setdefault(dim, axes)
 
-        def shard(*arrays: Array) -> tuple[Array, ...]:
-            found = local(*arrays)
-            if "n" not in cut:
-                return tuple(found)
+        def run_on_shards(*shards: Array) -> tuple[Array, ...]:
+            results = local(*shards)
+            if "n" not in mesh_axes:
+                return tuple(results)
             return tuple(
-                x if "n" in names else jax.lax.psum(x, cut["n"])
-                for names, x in zip(results, found, strict=True)
+                result if "n" in dims else jax.lax.psum(result, mesh_axes["n"])
+                for dims, result in zip(result_dims, results, strict=True)
             )
 
-        layouts = [
-            [NamedSharding(mesh, PartitionSpec(*map(cut.get, names))) for names in side]
-            for side in (arguments, results)
-        ]
-        return mesh, shard, tuple(layouts[1]), tuple(layouts[0])
+        def shardings(arrays: list[list[str]]) -> tuple[NamedSharding, ...]:
+            specs = [PartitionSpec(*map(mesh_axes.get, dims)) for dims in arrays]
+            return tuple(NamedSharding(mesh, spec) for spec in specs)
+
+        return mesh, run_on_shards, shardings(result_dims), shardings(argument_dims)
 
     function = custom_partitioning(lambda *arrays: tuple(local(*arrays)))
     function.def_partition(
-        partition=partition, sharding_rule=rule, need_replication_factors=tuple(whole.split())
+        partition=partition, sharding_rule=rule, need_replication_factors=tuple(unsharded_dims)
     )
     return function
 
 
+def _parse_dims(arrays: str) -> list[list[str]]:
+    """Return the names of the dimensions of each array in `"n f, f"`."""
+    return [array.split() for array in arrays.split(",")]
+
+
 def interpret() -> bool:
-    """Elsewhere than on a GPU a kernel is carried out step by step: slow, and good for checking it."""
+    """Return whether Pallas has to interpret kernels, because there is no GPU to compile them for.
+
+    The interpreter is slow, but it lets tests check the kernels on any machine.
+    """
     return jax.default_backend() != "gpu"

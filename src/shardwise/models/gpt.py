@@ -1,61 +1,85 @@
-"""The GPT-2 family as plain NNX modules, from a byte-level toy to 1.5 billion parameters.
+"""The GPT-2 family as plain NNX modules, from a byte-level toy to 70 billion parameters.
 
-Shapes: B rows, T tokens, N = B * T, D width, H heads, K width of a head, V vocabulary. Between the layers the tokens of
-all rows stand in one matrix (N, D); only attention looks at rows. Three dimensions would leave XLA a choice of layouts:
-on GPUs it then transposes every layer's activations, on CPUs its backward products are slower.
+Shapes: B sequences, T tokens, N = B * T, D width, H heads, K head width, V vocabulary size.
 
-Parameters carry logical names ("embed", "heads", "mlp", "vocab") that a mesh may map to its axes. Nothing here
-mentions a mesh or a dtype of computation: both are choices of the run.
+Between the layers, the tokens of all sequences form one matrix (N, D). Only attention needs to know
+the sequences. With three dimensions, XLA could choose between layouts: on GPUs it would transpose
+the activations of every layer, and on CPUs the matmuls of the backward pass would be slower.
+
+Parameters carry logical axis names ("embed", "heads", "mlp", "vocab") that a mesh may map to its
+axes. Nothing here mentions a mesh or a compute dtype: the run chooses both.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from shardwise.kernels.activation import bias_gelu_between, plain_between
+from shardwise.kernels.activation import gelu_mlp, plain_gelu_mlp
 from shardwise.kernels.attention import causal_attention
 from shardwise.kernels.lookup import look_up
-from shardwise.kernels.norm import ResidualNorm, add_late
-from shardwise.models.kv_cache import Cache, cached_attention, empty_cache, longer
+from shardwise.kernels.norm import ResidualNorm, add_pending_bias
+from shardwise.models.kv_cache import Cache, advance, cached_attention, empty_cache
 
 Array = jax.Array
+
+# The result of a layer (N, D) without the bias of its last linear layer, and this bias (D,).
+WithoutBias: TypeAlias = tuple[Array, Array]
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    vocab_size: int = 50304  # GPT-2's 50257, rounded up so that meshes and matrix units divide it
+    """The architecture of a GPT.
+
+    Attributes:
+        vocab_size: the number of tokens. The default is the 50,257 of GPT-2, rounded up so that
+            meshes and matrix units divide it.
+        max_length: the largest number of tokens in a sequence.
+        num_layers: the number of transformer blocks.
+        num_heads: the number of attention heads. It must divide `width`.
+        width: the width of the residual stream.
+        dropout: the dropout rate after the embedding, the attention and the MLP.
+        scan_layers: compile one block for all layers, so that compile time does not grow with
+            depth.
+        remat: what the backward pass recomputes: "none", "block" (everything inside a block) or
+            "dots" (everything except matmuls and attention).
+    """
+
+    vocab_size: int = 50304
     max_length: int = 1024
     num_layers: int = 12
     num_heads: int = 12
     width: int = 768
-    dropout: float = 0.0  # after the embedding, the attention and the MLP
-    scan_layers: bool = (
-        False  # one compiled block for all layers: compile time does not grow with depth
-    )
-    remat: str = "none"  # what the backward pass recomputes: "none", "block" (all of it) or "dots" (all but matrix products and attention)
+    dropout: float = 0.0
+    scan_layers: bool = False
+    remat: str = "none"
 
 
+# "gpt2" has 124M parameters, then 355M, 774M and 1.5B as published. The last two continue the
+# family with 6.7B and 69.7B.
 PRESETS = {
     "byte": GPTConfig(vocab_size=256, max_length=128, num_layers=2, num_heads=4, width=128),
-    "gpt2": GPTConfig(),  # 124M
-    "gpt2-medium": GPTConfig(num_layers=24, num_heads=16, width=1024),  # 355M
-    "gpt2-large": GPTConfig(num_layers=36, num_heads=20, width=1280),  # 774M
-    "gpt2-xl": GPTConfig(num_layers=48, num_heads=25, width=1600),  # 1.5B
-    "gpt-7b": GPTConfig(
-        num_layers=32, num_heads=32, width=4096
-    ),  # the same family, wider and deeper: 6.7B
-    "gpt-70b": GPTConfig(num_layers=86, num_heads=64, width=8192),  # 69.7B
+    "gpt2": GPTConfig(),
+    "gpt2-medium": GPTConfig(num_layers=24, num_heads=16, width=1024),
+    "gpt2-large": GPTConfig(num_layers=36, num_heads=20, width=1280),
+    "gpt2-xl": GPTConfig(num_layers=48, num_heads=25, width=1600),
+    "gpt-7b": GPTConfig(num_layers=32, num_heads=32, width=4096),
+    "gpt-70b": GPTConfig(num_layers=86, num_heads=64, width=8192),
 }
 
 
 class Linear(nnx.Module):
-    """What takes (N, ins) to (N, outs), each of one or more dims: x @ kernel + bias. Who uses it says how the bias is added."""
+    """The parameters of a linear layer. The module that uses it decides how to add the bias.
+
+    Attributes:
+        kernel: weights of shape `(*ins, *outs)`.
+        bias: of shape `outs`.
+    """
 
     def __init__(
         self,
@@ -65,112 +89,134 @@ class Linear(nnx.Module):
         stddev: float,
         rngs: nnx.Rngs,
     ):
-        init = nnx.with_partitioning(nnx.initializers.normal(stddev), names)
-        self.kernel = nnx.Param(init(rngs.params(), (*ins, *outs)))
-        self.bias = nnx.Param(
-            nnx.with_partitioning(nnx.initializers.zeros, names[len(ins) :])(rngs.params(), outs)
-        )
+        """Create the parameters.
+
+        Args:
+            ins: the input dimensions.
+            outs: the output dimensions.
+            names: a logical axis name for each dimension of the kernel.
+            stddev: the standard deviation of the initial weights.
+            rngs: random number generators.
+        """
+        kernel_init = nnx.with_partitioning(nnx.initializers.normal(stddev), names)
+        bias_init = nnx.with_partitioning(nnx.initializers.zeros, names[len(ins) :])
+        self.kernel = nnx.Param(kernel_init(rngs.params(), (*ins, *outs)))
+        self.bias = nnx.Param(bias_init(rngs.params(), outs))
 
 
 def project(x: Array, kernel: Array) -> Array:
+    """Contract all dimensions of `x` except the first with the first dimensions of `kernel`."""
     contracted = tuple(range(1, x.ndim)), tuple(range(x.ndim - 1))
     return jax.lax.dot_general(x, kernel, (contracted, ((), ())))
 
 
 @jax.custom_vjp
-def products(x: Array, kernels: list[Array]) -> list[Array]:
-    """x (N, D) times each of the kernels (D, F)."""
+def matmuls(x: Array, kernels: list[Array]) -> list[Array]:
+    """Return `x` (N, D) times each of the kernels (D, F)."""
     return [x @ kernel for kernel in kernels]
 
 
-def _products_forward(x: Array, kernels: list[Array]) -> tuple[list[Array], Any]:
-    return [x @ kernel for kernel in kernels], (
-        x,
-        kernels,
-    )  # not by `products`, which hides them from policies of `jax.checkpoint`
+def _matmuls_forward(
+    x: Array, kernels: list[Array]
+) -> tuple[list[Array], tuple[Array, list[Array]]]:
+    # Not a call of `matmuls`, which would hide them from the policies of `jax.checkpoint`.
+    return [x @ kernel for kernel in kernels], (x, kernels)
 
 
-def _products_backward(
-    saved: tuple[Array, list[Array]], grads: list[Array]
+def _matmuls_backward(
+    residuals: tuple[Array, list[Array]], grads: list[Array]
 ) -> tuple[Array, list[Array]]:
-    x, kernels = saved
+    x, kernels = residuals
     dx = grads[0] @ kernels[0].T
     for g, kernel in zip(grads[1:], kernels[1:], strict=True):
-        dx = g @ kernel.T + dx  # in this order: XLA lets a product add what stands behind it
+        # In this order, XLA lets the matmul add `dx` in its epilogue.
+        dx = g @ kernel.T + dx
     return dx, [x.T @ g for g in grads]
 
 
-products.defvjp(_products_forward, _products_backward)
+matmuls.defvjp(_matmuls_forward, _matmuls_backward)
 
 
 class Attention(nnx.Module):
-    def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
-        c = config
-        head = c.width // c.num_heads
-        self.qkv = Linear(
-            (c.width,), (3, c.num_heads, head), ("embed", None, "heads", None), 0.02, rngs
-        )
-        out_stddev = 0.02 / math.sqrt(2 * c.num_layers)  # each residual branch adds this much less
-        self.out = Linear(
-            (c.num_heads, head), (c.width,), ("heads", None, "embed"), out_stddev, rngs
-        )
+    """Causal self-attention. The bias of the output layer is returned, not added."""
 
-    def __call__(
-        self, x: Array, length: int, segment_ids: Array | None = None
-    ) -> tuple[Array, Array]:
+    def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
+        """Create the parameters."""
+        c = config
+        head_width = c.width // c.num_heads
+        qkv_names = "embed", None, "heads", None
+        out_names = "heads", None, "embed"
+        # Two residual branches per layer add to the stream, so that its variance stays bounded.
+        out_stddev = 0.02 / math.sqrt(2 * c.num_layers)
+        self.qkv = Linear((c.width,), (3, c.num_heads, head_width), qkv_names, 0.02, rngs)
+        self.out = Linear((c.num_heads, head_width), (c.width,), out_names, out_stddev, rngs)
+
+    def __call__(self, x: Array, length: int, segment_ids: Array | None = None) -> WithoutBias:
+        """Return the attention of tokens `x` (N, D) in sequences of `length` tokens."""
         return self._project_out(causal_attention(*self.heads(x, length), segment_ids))
 
     def decode(
         self, x: Array, length: int, cache: Cache, layer: int | Array
-    ) -> tuple[tuple[Array, Array], Cache]:
+    ) -> tuple[WithoutBias, Cache]:
+        """Return the attention of new tokens, and the cache with their keys and values."""
         mixed, cache = cached_attention(*self.heads(x, length), cache, layer)
         return self._project_out(mixed), cache
 
-    def _project_out(self, mixed: Array) -> tuple[Array, Array]:
-        """(B, T, H, K) -> (N, D) without the bias, and the bias: with that of the values, seen through this layer (see `heads`)."""
+    def _project_out(self, mixed: Array) -> WithoutBias:
+        """Apply the output layer to (B, T, H, K).
+
+        The returned bias contains the bias of the values, passed through this layer (see `heads`).
+        """
         kernel = self.out.kernel[...]
         bias = project(self.qkv.bias[...][2][None], kernel)[0] + self.out.bias[...]
         return project(mixed.reshape(-1, *mixed.shape[2:]), kernel), bias
 
     def heads(self, x: Array, length: int) -> tuple[Array, Array, Array]:
-        """Queries, keys and values, each (B, T, H, K), without the biases of keys and values.
+        """Return queries, keys and values, each (B, T, H, K), of tokens `x` (N, D).
 
-        A bias of the keys adds the same to all scores of a query, so it changes no weight: it has no effect and no gradient. The
-        weights of a query sum to 1, so a bias of the values passes through them as it is, and its gradient need not be summed
-        over all tokens.
+        The biases of keys and values are not added. A bias of the keys adds the same number to all
+        scores of a query, so it has neither an effect nor a gradient. The attention weights of a
+        query sum to 1, so the bias of the values can be added to the output of the heads instead,
+        where its gradient need not be summed over all tokens.
         """
         kernel, bias = self.qkv.kernel[...], self.qkv.bias[...]
-        # Three products, not one: their outputs need not be taken apart, nor the gradients put together.
-        # Of matrices, not (N, H, K): then the product itself adds the bias.
-        parts = [kernel[:, i].reshape(len(kernel), -1) for i in range(3)]
-        q, k, v = products(x, parts)
+        # Three matmuls instead of one: their outputs need not be split, nor the gradients joined.
+        # They have two dimensions, not (N, H, K), so that the matmul adds the bias in its epilogue.
+        kernels = [kernel[:, i].reshape(len(kernel), -1) for i in range(3)]
+        q, k, v = matmuls(x, kernels)
         q, k, v = (y.reshape(-1, length, *bias.shape[1:]) for y in (q + bias[0].reshape(-1), k, v))
         return q, k, v
 
 
 class MLP(nnx.Module):
+    """Two linear layers with a GELU between them. The last bias is returned, not added."""
+
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
+        """Create the parameters."""
         c = config
-        self.up = Linear((c.width,), (4 * c.width,), ("embed", "mlp"), 0.02, rngs)
-        self.down = Linear(
-            (4 * c.width,), (c.width,), ("mlp", "embed"), 0.02 / math.sqrt(2 * c.num_layers), rngs
-        )
-        self.is_kept = (
-            c.remat == "dots"
-        )  # the product alone, so that the GELU can be computed again from it
+        hidden = 4 * c.width
+        out_stddev = 0.02 / math.sqrt(2 * c.num_layers)
+        self.up = Linear((c.width,), (hidden,), ("embed", "mlp"), 0.02, rngs)
+        self.down = Linear((hidden,), (c.width,), ("mlp", "embed"), out_stddev, rngs)
+        # The policy "dots" saves the matmul alone, and recomputes the GELU from it.
+        self.saves_matmul = c.remat == "dots"
 
-    def __call__(self, x: Array) -> tuple[Array, Array]:
-        """(N, D) -> (N, D) without the last bias, and the bias."""
-        between = plain_between if self.is_kept else bias_gelu_between
-        return between(
-            x, self.up.kernel[...], self.up.bias[...], self.down.kernel[...]
-        ), self.down.bias[...]
+    def __call__(self, x: Array) -> WithoutBias:
+        """Return the MLP of tokens `x` (N, D)."""
+        mlp = plain_gelu_mlp if self.saves_matmul else gelu_mlp
+        out = mlp(x, self.up.kernel[...], self.up.bias[...], self.down.kernel[...])
+        return out, self.down.bias[...]
 
 
-class Block(nnx.Module):
-    """A stream (N, D), and what (D,) is still to be added to all of it -> the same: the last bias is left to the next norm."""
+class GPTBlock(nnx.Module):
+    """A transformer block that leaves its last bias to the norm of the next block.
+
+    The gradient of a bias is a sum over all tokens, which is a pass over memory. The backward
+    kernel of the norm reads the same values anyway, so it computes this sum as well.
+    """
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
+        """Create the parameters."""
         self.norm1 = ResidualNorm(config.width, epsilon=1e-5, rngs=rngs)
         self.attn = Attention(config, rngs)
         self.norm2 = ResidualNorm(config.width, epsilon=1e-5, rngs=rngs)
@@ -178,13 +224,29 @@ class Block(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
     def __call__(
-        self, x: Array, late: Array | None, length: int, segment_ids: Array | None = None
+        self,
+        x: Array,
+        pending_bias: Array | None,
+        length: int,
+        segment_ids: Array | None = None,
     ) -> tuple[Array, Array | None]:
-        x, normal = self.norm1(x, late)
-        x, normal = self.norm2(*self._add(x, *self.attn(normal, length, segment_ids)))
-        return self._add(x, *self.mlp(normal))
+        """Apply the block.
+
+        Args:
+            x: the residual stream, (N, D).
+            pending_bias: (D,), to be added to all tokens of `x` first.
+            length: the number of tokens in a sequence.
+            segment_ids: (B, T), as for `GPT`.
+
+        Returns:
+            The new stream (N, D), and a bias (D,) that the caller has to add, or None.
+        """
+        x, normalized = self.norm1(x, pending_bias)
+        x, normalized = self.norm2(*self._add(x, *self.attn(normalized, length, segment_ids)))
+        return self._add(x, *self.mlp(normalized))
 
     def _add(self, x: Array, branch: Array, bias: Array) -> tuple[Array, Array | None]:
+        """Add a branch to the stream. With dropout, the bias must be added to the branch first."""
         if self.dropout.rate == 0:
             return x + branch, bias
         return x + self.dropout(branch + bias), None
@@ -192,104 +254,168 @@ class Block(nnx.Module):
     def decode(
         self, x: Array, length: int, cache: Cache, layer: int | Array
     ) -> tuple[Array, Cache]:
-        x, normal = self.norm1(x)
-        (mixed, bias), cache = self.attn.decode(normal, length, cache, layer)
-        x, normal = self.norm2(x + mixed, bias)
-        branch, bias = self.mlp(normal)
+        """Apply the block to new tokens (N, D), without dropout."""
+        x, normalized = self.norm1(x)
+        (mixed, bias), cache = self.attn.decode(normalized, length, cache, layer)
+        x, normalized = self.norm2(x + mixed, bias)
+        branch, bias = self.mlp(normalized)
         return x + branch + bias, cache
 
 
 class GPT(nnx.Module):
-    """tokens (B, T) -> logits (B, T, V); the output layer is the embedding, transposed.
+    """A GPT-2 language model. The output layer is the embedding, transposed.
 
-    Of several documents packed into a row, `segment_ids` (B, T) tell which token belongs to which, and `positions` (B, T)
-    where it stands in its own: no token then sees another document's.
+    Example:
+        >>> model = GPT(PRESETS["byte"], nnx.Rngs(0))  # doctest: +SKIP
+        >>> model(jnp.zeros((2, 16), jnp.int32)).shape  # doctest: +SKIP
+        (2, 16, 256)
     """
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
+        """Create the parameters.
+
+        Raises:
+            ValueError: if the heads do not divide the width, or `remat` is unknown.
+        """
         c = config
         if c.width % c.num_heads:
-            raise ValueError(f"width {c.width} is not divisible by {c.num_heads} heads")
+            raise ValueError(
+                f"width={c.width} is not divisible by num_heads={c.num_heads}. "
+                "Use a width that is a multiple of the number of heads."
+            )
         if c.remat not in REMAT:
-            raise ValueError(f"remat '{c.remat}' is none of {', '.join(REMAT)}")
+            raise ValueError(f"remat='{c.remat}' is unknown. Use one of {', '.join(REMAT)}.")
         self.config = c
         normal = nnx.initializers.normal(0.02)
-        self.tokens = nnx.Param(
-            nnx.with_partitioning(normal, ("vocab", "embed"))(
-                rngs.params(), (c.vocab_size, c.width)
-            )
-        )
-        self.positions = nnx.Param(
-            nnx.with_partitioning(normal, (None, "embed"))(rngs.params(), (c.max_length, c.width))
-        )
+        token_init = nnx.with_partitioning(normal, ("vocab", "embed"))
+        position_init = nnx.with_partitioning(normal, (None, "embed"))
+        self.tokens = nnx.Param(token_init(rngs.params(), (c.vocab_size, c.width)))
+        self.positions = nnx.Param(position_init(rngs.params(), (c.max_length, c.width)))
         self.dropout = nnx.Dropout(c.dropout, rngs=rngs)
-        self.blocks: Any
+        self.blocks: GPTBlock | nnx.List[GPTBlock]
         if c.scan_layers:
             stack = nnx.vmap(
-                partial(Block, c),
+                partial(GPTBlock, c),
                 in_axes=0,
                 out_axes=0,
                 transform_metadata={nnx.PARTITION_NAME: None},
             )
             self.blocks = nnx.split_rngs(splits=c.num_layers)(stack)(rngs)
         else:
-            self.blocks = nnx.List([Block(c, rngs) for _ in range(c.num_layers)])
+            self.blocks = nnx.List([GPTBlock(c, rngs) for _ in range(c.num_layers)])
         self.norm = ResidualNorm(c.width, epsilon=1e-5, rngs=rngs)
 
     def __call__(
         self, tokens: Array, segment_ids: Array | None = None, positions: Array | None = None
     ) -> Array:
+        """Return the logits of the next tokens.
+
+        Args:
+            tokens: (B, T), integers.
+            segment_ids: (B, T), the document of each token when several documents are packed into a
+                sequence. Tokens attend to their own document only.
+            positions: (B, T), the position of each token in its document; by default, in its
+                sequence.
+
+        Returns:
+            Logits (B, T, V).
+        """
         features, table = self.features(tokens, segment_ids, positions)
-        return jax.lax.dot_general(features, table, (((1,), (1,)), ((), ()))).reshape(
-            *tokens.shape, -1
-        )
+        logits = jax.lax.dot_general(features, table, (((1,), (1,)), ((), ())))
+        return logits.reshape(*tokens.shape, -1)
 
     def features(
         self, tokens: Array, segment_ids: Array | None = None, positions: Array | None = None
     ) -> tuple[Array, Array]:
-        """What goes into the output layer, (N, D), and its weights, (V, D): for `chunked_cross_entropy`."""
-        length = tokens.shape[1]
+        """Return the input and the weights of the output layer, for a fused loss.
+
+        See `linear_cross_entropy` and `chunked_cross_entropy`.
+
+        Args:
+            tokens: (B, T), as for `__call__`.
+            segment_ids: (B, T), as for `__call__`.
+            positions: (B, T), as for `__call__`.
+
+        Returns:
+            The input of the output layer, (N, D), and its weights, (V, D).
+
+        Raises:
+            ValueError: if the sequences are longer than `max_length`.
+        """
+        batch_size, length = tokens.shape
         if length > self.config.max_length:
             raise ValueError(
-                f"a sequence of {length} tokens; the model has {self.config.max_length} positions"
+                f"a sequence has {length} tokens, but max_length={self.config.max_length} of the "
+                "model allows fewer. Use shorter sequences, or a model with a larger max_length."
             )
         table = self.tokens[...]
         x = look_up(table, tokens.reshape(-1))
         if positions is None:
-            x = x + jnp.tile(self.positions[...][:length], (tokens.shape[0], 1))
+            x = x + jnp.tile(self.positions[...][:length], (batch_size, 1))
         else:
             x = x + look_up(self.positions[...], positions.reshape(-1))
-        x = self.dropout(x)
-        block = REMAT[self.config.remat](lambda block, x, late: block(x, late, length, segment_ids))
-        late: Array | None = None
+        x, pending_bias = self._apply_blocks(self.dropout(x), length, segment_ids)
+        return self.norm(x, pending_bias)[1], table
+
+    def _apply_blocks(
+        self, x: Array, length: int, segment_ids: Array | None
+    ) -> tuple[Array, Array | None]:
+        """Return the residual stream after all blocks, and a bias that is not added yet."""
+
+        def apply_block(
+            block: GPTBlock, x: Array, pending_bias: Array | None
+        ) -> tuple[Array, Array | None]:
+            return block(x, pending_bias, length, segment_ids)
+
+        run_block = REMAT[self.config.remat](apply_block)
         if self.config.scan_layers:
 
-            def whole(layer: Block, x: Array) -> Array:
-                return add_late(
-                    *block(layer, x, None)
-                )  # left to the next norm, it would be added in a pass of its own
+            def apply_layer(block: GPTBlock, x: Array) -> Array:
+                # Left to the next norm, the bias would be added in a separate pass over memory.
+                return add_pending_bias(*run_block(block, x, None))
 
-            x = nnx.scan(whole, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.blocks, x)
-        else:
-            for layer in self.blocks:
-                x, late = block(layer, x, late)
-        return self.norm(x, late)[1], table
+            scan = nnx.scan(apply_layer, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+            return scan(self._stack(), x), None
+        pending_bias: Array | None = None
+        for block in self._layers():
+            x, pending_bias = run_block(block, x, pending_bias)
+        return x, pending_bias
 
-    def empty_cache(self, rows: int, size: int) -> Cache:
+    def _stack(self) -> GPTBlock:
+        """Return the block whose parameters have a leading layer dimension (`scan_layers=True`)."""
+        return cast(GPTBlock, self.blocks)
+
+    def _layers(self) -> Iterable[GPTBlock]:
+        """Return the separate blocks (`scan_layers=False`)."""
+        return cast(Iterable[GPTBlock], self.blocks)
+
+    def empty_cache(self, batch_size: int, capacity: int) -> Cache:
+        """Return a cache for `decode`.
+
+        Args:
+            batch_size: the number of sequences.
+            capacity: the largest number of tokens per sequence.
+        """
         c = self.config
-        return empty_cache(
-            c.num_layers, rows, c.num_heads, size, c.width // c.num_heads, self.tokens[...].dtype
-        )
+        dtype = self.tokens[...].dtype
+        head_width = c.width // c.num_heads
+        return empty_cache(c.num_layers, batch_size, c.num_heads, capacity, head_width, dtype)
 
     def decode(self, tokens: Array, count: Array, cache: Cache) -> tuple[Array, Cache]:
-        """The next `count` of the tokens (B, T) -> logits (B, V) of what follows the last of them, and the cache with them in it.
+        """Process new tokens of each sequence, without dropout.
 
-        There is no dropout. What stands behind the `count` tokens only fills the array up.
+        Args:
+            tokens: (B, T). The tokens after the first `count` are padding.
+            count: int32, the number of new tokens.
+            cache: the keys and values of the previous tokens.
+
+        Returns:
+            The logits (B, V) of the token after the last new one, and the updated cache.
         """
-        rows, length = tokens.shape
-        places = jnp.minimum(cache.length + jnp.arange(length), self.config.max_length - 1)
+        batch_size, length = tokens.shape
+        positions = jnp.minimum(cache.length + jnp.arange(length), self.config.max_length - 1)
         x = look_up(self.tokens[...], tokens.reshape(-1)) + jnp.tile(
-            look_up(self.positions[...], places), (rows, 1)
+            look_up(self.positions[...], positions), (batch_size, 1)
         )
         if self.config.scan_layers:
             decode = nnx.scan(
@@ -297,21 +423,22 @@ class GPT(nnx.Module):
                 in_axes=(0, 0, nnx.Carry),
                 out_axes=nnx.Carry,
             )
-            x, cache = decode(self.blocks, jnp.arange(self.config.num_layers), (x, cache))
+            x, cache = decode(self._stack(), jnp.arange(self.config.num_layers), (x, cache))
         else:
-            for layer, block in enumerate(self.blocks):
+            for layer, block in enumerate(self._layers()):
                 x, cache = block.decode(x, length, cache, layer)
-        x = jax.lax.dynamic_index_in_dim(
-            x.reshape(rows, length, -1), count - 1, axis=1, keepdims=False
-        )
-        return self.norm(x)[1] @ self.tokens[...].T, longer(cache, count)
+        sequences = x.reshape(batch_size, length, -1)
+        last = jax.lax.dynamic_index_in_dim(sequences, count - 1, axis=1, keepdims=False)
+        return self.norm(last)[1] @ self.tokens[...].T, advance(cache, count)
 
 
-REMAT: dict[str, Callable[[Any], Any]] = {
-    "none": lambda f: f,
+_ApplyBlock: TypeAlias = Callable[[GPTBlock, Array, Array | None], tuple[Array, Array | None]]
+
+# How each value of `GPTConfig.remat` wraps the function that applies a block.
+REMAT: dict[str, Callable[[_ApplyBlock], _ApplyBlock]] = {
+    "none": lambda apply_block: apply_block,
     "block": nnx.remat,
-    "dots": partial(
-        nnx.remat,
+    "dots": nnx.remat(
         policy=jax.checkpoint_policies.save_from_both_policies(
             jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
             jax.checkpoint_policies.save_only_these_names("attention"),

@@ -1,6 +1,7 @@
-"""Keys and values of the tokens that a model has seen, so that the next token costs one token's work.
+"""A cache of the keys and values of previous tokens, so that each new token is computed once.
 
-Shapes: L layers, B rows, T new tokens, S tokens that there is room for, H heads of queries, G of keys and values, K width of a head.
+Shapes: L layers, B sequences, T new tokens, S capacity in tokens, H query heads, G key and value
+heads, K head width.
 """
 
 from dataclasses import dataclass, replace
@@ -8,7 +9,8 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from shardwise.kernels.attention import HIDDEN
+from shardwise.kernels.attention import MASKED_SCORE
+from shardwise.tree import DType
 
 Array = jax.Array
 
@@ -16,62 +18,88 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Cache:
-    """Of all layers in one array, which a jitted step that it is donated to changes in place."""
+    """Keys and values of all layers. A jitted step that receives it donated updates it in place.
 
-    keys: Array  # (L, B, G, S, K)
-    values: Array  # (L, B, G, S, K)
-    length: Array  # int32: the tokens of each row that are in it; what stands behind them is not looked at
+    Attributes:
+        keys: (L, B, G, S, K).
+        values: (L, B, G, S, K).
+        length: int32, the number of valid tokens in each sequence. Entries after them are ignored.
+    """
+
+    keys: Array
+    values: Array
+    length: Array
 
 
 def empty_cache(
-    num_layers: int, rows: int, heads: int, size: int, width: int, dtype: jnp.dtype
+    num_layers: int, batch_size: int, heads: int, capacity: int, width: int, dtype: DType
 ) -> Cache:
-    shape = (num_layers, rows, heads, size, width)
+    """Return a cache without tokens.
+
+    Args:
+        num_layers: L.
+        batch_size: B, the number of sequences.
+        heads: G, the number of key and value heads.
+        capacity: S, the largest number of tokens per sequence.
+        width: K, the width of a head.
+        dtype: the dtype of keys and values.
+    """
+    shape = (num_layers, batch_size, heads, capacity, width)
     return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.int32(0))
 
 
 def cached_attention(
     q: Array, k: Array, v: Array, cache: Cache, layer: int | Array
 ) -> tuple[Array, Cache]:
-    """Attention of new tokens, q (B, T, H, K), to themselves and to all before them; and the cache with k and v (B, T, G, K) in it.
+    """Return the causal attention of new tokens to themselves and to all tokens in the cache.
 
-    `length` stays as it is, so that all layers write to the same place. There must be room for the tokens.
+    Args:
+        q: queries of the new tokens, (B, T, H, K).
+        k: their keys, (B, T, G, K).
+        v: their values, (B, T, G, K).
+        cache: the cache, with space for T more tokens.
+        layer: the index of the layer.
+
+    Returns:
+        The outputs of the heads, (B, T, H, K), and the cache with the new keys and values of this
+        layer. Its length does not change, so that all layers write to the same positions; call
+        `advance` after the last layer.
     """
-    rows, count, num_heads, width = q.shape
-    heads, size = cache.keys.shape[2:4]
-    at = (layer, 0, 0, cache.length, 0)
+    batch_size, num_tokens, num_heads, width = q.shape
+    kv_heads, capacity = cache.keys.shape[2:4]
+    position = (layer, 0, 0, cache.length, 0)
     keys, values = (
-        jax.lax.dynamic_update_slice(old, new.swapaxes(1, 2)[None].astype(old.dtype), at)
+        jax.lax.dynamic_update_slice(old, new.swapaxes(1, 2)[None].astype(old.dtype), position)
         for old, new in ((cache.keys, k), (cache.values, v))
     )
+    # (B, G, H/G * T, K): the queries of all heads that share a key head, one after the other.
     q = (
         (q * width**-0.5)
-        .reshape(rows, count, heads, -1, width)
+        .reshape(batch_size, num_tokens, kv_heads, -1, width)
         .transpose(0, 2, 3, 1, 4)
-        .reshape(rows, heads, -1, width)
-    )  # (B, G, H/G * T, K)
+        .reshape(batch_size, kv_heads, -1, width)
+    )
     scores = jnp.einsum("bgtk,bgsk->bgts", q, keys[layer], preferred_element_type=jnp.float32)
-    seen = cache.length + jnp.arange(count)[:, None] >= jnp.arange(size)  # (T, S)
-    scores += jnp.tile(jnp.where(seen, 0, HIDDEN), (num_heads // heads, 1))
+    query_positions = cache.length + jnp.arange(num_tokens)[:, None]
+    is_visible = query_positions >= jnp.arange(capacity)  # (T, S)
+    scores += jnp.tile(jnp.where(is_visible, 0, MASKED_SCORE), (num_heads // kv_heads, 1))
     weights = jnp.exp(scores - scores.max(-1, keepdims=True))
     total = weights.sum(-1, keepdims=True)
-    mixed = (
-        jnp.einsum(
-            "bgts,bgsk->bgtk",
-            weights.astype(values.dtype),
-            values[layer],
-            preferred_element_type=jnp.float32,
-        )
-        / total
+    weighted_sum = jnp.einsum(
+        "bgts,bgsk->bgtk",
+        weights.astype(values.dtype),
+        values[layer],
+        preferred_element_type=jnp.float32,
     )
-    mixed = (
-        mixed.reshape(rows, heads, -1, count, width)
+    out = (
+        (weighted_sum / total)
+        .reshape(batch_size, kv_heads, -1, num_tokens, width)
         .transpose(0, 3, 1, 2, 4)
-        .reshape(rows, count, num_heads, width)
+        .reshape(batch_size, num_tokens, num_heads, width)
     )
-    return mixed.astype(v.dtype), replace(cache, keys=keys, values=values)
+    return out.astype(v.dtype), replace(cache, keys=keys, values=values)
 
 
-def longer(cache: Cache, count: Array) -> Cache:
-    """With `count` tokens more counted as seen."""
+def advance(cache: Cache, count: Array) -> Cache:
+    """Return the cache with `count` more valid tokens."""
     return replace(cache, length=cache.length + count)

@@ -1,13 +1,14 @@
-"""Llama 2 and 3 as plain NNX modules: RMSNorm, rotary positions, heads of keys that several heads of queries share, SwiGLU.
+"""Llama 2 and 3 as plain NNX modules: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-Shapes: B rows, T tokens, D width, H heads of queries, G heads of keys and values, K width of a head, V vocabulary.
-Parameters carry logical names ("embed", "heads", "mlp", "vocab") that a mesh may map to its axes.
+Shapes: B sequences, T tokens, D width, H query heads, G key and value heads, K head width, V
+vocabulary size. Parameters carry logical axis names ("embed", "heads", "mlp", "vocab") that a mesh
+may map to its axes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,218 +18,328 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from shardwise.kernels.attention import causal_attention
 from shardwise.kernels.lookup import look_up
-from shardwise.models.kv_cache import Cache, cached_attention, empty_cache, longer
+from shardwise.models.kv_cache import Cache, advance, cached_attention, empty_cache
 from shardwise.sharding import constrain
 
 Array = jax.Array
+
+# The values of a block that `remat="block"` can keep or offload: the input of the block; queries,
+# keys and values after the rotation; the outputs of the heads; their projection; the two inputs of
+# the SwiGLU; the output of the MLP.
 Kept = Literal["input", "qkv", "attention", "out", "up", "down"]
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1: rotations slower than a wavelength are slowed down by `factor`, for rows longer than those of the first training."""
+    """Scaling of the rotary positions for longer sequences, as in Llama 3.1.
+
+    Attributes:
+        factor: slow rotations are slowed down by this factor.
+        low: wavelengths of at least `original_length / low` tokens are scaled by the full factor.
+        high: wavelengths of at most `original_length / high` tokens are not scaled. Between the
+            two, the scaling is interpolated.
+        original_length: the sequence length of the first training.
+    """
 
     factor: float
-    low: float  # wavelengths of original_length / low tokens and more are stretched by all of the factor
-    high: float  # those of original_length / high and less not at all
+    low: float
+    high: float
     original_length: int
 
 
 @dataclass(frozen=True)
 class LlamaConfig:
+    """The architecture of a Llama.
+
+    Attributes:
+        vocab_size: the number of tokens.
+        num_layers: the number of transformer blocks.
+        num_heads: the number of query heads. It must divide `width`.
+        num_kv_heads: the number of key and value heads. It must divide `num_heads`: each is shared
+            by `num_heads / num_kv_heads` query heads.
+        width: the width of the residual stream.
+        mlp_width: the hidden width of the MLP.
+        rope_theta: about the longest wavelength of the rotary positions, in tokens.
+        rope_scaling: scaling of the rotary positions, or None.
+        max_length: the sequence length that the model is meant for. Only sampling enforces it.
+        norm_epsilon: added to the mean square in RMSNorm.
+        tied: use the transposed embedding as the output layer.
+        param_dtype: the dtype of the parameters.
+        scan_layers: compile one block for all layers, so that compile time does not grow with
+            depth.
+        remat: what the backward pass recomputes: "none", "block" (everything inside a block except
+            `keep` and `offload`) or "dots" (everything except matmuls).
+        keep: with `remat="block"`, the values (see `Kept`) that stay in device memory.
+        offload: with `remat="block"`, the values that wait in host memory.
+    """
+
     vocab_size: int
     num_layers: int
     num_heads: int
-    num_kv_heads: int  # each shared by num_heads / num_kv_heads heads of queries
+    num_kv_heads: int
     width: int
     mlp_width: int
-    rope_theta: float = 5e5  # the slowest of the rotations that tell positions has a wavelength of about this many tokens
+    rope_theta: float = 5e5
     rope_scaling: RopeScaling | None = None
-    max_length: int = 8192  # tokens of a row that it is meant for; nothing but sampling keeps to it
+    max_length: int = 8192
     norm_epsilon: float = 1e-5
-    tied: bool = False  # the output layer is the embedding, transposed
+    tied: bool = False
     param_dtype: str = "float32"
-    scan_layers: bool = (
-        True  # one compiled block for all layers: compile time does not grow with depth
-    )
-    remat: str = "none"  # what the backward pass computes again: "none", "block" (all but what is kept) or "dots" (all but matrix products)
+    scan_layers: bool = True
+    remat: str = "none"
     keep: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
 
 
+# "7b" and "70b-llama2" are Llama 2; "8b", "70b" and "405b" are Llama 3. For sequences of more than
+# 8192 tokens, Llama 3.1 adds a `RopeScaling`.
 SIZES = {
     "tiny": LlamaConfig(256, 2, 4, 2, 64, 192),
-    "7b": LlamaConfig(32000, 32, 32, 32, 4096, 11008, rope_theta=1e4, max_length=4096),  # Llama 2
+    "7b": LlamaConfig(32000, 32, 32, 32, 4096, 11008, rope_theta=1e4, max_length=4096),
     "70b-llama2": LlamaConfig(32000, 80, 64, 8, 8192, 28672, rope_theta=1e4, max_length=4096),
-    "8b": LlamaConfig(
-        128256, 32, 32, 8, 4096, 14336
-    ),  # Llama 3; 3.1 stretches the slow rotations for rows beyond 8192 tokens
+    "8b": LlamaConfig(128256, 32, 32, 8, 4096, 14336),
     "70b": LlamaConfig(128256, 80, 64, 8, 8192, 28672),
     "405b": LlamaConfig(128256, 126, 128, 8, 16384, 53248),
 }
 
 
-def weight(
+def _weight(
     config: LlamaConfig,
     rngs: nnx.Rngs,
     shape: tuple[int, ...],
     names: tuple[str | None, ...],
     dims: str = "io",
 ) -> nnx.Param[Array]:
-    """dims: which of them are inputs and which outputs, as `lora` asks; there are no biases that would tell."""
+    """Return a new weight.
+
+    Args:
+        config: the configuration, for the dtype.
+        rngs: random number generators.
+        shape: the shape of the weight.
+        names: a logical axis name for each dimension.
+        dims: "i" for each input dimension and "o" for each output dimension. `lora` reads this,
+            because there is no bias whose shape would show it.
+    """
     init = nnx.with_partitioning(nnx.initializers.normal(0.02), names)
     return nnx.Param(init(rngs.params(), shape, jnp.dtype(config.param_dtype)), dims=dims)
 
 
-def product(x: Array, kernel: Array, dims: int = 1) -> Array:
-    """(..., ins) and (ins, outs) -> (..., outs), where ins are `dims` dims."""
+def matmul(x: Array, kernel: Array, dims: int = 1) -> Array:
+    """Contract the last `dims` dimensions of `x` with the first `dims` dimensions of `kernel`.
+
+    Args:
+        x: (..., ins).
+        kernel: (ins, outs).
+        dims: the number of dimensions in `ins`.
+
+    Returns:
+        An array (..., outs).
+    """
     contracted = tuple(range(x.ndim - dims, x.ndim)), tuple(range(dims))
     return jax.lax.dot_general(x, kernel, (contracted, ((), ())))
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotary positions: number i of a head (B, T, H, K) and number i + K / 2 are turned together, by (T, K / 2) angles."""
+    """Apply rotary positions: rotate value i of a head together with value i + K / 2.
+
+    Args:
+        x: heads, (B, T, H, K).
+        cos: cosines of the angles, (T, K / 2).
+        sin: sines of the angles, (T, K / 2).
+
+    Returns:
+        The rotated heads, (B, T, H, K).
+    """
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, None], sin[:, None]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
 def rotations(config: LlamaConfig, positions: Array) -> tuple[Array, Array]:
-    """Cosines and sines of the angles of positions (T,), each (T, K / 2)."""
+    """Return cosines and sines of the rotary angles at `positions` (T,), each (T, K / 2)."""
     width = config.width // config.num_heads
-    speeds = config.rope_theta ** -(jnp.arange(0, width, 2) / width)
+    frequencies = config.rope_theta ** -(jnp.arange(0, width, 2) / width)
     if (scaling := config.rope_scaling) is not None:
-        turns = scaling.original_length * speeds / (2 * jnp.pi)  # in a row of the first training
-        unchanged = jnp.clip((turns - scaling.low) / (scaling.high - scaling.low), 0, 1)
-        speeds = speeds * (unchanged + (1 - unchanged) / scaling.factor)
-    angles = positions[:, None] * speeds
+        # The number of turns in a sequence of the first training.
+        turns = scaling.original_length * frequencies / (2 * jnp.pi)
+        unscaled = jnp.clip((turns - scaling.low) / (scaling.high - scaling.low), 0, 1)
+        frequencies = frequencies * (unscaled + (1 - unscaled) / scaling.factor)
+    angles = positions[:, None] * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 
 
 class RMSNorm(nnx.Module):
+    """Root mean square normalization, computed in float32."""
+
     def __init__(self, config: LlamaConfig):
+        """Create the scale, (D,)."""
         self.epsilon = config.norm_epsilon
         self.scale = nnx.Param(jnp.ones(config.width, jnp.dtype(config.param_dtype)))
 
     def __call__(self, x: Array) -> Array:
+        """Normalize `x` (..., D)."""
         x32 = x.astype(jnp.float32)
-        normal = x32 * jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + self.epsilon)
-        return normal.astype(x.dtype) * self.scale[...]
+        normalized = x32 * jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + self.epsilon)
+        return normalized.astype(x.dtype) * self.scale[...]
 
 
-class Block(nnx.Module):
-    """(B, T, D) -> (B, T, D)."""
+class LlamaBlock(nnx.Module):
+    """A transformer block: attention and an MLP, each with a norm before it."""
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
+        """Create the parameters."""
         c = config
-        new, head = partial(weight, c, rngs), c.width // c.num_heads
+        weight = partial(_weight, c, rngs)
+        head_width = c.width // c.num_heads
         self.config = c
         self.norm1 = RMSNorm(c)
-        self.query = new((c.width, c.num_heads, head), ("embed", "heads", None), "ioo")
-        self.key = new((c.width, c.num_kv_heads, head), ("embed", "heads", None), "ioo")
-        self.value = new((c.width, c.num_kv_heads, head), ("embed", "heads", None), "ioo")
-        self.out = new((c.num_heads, head, c.width), ("heads", None, "embed"), "iio")
+        self.query = weight((c.width, c.num_heads, head_width), ("embed", "heads", None), "ioo")
+        self.key = weight((c.width, c.num_kv_heads, head_width), ("embed", "heads", None), "ioo")
+        self.value = weight((c.width, c.num_kv_heads, head_width), ("embed", "heads", None), "ioo")
+        self.out = weight((c.num_heads, head_width, c.width), ("heads", None, "embed"), "iio")
         self.norm2 = RMSNorm(c)
-        self.gate = new((c.width, c.mlp_width), ("embed", "mlp"))
-        self.up = new((c.width, c.mlp_width), ("embed", "mlp"))
-        self.down = new(
-            (c.mlp_width, c.width), ("mlp", None)
-        )  # FSDP cuts the larger dim: a narrow last one would be padded
+        self.gate = weight((c.width, c.mlp_width), ("embed", "mlp"))
+        self.up = weight((c.width, c.mlp_width), ("embed", "mlp"))
+        # Without a name for the last dimension, FSDP shards the first, which is larger. A narrow
+        # last dimension would be padded.
+        self.down = weight((c.mlp_width, c.width), ("mlp", None))
 
     def __call__(self, x: Array, cos: Array, sin: Array) -> Array:
-        x = self.named(constrain(x, "batch"), "input")
-        x = x + self.named(self.attention(self.norm1(x), cos, sin), "out")
-        x = x + self.named(self.mlp(self.norm2(x)), "down")
+        """Apply the block to (B, T, D). `cos` and `sin` come from `rotations`."""
+        x = self._named(constrain(x, "batch"), "input")
+        x = x + self._named(self._attention(self.norm1(x), cos, sin), "out")
+        x = x + self._named(self._mlp(self.norm2(x)), "down")
         return constrain(x, "batch")
 
-    def named(self, x: Array, name: Kept) -> Array:
-        """For the policy of `remat`. What goes to the host has one layout in both passes: to change it, XLA would bring
-        that of all layers back at once. That of the heads is set by the attention kernel."""
+    def _named(self, x: Array, name: Kept) -> Array:
+        """Name a value for the policy of `remat`.
+
+        An offloaded value gets the same layout in both passes. To change the layout, XLA would
+        bring the values of all layers back to the device at once. The attention kernel sets the
+        layout of "qkv".
+        """
         if name in self.config.offload and name != "qkv":
             x = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
-        return checkpoint_name(x, name)
+        named: Array = checkpoint_name(x, name)
+        return named
 
     def decode(
         self, x: Array, cos: Array, sin: Array, cache: Cache, layer: int | Array
     ) -> tuple[Array, Cache]:
-        mixed, cache = cached_attention(*self.heads(self.norm1(x), cos, sin), cache, layer)
-        x = x + product(mixed, self.out[...], dims=2)
-        return x + self.mlp(self.norm2(x)), cache
+        """Apply the block to new tokens (B, T, D)."""
+        mixed, cache = cached_attention(*self._heads(self.norm1(x), cos, sin), cache, layer)
+        x = x + matmul(mixed, self.out[...], dims=2)
+        return x + self._mlp(self.norm2(x)), cache
 
-    def attention(self, x: Array, cos: Array, sin: Array) -> Array:
-        return product(causal_attention(*self.heads(x, cos, sin)), self.out[...], dims=2)
+    def _attention(self, x: Array, cos: Array, sin: Array) -> Array:
+        return matmul(causal_attention(*self._heads(x, cos, sin)), self.out[...], dims=2)
 
-    def heads(self, x: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
-        """Queries (B, T, H, K), keys and values (B, T, G, K)."""
-        q, k, v = (product(x, kernel[...]) for kernel in (self.query, self.key, self.value))
+    def _heads(self, x: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
+        """Return queries (B, T, H, K), keys and values (B, T, G, K)."""
+        q, k, v = (matmul(x, kernel[...]) for kernel in (self.query, self.key, self.value))
         q, k, v = (
-            self.named(heads, "qkv") for heads in (rotate(q, cos, sin), rotate(k, cos, sin), v)
+            self._named(heads, "qkv") for heads in (rotate(q, cos, sin), rotate(k, cos, sin), v)
         )
         return q, k, v
 
-    def mlp(self, x: Array) -> Array:
-        gate, up = (self.named(product(x, kernel[...]), "up") for kernel in (self.gate, self.up))
-        return product(jax.nn.silu(gate) * up, self.down[...])
+    def _mlp(self, x: Array) -> Array:
+        gate, up = (self._named(matmul(x, kernel[...]), "up") for kernel in (self.gate, self.up))
+        return matmul(jax.nn.silu(gate) * up, self.down[...])
 
 
 class Llama(nnx.Module):
-    """tokens (B, T) -> logits (B, T, V)."""
+    """A Llama language model."""
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
+        """Create the parameters.
+
+        Raises:
+            ValueError: if width, heads and key heads do not divide each other, or `keep` or
+                `offload` are used without `remat="block"`.
+        """
         c = config
         if c.width % c.num_heads or c.num_heads % c.num_kv_heads:
-            heads = f"width {c.width}, {c.num_heads} heads and {c.num_kv_heads} of keys"
-            raise ValueError(f"{heads}: each must be divisible by the next")
+            raise ValueError(
+                f"width={c.width}, num_heads={c.num_heads} and num_kv_heads={c.num_kv_heads}: "
+                "each must be divisible by the next."
+            )
         if (c.keep or c.offload) and c.remat != "block":
             raise ValueError(
-                f"keep and offload say what remat='block' spares; remat is '{c.remat}'"
+                f"keep={c.keep} and offload={c.offload} have no effect with remat='{c.remat}'. "
+                "Use remat='block', or remove them."
             )
         self.config = c
-        self.tokens = weight(c, rngs, (c.vocab_size, c.width), ("vocab", "embed"))
-        self.blocks: Any
+        self.tokens = _weight(c, rngs, (c.vocab_size, c.width), ("vocab", "embed"))
+        self.blocks: LlamaBlock | nnx.List[LlamaBlock]
         if c.scan_layers:
             stack = nnx.vmap(
-                partial(Block, c),
+                partial(LlamaBlock, c),
                 in_axes=0,
                 out_axes=0,
                 transform_metadata={nnx.PARTITION_NAME: None},
             )
             self.blocks = nnx.split_rngs(splits=c.num_layers)(stack)(rngs)
         else:
-            self.blocks = nnx.List([Block(c, rngs) for _ in range(c.num_layers)])
+            self.blocks = nnx.List([LlamaBlock(c, rngs) for _ in range(c.num_layers)])
         self.norm = RMSNorm(c)
-        self.head = None if c.tied else weight(c, rngs, (c.width, c.vocab_size), ("embed", "vocab"))
+        head_names = "embed", "vocab"
+        self.head = None if c.tied else _weight(c, rngs, (c.width, c.vocab_size), head_names)
 
     def __call__(self, tokens: Array) -> Array:
-        return product(self.features(tokens), self.output())
+        """Return the logits (B, T, V) of the tokens that follow `tokens` (B, T)."""
+        return matmul(self.features(tokens), self.output())
 
     def output(self) -> Array:
-        """The kernel (D, V) of the output layer."""
+        """Return the kernel of the output layer, (D, V)."""
         return self.tokens[...].T if self.head is None else self.head[...]
 
     def features(self, tokens: Array) -> Array:
-        """(B, T) -> (B, T, D), what the output layer sees."""
+        """Return the input of the output layer, (B, T, D), for `tokens` (B, T)."""
         c = self.config
         cos, sin = rotations(c, jnp.arange(tokens.shape[1]))
         x = look_up(self.tokens[...], tokens)
-        block = remat(c)(lambda block, x: block(x, cos, sin))
+
+        def apply_block(block: LlamaBlock, x: Array) -> Array:
+            return block(x, cos, sin)
+
+        run_block = _remat(c)(apply_block)
         if c.scan_layers:
-            x = nnx.scan(block, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.blocks, x)
+            x = nnx.scan(run_block, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self._stack(), x)
         else:
-            for layer in self.blocks:
-                x = block(layer, x)
+            for block in self._layers():
+                x = run_block(block, x)
         return self.norm(x)
 
-    def empty_cache(self, rows: int, size: int) -> Cache:
+    def _stack(self) -> LlamaBlock:
+        """Return the block whose parameters have a leading layer dimension (`scan_layers=True`)."""
+        return cast(LlamaBlock, self.blocks)
+
+    def _layers(self) -> Iterable[LlamaBlock]:
+        """Return the separate blocks (`scan_layers=False`)."""
+        return cast(Iterable[LlamaBlock], self.blocks)
+
+    def empty_cache(self, batch_size: int, capacity: int) -> Cache:
+        """Return a cache for `decode`.
+
+        Args:
+            batch_size: the number of sequences.
+            capacity: the largest number of tokens per sequence.
+        """
         c = self.config
-        return empty_cache(
-            c.num_layers, rows, c.num_kv_heads, size, c.width // c.num_heads, self.tokens[...].dtype
-        )
+        dtype = self.tokens[...].dtype
+        head_width = c.width // c.num_heads
+        return empty_cache(c.num_layers, batch_size, c.num_kv_heads, capacity, head_width, dtype)
 
     def decode(self, tokens: Array, count: Array, cache: Cache) -> tuple[Array, Cache]:
-        """The next `count` of the tokens (B, T) -> logits (B, V) of what follows the last of them, and the cache with them in it.
+        """Process new tokens of each sequence.
 
-        What stands behind the `count` tokens only fills the array up.
+        Args:
+            tokens: (B, T). The tokens after the first `count` are padding.
+            count: int32, the number of new tokens.
+            cache: the keys and values of the previous tokens.
+
+        Returns:
+            The logits (B, V) of the token after the last new one, and the updated cache.
         """
         cos, sin = rotations(self.config, cache.length + jnp.arange(tokens.shape[1]))
         x = look_up(self.tokens[...], tokens)
@@ -238,27 +349,30 @@ class Llama(nnx.Module):
                 in_axes=(0, 0, nnx.Carry),
                 out_axes=nnx.Carry,
             )
-            x, cache = decode(self.blocks, jnp.arange(self.config.num_layers), (x, cache))
+            x, cache = decode(self._stack(), jnp.arange(self.config.num_layers), (x, cache))
         else:
-            for layer, block in enumerate(self.blocks):
+            for layer, block in enumerate(self._layers()):
                 x, cache = block.decode(x, cos, sin, cache, layer)
         last = jax.lax.dynamic_index_in_dim(x, count - 1, axis=1, keepdims=False)
-        return product(self.norm(last), self.output()), longer(cache, count)
+        return matmul(self.norm(last), self.output()), advance(cache, count)
 
 
-def remat(config: LlamaConfig) -> Callable[[Any], Any]:
+_ApplyBlock: TypeAlias = Callable[[LlamaBlock, Array], Array]
+
+
+def _remat(config: LlamaConfig) -> Callable[[_ApplyBlock], _ApplyBlock]:
+    """Return how `config.remat` wraps the function that applies a block."""
     policies = jax.checkpoint_policies
     if config.remat == "none":
-        return lambda f: f
+        return lambda apply_block: apply_block
     if config.remat == "dots":
-        return partial(nnx.remat, policy=policies.dots_with_no_batch_dims_saveable)
+        return nnx.remat(policy=policies.dots_with_no_batch_dims_saveable)
     if not config.offload:
-        return partial(nnx.remat, policy=policies.save_only_these_names(*config.keep))
-    kept, offloaded = list(config.keep), list(config.offload)
+        return nnx.remat(policy=policies.save_only_these_names(*config.keep))
     policy = policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=kept,
-        names_which_can_be_offloaded=offloaded,
+        names_which_can_be_saved=list(config.keep),
+        names_which_can_be_offloaded=list(config.offload),
         offload_src="device",
         offload_dst="pinned_host",
     )
-    return partial(nnx.remat, policy=policy)
+    return nnx.remat(policy=policy)

@@ -1,4 +1,4 @@
-"""Losses for language models; the implementations are in `shardwise.kernels.cross_entropy`."""
+"""Losses of language models, implemented in `shardwise.kernels.cross_entropy`."""
 
 from shardwise.kernels.cross_entropy import chunked_cross_entropy as chunked_cross_entropy
 from shardwise.kernels.cross_entropy import cross_entropy as cross_entropy

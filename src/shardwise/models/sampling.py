@@ -1,57 +1,102 @@
-"""Continuations of a prompt, token by token: from any model that gives logits, and faster from one that keeps keys and values.
+"""Generation of text, token by token, from any model that returns logits.
 
-A model takes tokens (B, T) and gives logits (B, T, V), each from the tokens up to it alone. One that also has `empty_cache` and
-`decode`, as those of `shardwise.models` do, computes each new token once; any other sees the whole text again for each.
-The tokens are the same. A model with `config.max_length` sees at most so many of the last tokens. A model of another kind that takes
-rows of one length only is always called on rows of that length, `window`; what stands behind the text only fills them up.
+A model maps tokens (B, T) to logits (B, T, V), each computed from the tokens up to it. If it also
+has `empty_cache` and `decode`, as the models of `shardwise.models` do, each new token is computed
+once. Any other model processes the complete text again for each token. The generated tokens are the
+same.
 
-Nothing is compiled for the length of a prompt: lengths are filled up to powers of two, beyond `CHUNK` to multiples of it.
+A model with `config.max_length` sees at most that many of the last tokens. A model that only
+accepts sequences of one length is always called with sequences of that length, `window`, padded
+after the text.
+
+Nothing is compiled for the length of a particular prompt: lengths are padded to powers of two, and
+above `CHUNK` to multiples of it. `decode` serves prompts and single tokens alike. A separate
+program draws tokens from logits.
+
+Shapes: B sequences, T tokens, V vocabulary size.
 """
 
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Protocol, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
+import jax.typing
 import numpy as np
 from flax import nnx
 
+from shardwise.models.kv_cache import Cache
+from shardwise.tree import PyTree
+
 Array = jax.Array
-CHUNK = 256  # tokens of a prompt that go through the model at once
+# The static part of a model, from `nnx.split`.
+_GraphDef: TypeAlias = nnx.GraphDef[nnx.Module]
+_Leaves: TypeAlias = list[Array]
+
+# Tokens of a prompt that the model processes at once.
+CHUNK = 256
+
+# The shortest length that prompts are padded to.
 SMALLEST = 16
-NEEDED = "to be sampled it must give logits (B, T, V) for tokens (B, T)"
+
+_REQUIRED = "to be sampled, it must return logits (B, T, V) for tokens (B, T)"
+
+
+class _LanguageModel(Protocol):
+    """A model that maps tokens (B, T) to logits (B, T, V)."""
+
+    def __call__(self, tokens: Array) -> Array: ...
+
+    def empty_cache(self, batch_size: int, capacity: int) -> Cache: ...
+
+    def decode(self, tokens: Array, count: Array, cache: Cache) -> tuple[Array, Cache]: ...
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn from logits."""
+    """How a token is drawn from logits.
 
-    temperature: float = 0.8  # 0: always the likeliest
-    top_k: int | None = None  # only one of the so many likeliest
-    top_p: float | None = None  # only one of the likeliest that together have this probability
-    vocab_size: int | None = (
-        None  # only one below this: rows of a table that only fill it up mean nothing
-    )
+    Attributes:
+        temperature: logits are divided by it. With 0, the most likely token is always chosen.
+        top_k: keep only the `top_k` most likely tokens.
+        top_p: nucleus sampling: keep the smallest set of tokens whose probability reaches this
+            value.
+        vocab_size: keep only tokens below this number. Embedding tables are often padded with
+            rows that no token uses.
+    """
+
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float | None = None
+    vocab_size: int | None = None
 
     def __post_init__(self) -> None:
-        wrong = []
+        problems = []
         if not 0 <= self.temperature < float("inf"):
-            wrong.append(f"temperature is {self.temperature}; it must be at least 0")
+            problems.append(f"temperature is {self.temperature}; it must be at least 0")
         if self.top_k is not None and self.top_k < 1:
-            wrong.append(f"top_k is {self.top_k}; it must be at least 1")
+            problems.append(f"top_k is {self.top_k}; it must be at least 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            wrong.append(f"top_p is {self.top_p}; it must be above 0 and at most 1")
-        if wrong:
-            raise ValueError("; ".join(wrong))
+            problems.append(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        if problems:
+            raise ValueError("; ".join(problems))
 
 
 def warp(logits: Array, sampling: Sampling) -> Array:
-    """Logits (..., V) whose softmax is what `sampling` draws from: divided by the temperature, then top-k, then top-p of what is left.
+    """Return logits whose softmax is the distribution that `sampling` draws from.
 
-    What must not be drawn is minus infinity. Tokens that are equally likely stay or go together.
+    They are divided by the temperature, then filtered by top-k, then by top-p of the remaining
+    tokens. Tokens of equal probability are kept or removed together.
+
+    Args:
+        logits: (..., V).
+        sampling: the settings.
+
+    Returns:
+        Logits (..., V), float32, with minus infinity for tokens that must not be drawn.
     """
     kept = logits.astype(jnp.float32)
     if sampling.vocab_size is not None:
@@ -59,21 +104,34 @@ def warp(logits: Array, sampling: Sampling) -> Array:
     if sampling.temperature:
         kept = kept / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < kept.shape[-1]:
-        least = jax.lax.top_k(kept, sampling.top_k)[0][..., -1:]
-        kept = jnp.where(kept < least, -jnp.inf, kept)
+        threshold = jax.lax.top_k(kept, sampling.top_k)[0][..., -1:]
+        kept = jnp.where(kept < threshold, -jnp.inf, kept)
     if sampling.top_p is not None and sampling.top_p < 1:
-        ordered = jnp.sort(kept, axis=-1, descending=True)
-        shares = jax.nn.softmax(ordered, axis=-1)
-        before = jnp.cumsum(shares, axis=-1) - shares
-        least = jnp.where(before < sampling.top_p, ordered, jnp.inf).min(-1, keepdims=True)
-        kept = jnp.where(kept < least, -jnp.inf, kept)
+        sorted_logits = jnp.sort(kept, axis=-1, descending=True)
+        probabilities = jax.nn.softmax(sorted_logits, axis=-1)
+        # The probability of all tokens that are more likely than each token.
+        before = jnp.cumsum(probabilities, axis=-1) - probabilities
+        in_nucleus = jnp.where(before < sampling.top_p, sorted_logits, jnp.inf)
+        threshold = in_nucleus.min(-1, keepdims=True)
+        kept = jnp.where(kept < threshold, -jnp.inf, kept)
     return kept
 
 
 def choose(logits: Array, key: Array, sampling: Sampling) -> Array:
-    """A token for each row of logits (B, V); -1 where they are not numbers. What a row gets does not depend on how many rows there are."""
+    """Draw a token for each sequence.
+
+    The token of a sequence does not depend on the number of sequences.
+
+    Args:
+        logits: (B, V).
+        key: a random key.
+        sampling: the settings.
+
+    Returns:
+        Tokens (B,), int32; -1 where a logit is NaN.
+    """
     if sampling.temperature:
-        keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(len(logits)))
+        keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(len(logits)))
         choice = jax.vmap(jax.random.categorical)(keys, warp(logits, sampling))
     else:
         choice = warp(logits, Sampling(0.0, vocab_size=sampling.vocab_size)).argmax(-1)
@@ -81,21 +139,42 @@ def choose(logits: Array, key: Array, sampling: Sampling) -> Array:
 
 
 def generate(
-    model: Any, prompt: Any, num_tokens: int, key: Array, temperature: float = 0.8, **options: Any
+    model: nnx.Module,
+    prompt: jax.typing.ArrayLike,
+    num_tokens: int,
+    key: Array,
+    temperature: float = 0.8,
+    *,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    vocab_size: int | None = None,
 ) -> Array:
-    """`prompt` (B, P) continued by `num_tokens` tokens, as `stream` does; `options` are those of `Sampling`."""
+    """Continue a prompt.
+
+    Args:
+        model: a model that maps tokens (B, T) to logits (B, T, V).
+        prompt: tokens (B, P).
+        num_tokens: the number of tokens to generate.
+        key: a random key.
+        temperature: see `Sampling`, as for the other options.
+        top_k: see `Sampling`.
+        top_p: see `Sampling`.
+        vocab_size: see `Sampling`.
+
+    Returns:
+        The prompt and the generated tokens, (B, P + num_tokens).
+    """
     prompt = jnp.asarray(prompt)
-    tokens = list(stream(model, prompt, num_tokens, key, Sampling(temperature, **options)))
-    return (
-        jnp.concatenate([prompt, np.stack(tokens, axis=1).astype(prompt.dtype)], axis=1)
-        if tokens
-        else prompt
-    )
+    sampling = Sampling(temperature, top_k, top_p, vocab_size)
+    tokens = list(stream(model, prompt, num_tokens, key, sampling))
+    if not tokens:
+        return prompt
+    return jnp.concatenate([prompt, np.stack(tokens, axis=1).astype(prompt.dtype)], axis=1)
 
 
 def stream(
-    model: Any,
-    prompt: Any,
+    model: nnx.Module,
+    prompt: jax.typing.ArrayLike | list[list[int]],
     num_tokens: int,
     key: Array,
     sampling: Sampling | None = None,
@@ -103,144 +182,235 @@ def stream(
     window: int | None = None,
     cached: bool = True,
 ) -> Iterator[np.ndarray]:
-    """The `num_tokens` tokens that follow `prompt` (B, P), one by one, each (B,).
+    """Yield the tokens that continue a prompt, one by one.
 
-    While one of them is looked at, the next is computed already. Beyond `window` (that of the model, if it has one) each token
-    sees the last so many: they all have new positions then, so the whole window is computed for each.
+    While the caller looks at a token, the next one is already being computed.
+
+    Args:
+        model: a model that maps tokens (B, T) to logits (B, T, V).
+        prompt: tokens (B, P), at least one per sequence.
+        num_tokens: the number of tokens to generate.
+        key: a random key.
+        sampling: how tokens are drawn from logits.
+        window: the number of tokens that the model can see, by default its `config.max_length` if
+            it has one. Beyond the window, each token is computed from the last `window` tokens. All
+            of them have new positions then, so the cache is useless and the complete window is
+            computed for each token.
+        cached: use the cache of the model if it has one.
+
+    Yields:
+        The next token of each sequence, (B,).
+
+    Raises:
+        ValueError: if the model does not return logits (B, T, V), if the prompt is empty, or if the
+            logits are not finite numbers.
     """
     sampling = sampling or Sampling()
     prompt = np.asarray(prompt, np.int32)
     if prompt.ndim != 2 or 0 in prompt.shape:
         raise ValueError(
-            f"a prompt is rows of at least one token, not an array of shape {prompt.shape}"
+            f"a prompt must have shape (B, T) with at least one token, not {prompt.shape}"
         )
-    limit = window or getattr(getattr(model, "config", None), "max_length", None)
-    rows, length = prompt.shape
-    total = length + num_tokens
-    seen = min(limit or total, total)  # tokens that are looked at, at most
-    graphdef, state = nnx.split(model)
-    leaves, structure = jax.tree.flatten(state)
-    has_cache = hasattr(model, "decode") and hasattr(model, "empty_cache")
     _check_call(model)
-    shown = (
-        padded(seen) if limit is None else min(padded(seen), limit)
-    )  # tokens that a model without a cache is called on
-    if (
-        limit is not None
-        and shown < limit
-        and not has_cache
-        and not _takes(graphdef, structure, leaves, (rows, shown))
-    ):
-        shown = limit
-    decode, extend = _programs(graphdef, structure, shown)
-    told: list[np.ndarray] = []
-    token: Any
+    generation = _Generation(_Plan.make(model, prompt.shape, num_tokens, window), key, sampling)
+    if num_tokens and cached and generation.plan.fits_cache:
+        yield from generation.with_cache(cast(_LanguageModel, model), prompt)
+    yield from generation.without_cache(prompt)
 
-    def pick(logits: Array, at: int) -> Array:
-        return _pick(logits, key, np.int32(at), sampling)
 
-    def tell(tokens: Array) -> np.ndarray:
-        told.append(np.asarray(tokens)[:, 0])
-        if (told[-1] < 0).any():
-            raise ValueError(f"the logits after {length + len(told) - 1} tokens are not numbers")
-        return told[-1]
+@dataclass(frozen=True)
+class _Plan:
+    """The lengths of a generation, and the programs that compute logits.
 
-    if num_tokens and cached and length <= seen and has_cache:
-        cache = model.empty_cache(rows, padded(seen))
-        for start in range(0, length, CHUNK):
-            part = prompt[:, start : start + CHUNK]
-            tokens = np.pad(part, ((0, 0), (0, padded(part.shape[1]) - part.shape[1])))
-            logits, cache = decode(leaves, tokens, np.int32(part.shape[1]), cache)
-        token = pick(logits, length)
-        for at in range(length + 1, min(total - 1, seen) + 1):
-            logits, cache = decode(leaves, token, np.int32(1), cache)
-            following = pick(logits, at)
-            yield tell(token)
-            token = following
-        yield tell(token)
-        del cache
-    begun = length + len(told)
-    if begun == total:
-        return
-    text = np.concatenate([prompt, *(tokens[:, None] for tokens in told)], axis=1)
-    buffer: Any = np.pad(text, ((0, 0), (0, max(padded(total), shown) - begun)))
-    token = text[:, -1:]
-    for at in range(begun, total):
-        logits, buffer = extend(leaves, buffer, token, np.int32(at))
-        following = pick(logits, at)
-        if at > begun:
-            yield tell(token)
-        token = following
-    yield tell(token)
+    Attributes:
+        length: the number of tokens in the prompt.
+        total: the number of tokens after the generation.
+        visible: the largest number of tokens that the model sees.
+        shown: the number of tokens that a model without a cache is called with.
+        has_cache: whether the model has `decode` and `empty_cache`.
+        leaves: the arrays of the model.
+        decode: see `_programs`.
+        extend: see `_programs`.
+    """
+
+    length: int
+    total: int
+    visible: int
+    shown: int
+    has_cache: bool
+    leaves: _Leaves
+    decode: Callable[..., tuple[Array, Cache]]
+    extend: Callable[..., tuple[Array, Array]]
+
+    @staticmethod
+    def make(
+        model: nnx.Module, shape: tuple[int, int], num_tokens: int, window: int | None
+    ) -> "_Plan":
+        """Return the plan for prompts of a shape."""
+        limit: int | None = window or getattr(getattr(model, "config", None), "max_length", None)
+        batch_size, length = shape
+        total = length + num_tokens
+        visible = min(limit or total, total)
+        graphdef, state = nnx.split(model)
+        leaves, structure = jax.tree.flatten(state)
+        has_cache = hasattr(model, "decode") and hasattr(model, "empty_cache")
+        shown = padded(visible)
+        if limit is not None:
+            shown = min(shown, limit)
+            accepts = partial(_accepts, graphdef, structure, leaves, (batch_size, shown))
+            if shown < limit and not has_cache and not accepts():
+                shown = limit
+        decode, extend = _programs(graphdef, structure, shown)
+        return _Plan(length, total, visible, shown, has_cache, leaves, decode, extend)
+
+    @property
+    def fits_cache(self) -> bool:
+        """Whether the prompt can be put into a cache."""
+        return self.has_cache and self.length <= self.visible
+
+
+class _Generation:
+    """The tokens of one call of `stream`, which are computed one token ahead of the caller."""
+
+    def __init__(self, plan: _Plan, key: Array, sampling: Sampling):
+        self.plan = plan
+        self._key = key
+        self._sampling = sampling
+        # The generated tokens that the caller has received, each (B,).
+        self._yielded: list[np.ndarray] = []
+
+    def with_cache(self, model: _LanguageModel, prompt: np.ndarray) -> Iterator[np.ndarray]:
+        """Yield tokens until the window of the model is full."""
+        plan = self.plan
+        cache = model.empty_cache(len(prompt), padded(plan.visible))
+        for start in range(0, plan.length, CHUNK):
+            chunk = prompt[:, start : start + CHUNK]
+            count = chunk.shape[1]
+            tokens = np.pad(chunk, ((0, 0), (0, padded(count) - count)))
+            logits, cache = plan.decode(plan.leaves, tokens, np.int32(count), cache)
+        token = self._draw(logits, plan.length)
+        for position in range(plan.length + 1, min(plan.total - 1, plan.visible) + 1):
+            logits, cache = plan.decode(plan.leaves, token, np.int32(1), cache)
+            next_token = self._draw(logits, position)
+            yield self._receive(token)
+            token = next_token
+        yield self._receive(token)
+
+    def without_cache(self, prompt: np.ndarray) -> Iterator[np.ndarray]:
+        """Yield the remaining tokens, each computed from all tokens in the window."""
+        plan = self.plan
+        start = plan.length + len(self._yielded)
+        if start == plan.total:
+            return
+        text = np.concatenate([prompt, *(tokens[:, None] for tokens in self._yielded)], axis=1)
+        size = max(padded(plan.total), plan.shown)
+        buffer: np.ndarray | Array = np.pad(text, ((0, 0), (0, size - start)))
+        token: np.ndarray | Array = text[:, -1:]
+        for position in range(start, plan.total):
+            logits, buffer = plan.extend(plan.leaves, buffer, token, np.int32(position))
+            next_token = self._draw(logits, position)
+            if position > start:
+                yield self._receive(token)
+            token = next_token
+        yield self._receive(token)
+
+    def _draw(self, logits: Array, position: int) -> Array:
+        tokens: Array = _draw(logits, self._key, np.int32(position), self._sampling)
+        return tokens
+
+    def _receive(self, tokens: np.ndarray | Array) -> np.ndarray:
+        """Wait for tokens (B, 1), and return them as (B,)."""
+        received = np.asarray(tokens)[:, 0]
+        self._yielded.append(received)
+        if (received < 0).any():
+            position = self.plan.length + len(self._yielded) - 1
+            raise ValueError(f"the logits after {position} tokens are not finite numbers")
+        return received
 
 
 def padded(count: int) -> int:
-    """The length that this many tokens are filled up to."""
-    return (
-        max(SMALLEST, 1 << (count - 1).bit_length())
-        if count < CHUNK
-        else -(-count // CHUNK) * CHUNK
-    )
+    """Return the length that `count` tokens are padded to."""
+    if count < CHUNK:
+        return max(SMALLEST, 1 << (count - 1).bit_length())
+    return -(-count // CHUNK) * CHUNK
 
 
 @partial(jax.jit, static_argnums=3)
-def _pick(logits: Array, key: Array, at: Array, sampling: Sampling) -> Array:
-    """Token number `at` of each row, (B, 1). A program of its own: random numbers take longest to compile, and all others share it."""
-    return choose(logits, jax.random.fold_in(key, at), sampling)[:, None]
+def _draw(logits: Array, key: Array, position: Array, sampling: Sampling) -> Array:
+    """Draw token number `position` of each sequence, (B, 1).
+
+    This is a separate program, because random numbers take longest to compile and all other
+    programs can share it.
+    """
+    return choose(logits, jax.random.fold_in(key, position), sampling)[:, None]
 
 
-def _check_call(model: Any) -> None:
-    """Refuses a model that needs more than tokens."""
+def _check_call(model: object) -> None:
+    """Refuse a model that cannot be called with tokens alone."""
     if not callable(model):
-        raise ValueError(f"{type(model).__name__} has no __call__; {NEEDED}")
+        raise ValueError(f"{type(model).__name__} has no __call__; {_REQUIRED}")
     try:
         inspect.signature(model).bind(None)
     except TypeError as error:
         raise ValueError(
-            f"{type(model).__name__}.__call__ cannot be called with tokens alone: {error}; {NEEDED}"
+            f"{type(model).__name__}.__call__ cannot be called with tokens alone: {error}; "
+            f"{_REQUIRED}"
         ) from None
 
 
-def _takes(graphdef: Any, structure: Any, leaves: Any, shape: tuple[int, int]) -> bool:
-    """Whether a model can be called on tokens of this shape; it is traced, and nothing is computed."""
+def _accepts(
+    graphdef: _GraphDef, structure: jax.tree_util.PyTreeDef, leaves: _Leaves, shape: tuple[int, int]
+) -> bool:
+    """Return whether a model can be called with tokens of this shape. Nothing is computed."""
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
     try:
         jax.eval_shape(
-            lambda leaves, tokens: _merged(graphdef, structure, leaves)(tokens),
-            leaves,
-            jax.ShapeDtypeStruct(shape, jnp.int32),
+            lambda leaves, tokens: _merge(graphdef, structure, leaves)(tokens), leaves, tokens
         )
-    except Exception:  # whatever a model raises about a length; if it is something else, it raises it again when it is called
+    except Exception:
+        # Any exception may be about the length. If it is not, the real call raises it again.
         return False
     return True
 
 
-def _merged(graphdef: Any, structure: Any, leaves: Any) -> Any:
+def _merge(
+    graphdef: _GraphDef, structure: jax.tree_util.PyTreeDef, leaves: _Leaves
+) -> _LanguageModel:
+    """Return the model in evaluation mode."""
     model = nnx.merge(graphdef, jax.tree.unflatten(structure, leaves))
     model.eval()
-    return model
+    return cast(_LanguageModel, model)
 
 
 @lru_cache(maxsize=8)
 def _programs(
-    graphdef: Any, structure: Any, window: int
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Logits (B, V) of the next token, with a cache and without; each compiled once for a shape of its arguments."""
+    graphdef: _GraphDef, structure: jax.tree_util.PyTreeDef, window: int
+) -> tuple[Callable[..., tuple[Array, Cache]], Callable[..., tuple[Array, Array]]]:
+    """Return two programs that compute the logits (B, V) of the next token.
 
-    def decode(leaves: Any, tokens: Array, count: Array, cache: Any) -> tuple[Array, Any]:
-        return _merged(graphdef, structure, leaves).decode(tokens, count, cache)
+    The first uses a cache, the second a buffer with all tokens. Each is compiled once for each
+    shape of its arguments.
+    """
 
-    def extend(leaves: Any, buffer: Array, token: Array, at: Array) -> tuple[Array, Array]:
-        """`at` tokens are in the buffer, when `token` has been written as the last of them."""
-        buffer = jax.lax.dynamic_update_slice_in_dim(buffer, token, at - 1, axis=1)
-        start = jnp.maximum(0, at - window)
-        logits = _merged(graphdef, structure, leaves)(
-            jax.lax.dynamic_slice_in_dim(buffer, start, window, axis=1)
-        )
-        shape = getattr(logits, "shape", f"a {type(logits).__name__}")
-        if len(shape) != 3 or shape[:2] != (len(buffer), window):
-            raise ValueError(
-                f"the model gives {shape} for tokens {(len(buffer), window)}; {NEEDED}"
-            )
-        return jax.lax.dynamic_index_in_dim(logits, at - 1 - start, axis=1, keepdims=False), buffer
+    def decode(leaves: _Leaves, tokens: Array, count: Array, cache: Cache) -> tuple[Array, Cache]:
+        return _merge(graphdef, structure, leaves).decode(tokens, count, cache)
+
+    def extend(
+        leaves: _Leaves, buffer: Array, token: Array, position: Array
+    ) -> tuple[Array, Array]:
+        """Write `token` (B, 1) as the last of `position` tokens to the buffer; call the model."""
+        buffer = jax.lax.dynamic_update_slice_in_dim(buffer, token, position - 1, axis=1)
+        start = jnp.maximum(0, position - window)
+        tokens = jax.lax.dynamic_slice_in_dim(buffer, start, window, axis=1)
+        logits = _merge(graphdef, structure, leaves)(tokens)
+        _check_logits(logits, (len(buffer), window))
+        last = position - 1 - start
+        return jax.lax.dynamic_index_in_dim(logits, last, axis=1, keepdims=False), buffer
 
     return jax.jit(decode, donate_argnames="cache"), jax.jit(extend, donate_argnames="buffer")
+
+
+def _check_logits(logits: PyTree, token_shape: tuple[int, int]) -> None:
+    shape = getattr(logits, "shape", f"a {type(logits).__name__}")
+    if len(shape) != 3 or shape[:2] != token_shape:
+        raise ValueError(f"the model returns {shape} for tokens {token_shape}; {_REQUIRED}")

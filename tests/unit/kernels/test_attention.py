@@ -159,5 +159,5 @@ def test_the_choice_follows_the_mesh_that_is_traced_for():
         assert "pallas_call" in str(jax.make_jaxpr(causal_attention)(*args))
         odd = inputs(2, 100, 2, 2, 64)  # a length that the kernel does not take
         assert "pallas_call" not in str(jax.make_jaxpr(causal_attention)(*odd))
-        with pytest.raises(ValueError, match=r"multiples of 128, not 100; pad the rows"):
+        with pytest.raises(ValueError, match=r"sequence length 100 is not a multiple of 128"):
             tpu_attention(*odd)

@@ -120,7 +120,7 @@ def test_each_device_takes_its_own_rows_of_the_loss():
 @pytest.mark.parametrize("cut", ["data=8", "data=4,tensor=2"])
 def test_the_loss_of_a_product_is_that_of_its_logits(monkeypatch, cut):
     """Where each device has the exponentials of its own rows (too few for the kernel), and where the logits themselves are cut."""
-    monkeypatch.setattr(losses, "_is_fused", lambda *_: losses._rows_are_whole())
+    monkeypatch.setattr(losses, "_is_fused", lambda *_: losses._vocabulary_is_unsharded())
     rng = np.random.default_rng(4)
     features, table = rng.normal(size=(64, 16)).astype("f4"), rng.normal(size=(40, 16)).astype("f4")
     labels, weights = rng.integers(0, 40, (4, 16)), rng.uniform(size=(4, 16)).astype("f4")
@@ -193,7 +193,7 @@ def test_the_loss_in_chunks_is_the_loss(where, weighted):
         assert_close(jax.value_and_grad(parts, argnums=(0, 1, 2))(features, table, weights), theirs)
         if not weighted:
             assert_close(3 * chunked_cross_entropy(features, table, labels, chunks), theirs[0])
-    with pytest.raises(ValueError, match="24 tokens are not divisible by 5 chunks"):
+    with pytest.raises(ValueError, match="24 tokens are not divisible by chunks=5"):
         chunked_cross_entropy(features, table, labels, 5)
 
 

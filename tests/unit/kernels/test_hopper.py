@@ -44,13 +44,13 @@ def gelu(product, bias):
 
 
 def test_taken_on_hopper_alone():
-    assert not hopper.is_here()  # no GPU of compute capability 9.0 among the devices of the tests
-    assert hopper.can_multiply(jax.ShapeDtypeStruct((65536, 768), jnp.bfloat16), 3072)
-    assert not hopper.can_multiply(jax.ShapeDtypeStruct((65536, 768), jnp.float32), 3072)
-    assert not hopper.can_multiply(jax.ShapeDtypeStruct((65500, 768), jnp.bfloat16), 3072)
-    assert hopper.holds_row(jax.ShapeDtypeStruct((8, 50304), jnp.bfloat16))
-    assert not hopper.holds_row(jax.ShapeDtypeStruct((8, 50257), jnp.bfloat16))
-    assert not hopper.holds_row(jax.ShapeDtypeStruct((8, 128256), jnp.bfloat16))
+    assert not hopper.is_available()  # no GPU of compute capability 9.0 among the devices of the tests
+    assert hopper.supports_matmul(jax.ShapeDtypeStruct((65536, 768), jnp.bfloat16), 3072)
+    assert not hopper.supports_matmul(jax.ShapeDtypeStruct((65536, 768), jnp.float32), 3072)
+    assert not hopper.supports_matmul(jax.ShapeDtypeStruct((65500, 768), jnp.bfloat16), 3072)
+    assert hopper.supports_cross_entropy(jax.ShapeDtypeStruct((8, 50304), jnp.bfloat16))
+    assert not hopper.supports_cross_entropy(jax.ShapeDtypeStruct((8, 50257), jnp.bfloat16))
+    assert not hopper.supports_cross_entropy(jax.ShapeDtypeStruct((8, 128256), jnp.bfloat16))
 
 
 @needs_interpreter
@@ -104,7 +104,7 @@ def test_a_product_as_exponentials_and_their_sums(interpreted, rows, inner, colu
     less = less.at[7].set(-200.0)  # exp(200) is no number in float32
     shares, sums = hopper.product_exp(x, table, less)
     product = jnp.asarray(wide(x) @ wide(table).T - np.asarray(less)[:, None], jnp.bfloat16)
-    expected = np.exp(np.minimum(wide(product), hopper.CEILING))
+    expected = np.exp(np.minimum(wide(product), hopper.MAX_EXPONENT))
     np.testing.assert_allclose(
         wide(shares), expected, rtol=2**-5
     )  # a product may be rounded to the neighbouring number
@@ -112,14 +112,14 @@ def test_a_product_as_exponentials_and_their_sums(interpreted, rows, inner, colu
     assert (
         wide(shares)[7].max()
         == wide(shares)[7].min()
-        == pytest.approx(np.exp(hopper.CEILING), rel=2**-8)
+        == pytest.approx(np.exp(hopper.MAX_EXPONENT), rel=2**-8)
     )
 
 
 @needs_interpreter
 def test_the_loss_of_a_product_as_without_the_kernel(interpreted, monkeypatch):
     monkeypatch.setattr(losses, "platform", lambda: "gpu")
-    monkeypatch.setattr(hopper, "is_here", lambda: True)
+    monkeypatch.setattr(hopper, "is_available", lambda: True)
     rng = np.random.default_rng(5)
     features, table = half(rng, 256, 64), half(rng, 384, 64, scale=0.3)
     labels, weights = rng.integers(0, 384, 256), rng.uniform(0, 2, 256).astype("f4")
@@ -171,7 +171,7 @@ def test_between_two_layers_as_without_the_kernels(interpreted):
             lambda *args: jnp.sin(between(*args).astype(jnp.float32)).sum(), argnums=(0, 1, 2, 3)
         )(*arguments)
 
-    ours, theirs = found(activation.fused_between), found(activation.plain_between)
+    ours, theirs = found(activation.fused_gelu_mlp), found(activation.plain_gelu_mlp)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(
             wide(a), wide(b), rtol=0.02, atol=0.02 * float(np.abs(wide(b)).max())

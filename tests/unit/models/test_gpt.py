@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from shardwise import Mean, Run
 from shardwise.data import Packed
-from shardwise.kernels.attention import PARTS
+from shardwise.kernels.attention import QUERY_BLOCKS
 from shardwise.kernels.cross_entropy import cross_entropy
 from shardwise.models.gpt import GPT, PRESETS, GPTConfig
 from shardwise.models.sampling import generate
@@ -168,7 +168,7 @@ def test_a_larger_vocabulary_is_padded_and_cut_again():
 @pytest.mark.parametrize("vocab_size", [0, 98])
 def test_a_cut_outside_the_vocabulary_is_refused(vocab_size):
     params = params_from_hf(hf_weights(), tiny())
-    with pytest.raises(ValueError, match=f"vocab_size is {vocab_size}; the model has 97 rows"):
+    with pytest.raises(ValueError, match=f"vocab_size is {vocab_size}; it must be from 1 to the 97 tok"):
         params_to_hf(params, tiny(), vocab_size=vocab_size)
 
 
@@ -292,7 +292,7 @@ def test_remat_multiplies_again_what_its_name_says():
             gradient.lower(abstract(config)[1], config).as_text().count("stablehlo.dot_general")
         )
     assert (
-        products["dots"] == products["none"] + PARTS
+        products["dots"] == products["none"] + QUERY_BLOCKS
     )  # the scores of attention, not the four kernels, nor the mixing
     assert products["block"] > products["dots"]
 
@@ -333,11 +333,11 @@ def test_a_later_token_does_not_change_earlier_logits(scan_layers):
 
 
 def test_impossible_models_and_sequences_are_refused():
-    with pytest.raises(ValueError, match="width 32 is not divisible by 5 heads"):
+    with pytest.raises(ValueError, match="width=32 is not divisible by num_heads=5"):
         abstract(tiny(num_heads=5))
-    with pytest.raises(ValueError, match="remat 'some' is none of none, block, dots"):
+    with pytest.raises(ValueError, match="remat='some' is unknown. Use one of none, block, dots"):
         abstract(tiny(remat="some"))
-    with pytest.raises(ValueError, match="a sequence of 25 tokens; the model has 24 positions"):
+    with pytest.raises(ValueError, match="a sequence has 25 tokens, but max_length=24"):
         jax.eval_shape(forward(tiny()), abstract(tiny())[1], jnp.zeros((1, 25), jnp.int32))
 
 

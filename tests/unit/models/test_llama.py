@@ -17,7 +17,8 @@ from shardwise.models.llama import SIZES, Llama, LlamaConfig, RopeScaling
 from shardwise.recipe import load_recipe
 from shardwise.run import prepare
 from shardwise.tree import named_leaves
-from shardwise.weights.hf import kind_of, params_from_hf, params_to_hf
+from shardwise.weights.families import family_of_tensors
+from shardwise.weights.hf import params_from_hf, params_to_hf
 from shardwise.weights.hf_config import config_from_hf, config_from_shapes, config_to_hf
 from tests.helpers.shapes import definition_and_shapes
 
@@ -125,7 +126,7 @@ def test_weights_have_our_layout_and_come_back_unchanged(name, scan_layers):
     assert list(back) == list(hf_weights(name))
     for part, value in hf_weights(name).items():
         np.testing.assert_array_equal(back[part], value, err_msg=part)
-    assert kind_of(hf_weights(name)) is LlamaConfig
+    assert family_of_tensors(hf_weights(name)).config_class is LlamaConfig
 
 
 def test_a_larger_vocabulary_in_half_precision_is_padded_and_cut_again():
@@ -299,7 +300,7 @@ def test_parameters_may_be_kept_in_half_precision():
 
 def test_keeping_without_recomputing_is_refused():
     with pytest.raises(
-        ValueError, match="keep and offload say what remat='block' spares; remat is 'none'"
+        ValueError, match=r"keep=\('qkv',\) and offload=\(\) have no effect with remat='none'"
     ):
         abstract(replace(SIZES["tiny"], keep=("qkv",)))
 

@@ -260,12 +260,12 @@ def test_any_model_of_tokens_can_be_sampled():
 def test_what_is_no_language_model_is_refused():
     with pytest.raises(
         ValueError,
-        match=r"the model gives \(1, 10\) for tokens \(1, 16\); to be sampled it must give logits \(B, T, V\)",
+        match=r"the model returns \(1, 10\) for tokens \(1, 16\); to be sampled, it must return logits \(B, T, V\)",
     ):
         tokens_of(Plain(nnx.Rngs(0), dims=2), [[1, 1]], 2, KEY)
-    with pytest.raises(ValueError, match="rows of at least one token"):
+    with pytest.raises(ValueError, match=r"must have shape \(B, T\) with at least one token, not \(2, 0\)"):
         tokens_of(Plain(nnx.Rngs(0)), np.zeros((2, 0)), 2, KEY)
     broken = Plain(nnx.Rngs(0))
     broken.scale[...] = jnp.array(jnp.nan)
-    with pytest.raises(ValueError, match="the logits after 2 tokens are not numbers"):
+    with pytest.raises(ValueError, match="the logits after 2 tokens are not finite numbers"):
         tokens_of(broken, [[1, 1]], 2, KEY)
