@@ -1,4 +1,4 @@
-"""`shardwise plan` as a command: answers, mistakes, the page, the search, an interruption."""
+"""The command `shardwise plan`: its answers, usage errors, the page, the search, interruptions."""
 
 import json
 import signal
@@ -12,7 +12,7 @@ from tests.helpers.command import run, start
 RECIPE = "recipes/stdlib_gpt.py"
 
 
-def test_a_plan_for_virtual_devices_with_its_page_and_its_command(tmp_path):
+def test_a_plan_for_virtual_devices_has_a_page_and_a_command(tmp_path):
     words = (
         "plan",
         RECIPE,
@@ -35,15 +35,16 @@ def test_a_plan_for_virtual_devices_with_its_page_and_its_command(tmp_path):
     assert answer["plan"]["num_devices"] == 8
     assert {t["axes"] for t in answer["plan"]["traffic"]} >= {"data", "model"}
     assert "<html" in (tmp_path / "p.html").read_text()[:400]
-    begun = time.monotonic()
+    start_time = time.monotonic()
     again = run(*words, XDG_CACHE_HOME=str(tmp_path))
     assert again.returncode == 0
+    # The plan is from the cache: even its compile time is the same.
     assert again.stdout == done.stdout
-    assert time.monotonic() - begun < 30  # from the cache
+    assert time.monotonic() - start_time < 30
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "message"),
     [
         (("--on", "v5e:3x3"), 2, "no such arrangement"),
         (("--on", "v5x:2x2"), 2, "there is no chip 'v5x'"),
@@ -54,16 +55,16 @@ def test_a_plan_for_virtual_devices_with_its_page_and_its_command(tmp_path):
         (("--on", "v5e:2x2", "--search", "--compile-at-most", "0"), 2, "at least 1"),
     ],
 )
-def test_a_mistake_is_told_in_a_line(words, code, said, tmp_path, monkeypatch, capsys):
+def test_a_usage_error_is_one_message(words, code, message, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert main(["plan", RECIPE, *words]) == code
     err = capsys.readouterr().err
-    assert said in err
+    assert message in err
     assert "Traceback" not in err
 
 
 @pytest.mark.slow
-def test_a_search_on_chips_that_are_not_here_can_be_interrupted_and_goes_on(tmp_path):
+def test_a_search_on_absent_chips_can_be_interrupted_and_continued(tmp_path):
     words = (
         "plan",
         RECIPE,
@@ -97,7 +98,7 @@ def test_a_search_on_chips_that_are_not_here_can_be_interrupted_and_goes_on(tmp_
 
 
 @pytest.mark.slow
-def test_too_large_is_an_answer_with_remedies(tmp_path):
+def test_a_step_that_is_too_large_is_answered_with_remedies(tmp_path):
     words = ("--preset", "gpt2", "--batch-size", "256", "--length", "512", "--on", "v5e:1x1")
     done = run(
         "plan",

@@ -80,7 +80,7 @@ def _plan(
     function = load_recipe(path, function_name)
     arguments = bind_recipe(function, recipe_args, prog=f"shardwise plan {recipe_name}")
     planner = Planner(
-        recipe=Recipe(recipe_name, function, arguments, recipe_args),
+        recipe=BoundRecipe(recipe_name, function, arguments, recipe_args),
         target=find_target(options.on) if options.on else local_target(),
         console=Console(width=None if sys.stdout.isatty() else 160),
         progress=Console(stderr=True),
@@ -137,7 +137,7 @@ def _answer(
 
 
 @dataclass(frozen=True)
-class Recipe:
+class BoundRecipe:
     """A recipe with the arguments of the command line, which can be changed for a candidate.
 
     Attributes:
@@ -251,7 +251,7 @@ class Planner:
         cache: the folder of the plan cache, or None.
     """
 
-    recipe: Recipe
+    recipe: BoundRecipe
     target: Target
     console: Console
     progress: Console
@@ -388,7 +388,7 @@ def _why_nothing_fits(result: Search, target: Target) -> str:
     return f"nothing fits {target.name}. Use more devices or a smaller batch."
 
 
-def _remedies(recipe: Recipe, candidate: Candidate) -> list[tuple[str, Candidate]]:
+def _remedies(recipe: BoundRecipe, candidate: Candidate) -> list[tuple[str, Candidate]]:
     """Return changes that save memory, as text and as candidates, cheapest first."""
 
     def text(name: str, value: OptionValue) -> str:

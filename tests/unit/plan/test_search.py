@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from shardwise import Run
-from shardwise.cli.plan import Recipe
+from shardwise.cli.plan import BoundRecipe
 from shardwise.errors import ConfigError
 from shardwise.hardware import Chip
 from shardwise.plan.compile import plan_run
@@ -211,7 +211,7 @@ def test_the_command_is_that_of_the_chosen_candidate():
         Candidate("data=4,model=2", (("accumulate", 2), ("remat", "block"))),
     )
     words = ["--mesh=data=8", "--remat", "none", "--width", "5"]
-    given = Recipe("r.py", recipe, {"mesh": "data=8", "remat": "none", "width": 5}, words)
+    given = BoundRecipe("r.py", recipe, {"mesh": "data=8", "remat": "none", "width": 5}, words)
     expected = (
         "shardwise train r.py --width 5 --mesh data=4,model=2 --remat block --cpu-devices 8"
         "   # with Run(accumulate=2) in the recipe"
