@@ -24,12 +24,13 @@ MIN_WORDS = 3
 INTRODUCTION = """\
 # Error messages
 
-shardwise reports a mistake that you can fix in a message: the fact with its values, the place, the remedy. There is no
-traceback, and the exit code says which kind of mistake it is. In Python the same message is an exception of the class in
-the heading, a subclass of `shardwise.ShardwiseError`.
+shardwise reports a mistake that you can fix in a message: the fact with its values, the place, the
+remedy. There is no traceback, and the exit code says which kind of mistake it is. In Python the
+same message is an exception of the class in the heading, a subclass of `shardwise.ShardwiseError`.
 
-`…` stands for a value. Search this page for the words of your message that are not names or numbers. The page is generated
-from the source (`python docs/make_errors.py`), so every message is here.
+`…` stands for a value. Search this page for the words of your message that are not names or
+numbers. The page is generated from the source (`python docs/make_errors.py`), so every message is
+here.
 
 ## Exit codes
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from shardwise import Batches, Mean, Rules, Run, Tokens, open_tokens, optim
-from shardwise.kernels.cross_entropy import chunked_cross_entropy, linear_cross_entropy
+from shardwise.models.loss import chunked_cross_entropy, linear_cross_entropy
 from shardwise.models.gpt import GPT, PRESETS
 
 

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from shardwise import Batches, InitFrom, Mean, Run, Tokens, constrain, open_tokens, optim
-from shardwise.kernels.cross_entropy import cross_entropy
+from shardwise.models.loss import cross_entropy
 from shardwise.models.llama import SIZES, Kept, Llama, matmul
 
 Array = jax.Array

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from shardwise import Batches, Mean, Run, Tokens, optim, stdlib_bytes
-from shardwise.kernels.cross_entropy import linear_cross_entropy
+from shardwise.models.loss import linear_cross_entropy
 from shardwise.models.gpt import GPT, PRESETS
 from shardwise.models.sampling import generate
 

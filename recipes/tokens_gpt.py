@@ -16,7 +16,7 @@ from typing import Literal
 import jax
 
 from shardwise import Batches, InitFrom, Mean, Packed, Run, Tokens, open_tokens, optim, split
-from shardwise.kernels.cross_entropy import linear_cross_entropy
+from shardwise.models.loss import linear_cross_entropy
 from shardwise.models.gpt import GPT, PRESETS
 
 
