@@ -1,4 +1,4 @@
-"""Every Optax optimizer goes through one suite: described, created, sharded like its parameters, stepped, not recompiled."""
+"""Every Optax optimizer passes one suite: sharded like its parameters, and compiled once."""
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +93,7 @@ OPTIMIZERS = {
 
 
 class Net(nnx.Module):
-    """Wide enough (over 128) that Adafactor keeps rows and columns instead of the whole second moment."""
+    """Wide enough (over 128) for Adafactor to factor the second moment."""
 
     def __init__(self, rngs):
         tensor_parallel = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
@@ -122,7 +122,8 @@ def three_steps(optimizer, mesh, model=Net):
     for _ in range(3):
         state, metrics = step(state, step.place(BATCH))
         losses.append(float(metrics["loss"]))
-        if not compiled:  # whatever is compiled from here on is too much
+        # Nothing may be compiled from here on.
+        if not compiled:
             jax.monitoring.register_event_duration_secs_listener(
                 lambda event, *_, **__: compiled.append(event)
             )
@@ -131,10 +132,23 @@ def three_steps(optimizer, mesh, model=Net):
     return spec, [event for event in compiled if "backend_compile" in event], first, state, losses
 
 
-QUICK = (  # one of each kind of state
-    "adafactor", "adamw", "novograd", "sm3", "muon", "prodigy", "momo", "schedule_free_adamw", "mechanize", "reduce_on_plateau",
-    "multi_steps", "injected", "masked", "partition",
-)  # fmt: skip
+# One optimizer for each kind of state.
+QUICK = (
+    "adafactor",
+    "adamw",
+    "novograd",
+    "sm3",
+    "muon",
+    "prodigy",
+    "momo",
+    "schedule_free_adamw",
+    "mechanize",
+    "reduce_on_plateau",
+    "multi_steps",
+    "injected",
+    "masked",
+    "partition",
+)
 
 
 @pytest.mark.parametrize(
@@ -146,20 +160,20 @@ def test_contract(name):
     spec, recompiled, before, state, losses = three_steps(
         optimizer, make_mesh("data=2,fsdp=2,model=2")
     )
-    assert jax.tree.map(lambda leaf: leaf.sharding, state) == spec.shardings, "a layout drifted"
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == spec.shardings, (
+        "a sharding has changed"
+    )
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state) == jax.tree.map(
         lambda leaf: (leaf.shape, leaf.dtype), spec.abstract
     )
     assert recompiled == []
 
-    whole = (
-        256 * 128 * 4
-    )  # bytes of the large kernel; every leaf as large as it must be cut as it is
+    # Every leaf that is as large as the large kernel is sharded like it.
+    kernel_bytes = 256 * 128 * 4
     for path, leaf in named_leaves(state.opt_state).items():
-        if leaf.nbytes >= whole and path.endswith("hidden/kernel"):
-            assert {shard.data.nbytes for shard in leaf.addressable_shards} == {leaf.nbytes // 4}, (
-                path
-            )
+        if leaf.nbytes >= kernel_bytes and path.endswith("hidden/kernel"):
+            shard_bytes = {shard.data.nbytes for shard in leaf.addressable_shards}
+            assert shard_bytes == {leaf.nbytes // 4}, path
 
     *_, on_one_device = three_steps(optimizer, make_mesh("data=1", jax.devices()[:1]))
     np.testing.assert_allclose(losses, on_one_device, rtol=2e-5)

@@ -1,4 +1,7 @@
-"""Optimizers, schedules and parameter groups: plain Optax in, plain Optax out."""
+"""Optimizers, schedules and parameter groups.
+
+Everything here is plain Optax: it takes and returns `optax.GradientTransformation`.
+"""
 
 from shardwise.optim.groups import Group as Group
 from shardwise.optim.groups import decays_matrices as decays_matrices

@@ -7,7 +7,7 @@ same at creation and at every update, for plain dictionaries and for NNX states.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import optax
@@ -190,7 +190,7 @@ def mask_fn(decays: Decays) -> Callable[[Params], PyTree]:
     return lambda params: map_with_path(decays, params)
 
 
-def map_with_path(function: Callable[[str, Leaf], object], tree: PyTree) -> PyTree:
+def map_with_path(function: Callable[[str, Any], object], tree: PyTree) -> PyTree:
     """Return `tree` with each leaf replaced by `function(path, leaf)`."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: function(param_path(path), leaf), tree

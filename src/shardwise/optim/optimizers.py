@@ -1,25 +1,28 @@
-"""Optimizers to start from: plain functions that chain Optax parts into one plain `optax.GradientTransformation`.
+"""Optimizers: functions that chain Optax parts into one plain `optax.GradientTransformation`.
 
-Each is put together in the same order:
+All of them are assembled in the same order, and parts that are not requested are absent:
 
-    skip spikes ( master copy ( average of the weights ( clip -> for each group: direction -> decay -> learning rate )))
+    skip spikes (master copy (average of the weights (clip, then for each group:
+        direction, weight decay, learning rate)))
 
-where the direction (Adam's, Lion's ...) is what tells the recipes apart, and what is not asked for is not there. `lr` is a
-number or a schedule. Weight decay is decoupled, multiplied by the learning rate, and reaches kernels and tables
+Only the direction differs, such as that of Adam or Lion. `lr` is a number or a schedule. Weight
+decay is decoupled, multiplied by the learning rate, and applies to kernels and embedding tables
 only, unless `decay` says otherwise.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
+from typing import NamedTuple, TypeAlias, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from shardwise.errors import ConfigError
 from shardwise.optim.groups import Decays, Group, decays_matrices, label_fn, map_with_path, mask_fn
 from shardwise.optim.parts import (
+    Mask,
     clip_by_norm,
     keep_average,
     norm,
@@ -30,26 +33,45 @@ from shardwise.optim.parts import (
     with_master,
 )
 from shardwise.optim.schedules import Schedule, as_schedule, cosine, scaled
-from shardwise.tree import matches
+from shardwise.tree import Leaf, OptState, Params, PyTree, matches
 
 Transformation: TypeAlias = optax.GradientTransformation
-Build: TypeAlias = Callable[
-    [Schedule, Transformation], Transformation
-]  # (learning rate, weight decay as a part) -> all of it
+# (learning rate, weight decay as a transformation) -> the optimizer of one group.
+Build: TypeAlias = Callable[[Schedule, Transformation], Transformation]
+# The largest global norm, or a transformation such as `optax.clip(1.0)`.
+Clip: TypeAlias = float | Transformation | None
 
 
 class Common(TypedDict, total=False):
-    """What every recipe takes."""
+    """Options of every optimizer. `assemble` documents them.
 
-    weight_decay: float
-    decay: Decays  # (path, array) -> whether it decays
-    clip: (
-        float | Transformation | None
-    )  # by global norm; or optax.clip(...), optax.adaptive_grad_clip(...)
+    Attributes:
+        decay: a function `(path, array) -> bool`: whether weight decay applies to a parameter.
+        groups: parameter groups, each with its settings.
+        ema: the decay of an average of the weights, which evaluation uses.
+        master: whether to keep and update float32 copies of half-precision parameters.
+        spikes: skip an update whose gradient norm exceeds this multiple of its recent mean.
+    """
+
+    decay: Decays
     groups: Sequence[Group]
-    ema: float | None  # keep an average of the weights with this decay, and evaluate on it
-    master: bool  # parameters in half precision: keep and update float32 copies
-    spikes: float | None  # skip an update whose gradient norm is over this many times its mean
+    ema: float | None
+    master: bool
+    spikes: float | None
+
+
+class AdamOptions(Common, total=False):
+    """Options of AdamW that the recipes based on it pass on.
+
+    Attributes:
+        b1: the decay of the first moment.
+        eps: a small number that is added to the denominator.
+        moment_dtype: the dtype of the first moment.
+    """
+
+    b1: float
+    eps: float
+    moment_dtype: DTypeLike | None
 
 
 def sgd(
@@ -57,20 +79,56 @@ def sgd(
     *,
     momentum: float = 0.9,
     nesterov: bool = False,
-    moment_dtype: Any = None,
-    **common: Unpack[Common],
+    weight_decay: float = 0.0,
+    clip: Clip = None,
+    moment_dtype: DTypeLike | None = None,
+    **options: Unpack[Common],
 ) -> Transformation:
-    """Weight decay goes through the momentum, as it always has."""
+    """Return stochastic gradient descent with momentum.
+
+    Weight decay is added to the gradient and passes through the momentum, as in PyTorch.
+
+    Args:
+        lr: the learning rate, a number or a schedule.
+        momentum: the decay of the momentum. 0 is plain gradient descent.
+        nesterov: whether to use Nesterov momentum.
+        weight_decay: the weight decay, multiplied by the learning rate.
+        clip: the largest global norm of the gradients, or a transformation that clips them.
+        moment_dtype: the dtype of the momentum. By default that of the parameters.
+        **options: `decay`, `groups`, `ema`, `master` and `spikes`, see `assemble`.
+
+    Example:
+        >>> optimizer = sgd(cosine(0.1, 1000), nesterov=True, weight_decay=1e-4, clip=1.0)
+    """
 
     def build(lr: Schedule, decay: Transformation) -> Transformation:
         return optax.chain(decay, optax.trace(momentum, nesterov, moment_dtype), scale_by_lr(lr))
 
-    return assemble(build, lr, **common)
+    return assemble(build, lr, weight_decay=weight_decay, clip=clip, **options)
 
 
-def adam(lr: float | Schedule, **options: Any) -> Transformation:
-    """AdamW without the decay."""
-    return adamw(lr, **{"weight_decay": 0.0, **options})
+def adam(
+    lr: float | Schedule,
+    *,
+    b2: float = 0.999,
+    weight_decay: float = 0.0,
+    clip: Clip = None,
+    **options: Unpack[AdamOptions],
+) -> Transformation:
+    """Return AdamW without weight decay by default.
+
+    Args:
+        lr: the learning rate, a number or a schedule.
+        b2: the decay of the second moment.
+        weight_decay: the weight decay, multiplied by the learning rate.
+        clip: the largest global norm of the gradients, or a transformation that clips them.
+        **options: `b1`, `eps` and `moment_dtype`, see `adamw`; `decay`, `groups`, `ema`,
+            `master` and `spikes`, see `assemble`.
+
+    Example:
+        >>> optimizer = adam(1e-3)
+    """
+    return adamw(lr, b2=b2, weight_decay=weight_decay, clip=clip, **options)
 
 
 def adamw(
@@ -79,14 +137,29 @@ def adamw(
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
-    moment_dtype: Any = None,
-    **common: Unpack[Common],
+    weight_decay: float = 0.01,
+    clip: Clip = None,
+    moment_dtype: DTypeLike | None = None,
+    **options: Unpack[Common],
 ) -> Transformation:
-    return assemble(
-        _descend(partial(optax.scale_by_adam, b1, b2, eps, mu_dtype=moment_dtype)),
-        lr,
-        **_decaying(common, 0.01),
-    )
+    """Return AdamW: Adam with decoupled weight decay.
+
+    Args:
+        lr: the learning rate, a number or a schedule.
+        b1: the decay of the first moment.
+        b2: the decay of the second moment.
+        eps: a small number that is added to the denominator.
+        weight_decay: the weight decay, multiplied by the learning rate.
+        clip: the largest global norm of the gradients, or a transformation that clips them.
+        moment_dtype: the dtype of the first moment. By default that of the parameters.
+        **options: `decay`, `groups`, `ema`, `master` and `spikes`, see `assemble`.
+
+    Example:
+        >>> schedule = cosine(3e-4, 10_000, warmup=0.05, end=3e-5)
+        >>> optimizer = adamw(schedule, b2=0.95, weight_decay=0.1, clip=1.0)
+    """
+    direction = partial(optax.scale_by_adam, b1, b2, eps, mu_dtype=moment_dtype)
+    return assemble(_descend(direction), lr, weight_decay=weight_decay, clip=clip, **options)
 
 
 def lion(
@@ -94,22 +167,56 @@ def lion(
     *,
     b1: float = 0.9,
     b2: float = 0.99,
-    moment_dtype: Any = None,
-    **common: Unpack[Common],
+    weight_decay: float = 0.0,
+    clip: Clip = None,
+    moment_dtype: DTypeLike | None = None,
+    **options: Unpack[Common],
 ) -> Transformation:
-    """Steps of one size in every coordinate: a learning rate some 5 times smaller than AdamW's, a decay as much larger."""
-    return assemble(_descend(partial(optax.scale_by_lion, b1, b2, moment_dtype)), lr, **common)
+    """Return Lion, whose update has the same size in every coordinate.
+
+    Use a learning rate about 5 times smaller than for AdamW, and a weight decay about 5 times
+    larger.
+
+    Args:
+        lr: the learning rate, a number or a schedule.
+        b1: the weight of the momentum in the update.
+        b2: the decay of the momentum.
+        weight_decay: the weight decay, multiplied by the learning rate.
+        clip: the largest global norm of the gradients, or a transformation that clips them.
+        moment_dtype: the dtype of the momentum. By default that of the parameters.
+        **options: `decay`, `groups`, `ema`, `master` and `spikes`, see `assemble`.
+
+    Example:
+        >>> optimizer = lion(cosine(6e-5, 10_000), weight_decay=0.5, clip=1.0)
+    """
+    direction = partial(optax.scale_by_lion, b1, b2, moment_dtype)
+    return assemble(_descend(direction), lr, weight_decay=weight_decay, clip=clip, **options)
 
 
 def adafactor(
     lr: float | Schedule,
     *,
     momentum: float | None = None,
-    moment_dtype: Any = None,
     relative: bool = True,
-    **common: Unpack[Common],
+    weight_decay: float = 0.0,
+    clip: Clip = None,
+    moment_dtype: DTypeLike | None = None,
+    **options: Unpack[Common],
 ) -> Transformation:
-    """Second moments by rows and columns; `relative` multiplies each step by the RMS of the parameter."""
+    """Return Adafactor, which keeps row and column means of the second moment of a matrix.
+
+    Args:
+        lr: the learning rate, a number or a schedule.
+        momentum: the decay of the momentum. None keeps no momentum.
+        relative: whether to multiply each update by the root mean square of its parameter.
+        weight_decay: the weight decay, multiplied by the learning rate.
+        clip: the largest global norm of the gradients, or a transformation that clips them.
+        moment_dtype: the dtype of the momentum. By default that of the parameters.
+        **options: `decay`, `groups`, `ema`, `master` and `spikes`, see `assemble`.
+
+    Example:
+        >>> optimizer = adafactor(cosine(1e-2, 10_000), clip=1.0)
+    """
 
     def direction() -> Transformation:
         parts = [optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)]
@@ -119,7 +226,7 @@ def adafactor(
             parts.append(optax.ema(momentum, debias=False, accumulator_dtype=moment_dtype))
         return optax.chain(*parts)
 
-    return assemble(_descend(direction), lr, **common)
+    return assemble(_descend(direction), lr, weight_decay=weight_decay, clip=clip, **options)
 
 
 def muon(
@@ -134,42 +241,57 @@ def muon(
     b2: float = 0.95,
     eps: float = 1e-8,
     stacked: Sequence[str] = (),
-    iterate_in: Any = "float32",
-    moment_dtype: Any = None,
-    **common: Unpack[Common],
+    iterate_in: DTypeLike = "float32",
+    weight_decay: float = 0.0,
+    clip: Clip = None,
+    moment_dtype: DTypeLike | None = None,
+    **options: Unpack[Common],
 ) -> Transformation:
-    """Orthogonalized momentum for matrices; AdamW for what is none, and for the paths that fit a pattern of `adam`.
+    """Return Muon: orthogonalized momentum for matrices, Adam for all other parameters.
 
-    `rms` is the size of an update; 0.2 is that of AdamW, so that one learning rate serves both. None is the original scaling.
-    `stacked`: patterns of leaves whose first dim counts layers. `iterate_in`: the dtype of the iterations; bfloat16 is faster.
+    Args:
+        lr: the learning rate, a number or a schedule.
+        momentum: the decay of the momentum.
+        nesterov: whether to use Nesterov momentum.
+        rms: the root mean square of the update of a matrix. 0.2 is that of AdamW, so that one
+            learning rate suits both. None uses the original scaling.
+        adam: patterns of matrices that use Adam too, such as embedding tables.
+        adam_lr_scale: a factor for the learning rate of Adam.
+        b1: the decay of Adam's first moment.
+        b2: the decay of Adam's second moment.
+        eps: a small number that is added to Adam's denominator.
+        stacked: patterns of parameters whose first dim counts layers.
+        iterate_in: the dtype of the Newton-Schulz iterations. bfloat16 is faster, but its
+            rounding differs between meshes.
+        weight_decay: the weight decay, multiplied by the learning rate.
+        clip: the largest global norm of the gradients, or a transformation that clips them.
+        moment_dtype: the dtype of the momentum and of Adam's first moment. By default that of the
+            parameters.
+        **options: `decay`, `groups`, `ema`, `master` and `spikes`, see `assemble`.
+
+    Example:
+        >>> tables = ("tokens", "positions")
+        >>> optimizer = muon(cosine(3e-3, 10_000), adam=tables, weight_decay=0.1, clip=1.0)
     """
 
-    def labels(params: Any) -> Any:
-        def one(path: str, leaf: Any) -> str:
-            of_adam = not decays_matrices(path, leaf) or any(
-                matches(pattern, path) for pattern in adam
-            )
-            return "adam" if of_adam else "muon"
-
-        return map_with_path(one, params)
+    def label(path: str, leaf: Leaf) -> str:
+        is_matrix = decays_matrices(path, leaf)
+        uses_adam = not is_matrix or any(matches(pattern, path) for pattern in adam)
+        return "adam" if uses_adam else "muon"
 
     def direction() -> Transformation:
-        orthogonal = optax.chain(
+        for_matrices = optax.chain(
             optax.trace(momentum, nesterov, moment_dtype),
             orthogonalize(rms=rms, stacked=tuple(stacked), dtype=iterate_in),
         )
-        return optax.partition(
-            {
-                "muon": orthogonal,
-                "adam": optax.chain(
-                    optax.scale_by_adam(b1, b2, eps, mu_dtype=moment_dtype),
-                    optax.scale(adam_lr_scale),
-                ),
-            },
-            labels,
+        for_others = optax.chain(
+            optax.scale_by_adam(b1, b2, eps, mu_dtype=moment_dtype),
+            optax.scale(adam_lr_scale),
         )
+        transformations = {"muon": for_matrices, "adam": for_others}
+        return optax.partition(transformations, partial(map_with_path, label))
 
-    return assemble(_descend(direction), lr, **common)
+    return assemble(_descend(direction), lr, weight_decay=weight_decay, clip=clip, **options)
 
 
 def schedule_free(
@@ -178,26 +300,63 @@ def schedule_free(
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
-    moment_dtype: Any = None,
-    **common: Unpack[Common],
+    weight_decay: float = 0.01,
+    clip: Clip = None,
+    moment_dtype: DTypeLike | None = None,
+    **options: Unpack[Common],
 ) -> Transformation:
-    """Schedule-free AdamW: a constant rate after the warm-up, evaluation on an average that the method keeps anyway."""
-    if common.get("ema"):
-        raise ConfigError("schedule-free keeps an average of its own to evaluate; leave ema out.")
+    """Return schedule-free AdamW, which needs no decay of the learning rate.
+
+    Use a constant learning rate after a warm-up. Evaluation uses an average of the weights that
+    the method keeps anyway.
+
+    Args:
+        lr: the learning rate, a number or a schedule.
+        b1: the weight of the average in the point at which gradients are computed.
+        b2: the decay of the second moment.
+        eps: a small number that is added to the denominator.
+        weight_decay: the weight decay, multiplied by the learning rate.
+        clip: the largest global norm of the gradients, or a transformation that clips them.
+        moment_dtype: the dtype of the extra copy of the weights. By default that of the
+            parameters.
+        **options: `decay`, `groups`, `master` and `spikes`, see `assemble`.
+
+    Raises:
+        ConfigError: if `ema` is set. It would average the average.
+
+    Example:
+        >>> from shardwise.optim import constant
+        >>> optimizer = schedule_free(constant(1e-3, 10_000, warmup=0.05))
+    """
+    if options.get("ema"):
+        raise ConfigError(
+            "schedule_free evaluates an average of the weights already. "
+            f"Remove ema={options['ema']}."
+        )
 
     def build(lr: Schedule, decay: Transformation) -> Transformation:
         rms = optax.scale_by_rms(b2, eps, eps_in_sqrt=False, bias_correction=True)
-        # Optax asks the outer schedule one update later than the inner one.
-        earlier = lambda n: lr(n - 1)  # noqa: E731
+
+        def earlier(n: jax.Array) -> float | jax.Array:
+            # Optax calls the outer schedule with a count that is one ahead of the inner one.
+            return lr(n - 1)
+
         return optax.contrib.schedule_free(
             optax.chain(rms, decay, scale_by_lr(lr)), earlier, b1, state_dtype=moment_dtype
         )
 
-    return assemble(build, lr, **_decaying(common, 0.01))
+    return assemble(build, lr, weight_decay=weight_decay, clip=clip, **options)
 
 
 class Prodigy(NamedTuple):
-    inner: Any
+    """State of `prodigy`.
+
+    Attributes:
+        inner: the state of `optax.contrib.prodigy`.
+        learning_rate: the learning rate of the latest update, a float32 scalar.
+    """
+
+    inner: OptState
     learning_rate: jax.Array
 
 
@@ -207,59 +366,178 @@ def prodigy(
     b1: float = 0.9,
     b2: float = 0.999,
     d0: float = 1e-6,
-    **common: Unpack[Common],
+    weight_decay: float = 0.0,
+    clip: Clip = None,
+    **options: Unpack[Common],
 ) -> Transformation:
-    """Finds the learning rate itself; `lr` is a multiple of it, best a schedule with peak 1. Each group finds its own."""
+    """Return Prodigy, which finds the learning rate itself. Each group finds its own.
+
+    Args:
+        lr: a factor for the learning rate that is found. Best a schedule with peak 1.
+        b1: the decay of the first moment.
+        b2: the decay of the second moment.
+        d0: the first estimate of the learning rate.
+        weight_decay: the weight decay, multiplied by the learning rate.
+        clip: the largest global norm of the gradients, or a transformation that clips them.
+        **options: `decay`, `groups`, `ema`, `master` and `spikes`, see `assemble`.
+
+    Example:
+        >>> optimizer = prodigy(cosine(1.0, 10_000), weight_decay=0.1)
+    """
 
     def build(lr: Schedule, decay: Transformation) -> Transformation:
         inner = optax.contrib.prodigy(lr, betas=(b1, b2), estim_lr0=d0, safeguard_warmup=True)
 
-        def init(params: Any) -> Prodigy:
+        def init(params: Params) -> Prodigy:
             return Prodigy(inner.init(params), jnp.zeros([], jnp.float32))
 
-        def update(updates: Any, state: Prodigy, params: Any = None) -> tuple[Any, Prodigy]:
+        def update(
+            updates: PyTree, state: Prodigy, params: Params = None
+        ) -> tuple[PyTree, Prodigy]:
             rate = jnp.asarray(state.inner.estim_lr * lr(state.inner.count), jnp.float32)
-            decayed, _ = decay.update(
-                jax.tree.map(jnp.zeros_like, updates), decay.init(params), params
-            )
-            is_still = norm(updates) == 0  # Optax's estimate would be 0 / 0, and stay so
+            zeros = jax.tree.map(jnp.zeros_like, updates)
+            decayed, _ = decay.update(zeros, decay.init(params), params)
+            # Without any gradient the estimate of Optax would be 0 / 0, and remain NaN.
+            is_still = norm(updates) == 0
             updates, inner_state = inner.update(updates, state.inner, params)
             inner_state = jax.tree.map(
                 lambda new, old: jnp.where(is_still, old, new), inner_state, state.inner
             )
-            return jax.tree.map(
+            updates = jax.tree.map(
                 lambda u, d: jnp.where(is_still, 0, u) - rate * d, updates, decayed
-            ), Prodigy(inner_state, rate)
+            )
+            return updates, Prodigy(inner_state, rate)
 
         return optax.GradientTransformation(init, update)
 
-    return assemble(build, lr, **common)
+    return assemble(build, lr, weight_decay=weight_decay, clip=clip, **options)
 
 
-def standard(steps: int, lr: float = 1e-3, **options: Any) -> Transformation:
-    """For most models: AdamW, cosine to zero over the run."""
-    return adamw(cosine(lr, steps), **{"weight_decay": 0.01, **options})
+def standard(
+    steps: int,
+    lr: float = 1e-3,
+    *,
+    b2: float = 0.999,
+    weight_decay: float = 0.01,
+    clip: Clip = None,
+    **options: Unpack[AdamOptions],
+) -> Transformation:
+    """Return an optimizer for most models: AdamW with a cosine schedule to zero.
+
+    Args:
+        steps: the length of the run.
+        lr: the peak of the learning rate.
+        b2: the decay of the second moment.
+        weight_decay: the weight decay, multiplied by the learning rate.
+        clip: the largest global norm of the gradients, or a transformation that clips them.
+        **options: `b1`, `eps` and `moment_dtype`, see `adamw`; `decay`, `groups`, `ema`,
+            `master` and `spikes`, see `assemble`.
+
+    Example:
+        >>> optimizer = standard(steps=1000, lr=3e-3)
+    """
+    return adamw(cosine(lr, steps), b2=b2, weight_decay=weight_decay, clip=clip, **options)
 
 
 def transformer(
-    steps: int, lr: float = 3e-4, *, warmup: float = 0.05, **options: Any
+    steps: int,
+    lr: float = 3e-4,
+    *,
+    warmup: float = 0.05,
+    b2: float = 0.95,
+    weight_decay: float = 0.1,
+    clip: Clip = 1.0,
+    **options: Unpack[AdamOptions],
 ) -> Transformation:
-    """Clipping, warm-up, cosine to a tenth, a shorter second moment and a stronger decay."""
-    return adamw(
-        cosine(lr, steps, warmup=warmup, end=lr / 10),
-        **{"b2": 0.95, "weight_decay": 0.1, "clip": 1.0, **options},
-    )
+    """Return an optimizer for transformers.
+
+    It is AdamW with clipping, a warm-up, a cosine schedule to a tenth of the peak, a shorter second
+    moment and a stronger weight decay.
+
+    Args:
+        steps: the length of the run.
+        lr: the peak of the learning rate.
+        warmup: the length of the warm-up, in steps or as a fraction of the run.
+        b2: the decay of the second moment.
+        weight_decay: the weight decay, multiplied by the learning rate.
+        clip: the largest global norm of the gradients, or a transformation that clips them.
+        **options: `b1`, `eps` and `moment_dtype`, see `adamw`; `decay`, `groups`, `ema`,
+            `master` and `spikes`, see `assemble`.
+
+    Example:
+        >>> optimizer = transformer(steps=10_000, ema=0.999)
+    """
+    schedule = cosine(lr, steps, warmup=warmup, end=lr / 10)
+    return adamw(schedule, b2=b2, weight_decay=weight_decay, clip=clip, **options)
 
 
-def fine_tuning(steps: int, lr: float = 2e-5, **options: Any) -> Transformation:
-    """A small rate that only falls, and clipping, since the first batches of a new task are unlike the old ones."""
-    return adamw(cosine(lr, steps), **{"weight_decay": 0.01, "clip": 1.0, **options})
+def fine_tuning(
+    steps: int,
+    lr: float = 2e-5,
+    *,
+    b2: float = 0.999,
+    weight_decay: float = 0.01,
+    clip: Clip = 1.0,
+    **options: Unpack[AdamOptions],
+) -> Transformation:
+    """Return an optimizer for fine-tuning: AdamW with a small learning rate and no warm-up.
+
+    Gradients are clipped, since the first batches of a new task differ from those of the old one.
+
+    Args:
+        steps: the length of the run.
+        lr: the learning rate at the start.
+        b2: the decay of the second moment.
+        weight_decay: the weight decay, multiplied by the learning rate.
+        clip: the largest global norm of the gradients, or a transformation that clips them.
+        **options: `b1`, `eps` and `moment_dtype`, see `adamw`; `decay`, `groups`, `ema`,
+            `master` and `spikes`, see `assemble`.
+
+    Example:
+        >>> groups = [Group("backbone/*", frozen=True), Group("*", name="rest")]
+        >>> optimizer = fine_tuning(steps=1000, groups=groups)
+    """
+    return adamw(cosine(lr, steps), b2=b2, weight_decay=weight_decay, clip=clip, **options)
 
 
-def unstable(steps: int, lr: float = 0.01, **options: Any) -> Transformation:
-    """When nothing else holds: tight clipping, momentum without adaptive steps, spikes left out."""
+def unstable(
+    steps: int,
+    lr: float = 0.01,
+    *,
+    momentum: float = 0.9,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    clip: Clip = 0.5,
+    moment_dtype: DTypeLike | None = None,
+    **options: Unpack[Common],
+) -> Transformation:
+    """Return an optimizer for training that diverges with other optimizers.
+
+    It is SGD with tight clipping and a warm-up of 10 % of the run. Gradient spikes are skipped:
+    `spikes` is 10 by default.
+
+    Args:
+        steps: the length of the run.
+        lr: the peak of the learning rate.
+        momentum: the decay of the momentum.
+        nesterov: whether to use Nesterov momentum.
+        weight_decay: the weight decay, multiplied by the learning rate.
+        clip: the largest global norm of the gradients, or a transformation that clips them.
+        moment_dtype: the dtype of the momentum. By default that of the parameters.
+        **options: `decay`, `groups`, `ema`, `master` and `spikes`, see `assemble`.
+
+    Example:
+        >>> optimizer = unstable(steps=1000)
+    """
+    with_spikes: Common = {"spikes": 10.0, **options}
     return sgd(
-        cosine(lr, steps, warmup=0.1), **{"momentum": 0.9, "clip": 0.5, "spikes": 10.0, **options}
+        cosine(lr, steps, warmup=0.1),
+        momentum=momentum,
+        nesterov=nesterov,
+        weight_decay=weight_decay,
+        clip=clip,
+        moment_dtype=moment_dtype,
+        **with_spikes,
     )
 
 
@@ -269,55 +547,82 @@ def assemble(
     *,
     weight_decay: float = 0.0,
     decay: Decays = decays_matrices,
-    clip: float | Transformation | None = None,
+    clip: Clip = None,
     groups: Sequence[Group] = (),
     ema: float | None = None,
     master: bool = False,
     spikes: float | None = None,
 ) -> Transformation:
-    """The one order in which the parts of a recipe stand; use it for a direction of your own."""
+    """Assemble an optimizer from a direction and the options that all optimizers share.
+
+    All optimizers of `shardwise.optim` are built with it. Use it for a custom direction.
+
+    Args:
+        build: a function `(schedule, decay) -> transformation` that returns the optimizer of one
+            group. `decay` is weight decay as a transformation, or `optax.identity()`.
+        lr: the learning rate, a number or a schedule.
+        weight_decay: the weight decay, multiplied by the learning rate.
+        decay: a function `(path, array) -> bool`: whether weight decay applies to a parameter. By
+            default it applies to kernels and embedding tables, not to biases and norms.
+        clip: the largest global norm of the gradients, or a transformation that clips them, such
+            as `optax.clip(1.0)` or `optax.adaptive_grad_clip(0.01)`.
+        groups: parameter groups. The first one that matches a parameter claims it, and each
+            parameter needs one. Frozen parameters do not count in the gradient norm.
+        ema: the decay of an exponential moving average of the weights. Evaluation uses the
+            average.
+        master: whether to keep and update float32 copies of the parameters. For parameters in
+            half precision, where small updates would be lost.
+        spikes: skip an update whose gradient norm exceeds this multiple of its recent mean.
+
+    Returns:
+        An Optax transformation. `live_values` reads its learning rates from its state.
+
+    Raises:
+        ConfigError: if two groups have the same name. Groups that do not fit the parameters are
+            reported when the optimizer state is created.
+
+    Example:
+        The sign of the gradient as a direction:
+
+        >>> import optax
+        >>> from shardwise.optim import scale_by_lr
+        >>> def build(schedule, decay):
+        ...     return optax.chain(optax.scale_by_sign(), decay, scale_by_lr(schedule))
+        >>> optimizer = assemble(build, 1e-4, weight_decay=0.1, clip=1.0)
+    """
     lr = as_schedule(lr)
 
-    def one(lr: Schedule, weight_decay: float) -> Transformation:
-        part = (
-            optax.add_decayed_weights(weight_decay, mask_fn(decay))
-            if weight_decay
-            else optax.identity()
-        )
-        return build(lr, part)
+    def build_one(lr: Schedule, weight_decay: float) -> Transformation:
+        if not weight_decay:
+            return build(lr, optax.identity())
+        return build(lr, optax.add_decayed_weights(weight_decay, mask_fn(decay)))
 
-    def of_group(group: Group) -> Transformation:
+    def build_group(group: Group) -> Transformation:
         if group.frozen:
             return optax.set_to_zero()
-        own = group.tx
-        if own is None:
+        tx = group.tx
+        if tx is None:
             rate = lr if group.lr is None else as_schedule(group.lr)
-            own = one(
-                scaled(rate, group.lr_scale),
-                weight_decay if group.weight_decay is None else group.weight_decay,
-            )
-        return own if group.clip is None else optax.chain(clip_by_norm(group.clip), own)
+            strength = weight_decay if group.weight_decay is None else group.weight_decay
+            tx = build_one(scaled(rate, group.lr_scale), strength)
+        return tx if group.clip is None else optax.chain(clip_by_norm(group.clip), tx)
 
-    parts, moves = [], None
-    labels = label_fn(groups) if groups else None
-    frozen = {group.label for group in groups if group.frozen}
-    if labels is not None and frozen:  # first, so that they do not count in the norm
-        moves = lambda params: jax.tree.map(lambda label: label not in frozen, labels(params))  # noqa: E731
-        parts.append(
-            optax.masked(
-                optax.set_to_zero(),
-                lambda params: jax.tree.map(lambda label: label in frozen, labels(params)),
-            )
-        )
+    parts = []
+    moves: Mask | None = None
+    if any(group.frozen for group in groups):
+        # Zero the gradients of frozen parameters first, so that they do not count in the norm.
+        moves = _is_in([group.label for group in groups if not group.frozen], groups)
+        is_frozen = _is_in([group.label for group in groups if group.frozen], groups)
+        parts.append(optax.masked(optax.set_to_zero(), is_frozen))
     if isinstance(clip, optax.GradientTransformation):
         parts += [clip, record(clipped_norm=lambda updates, _: norm(updates))]
     elif clip is not None:
         parts.append(clip_by_norm(clip))
-    parts.append(
-        optax.partition({group.label: of_group(group) for group in groups}, labels)
-        if labels
-        else one(lr, weight_decay)
-    )
+    if groups:
+        by_label = {group.label: build_group(group) for group in groups}
+        parts.append(optax.partition(by_label, label_fn(groups)))
+    else:
+        parts.append(build_one(lr, weight_decay))
     tx: Transformation = optax.chain(*parts)
     if ema is not None:
         tx = keep_average(tx, ema, moves)
@@ -328,12 +633,15 @@ def assemble(
     return tx
 
 
+def _is_in(labels: Sequence[str], groups: Sequence[Group]) -> Mask:
+    """Return a mask function that selects the parameters of the groups with these labels."""
+    label_params = label_fn(groups)
+    return lambda params: jax.tree.map(lambda label: label in labels, label_params(params))
+
+
 def _descend(direction: Callable[[], Transformation]) -> Build:
+    """Return the usual order of one group: direction, weight decay, learning rate."""
     return lambda lr, decay: optax.chain(direction(), decay, scale_by_lr(lr))
-
-
-def _decaying(common: Common, weight_decay: float) -> Common:
-    return {"weight_decay": weight_decay, **common}
 
 
 RECIPES: dict[str, Callable[..., Transformation]] = {
@@ -350,3 +658,4 @@ RECIPES: dict[str, Callable[..., Transformation]] = {
     "fine_tuning": fine_tuning,
     "unstable": unstable,
 }
+"""All optimizers by name. The last four take the number of steps first, the others `lr`."""

@@ -1,246 +1,366 @@
-"""Transformations that Optax lacks, each a few lines in Optax's own terms, and what can be read from their states."""
+"""Optax transformations that Optax lacks, and functions that read values from their states."""
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike, DTypeLike
 
 from shardwise.optim.groups import map_with_path, param_path, without_value
 from shardwise.optim.schedules import Schedule
-from shardwise.tree import any_layer, matches, named_leaves
+from shardwise.tree import OptState, Params, PyTree, any_layer, matches, named_leaves
+
+# Parameters -> a tree of booleans of the same structure.
+Mask: TypeAlias = Callable[[Params], PyTree]
+# (updates, parameters) -> a scalar.
+Measure: TypeAlias = Callable[[PyTree, Params], ArrayLike]
 
 
 class LearningRate(NamedTuple):
+    """State of `scale_by_lr`.
+
+    Attributes:
+        count: the number of updates made so far, an int32 scalar.
+        learning_rate: the learning rate of the latest update, a float32 scalar.
+    """
+
     count: jax.Array  # type: ignore[assignment]
-    learning_rate: jax.Array  # of the latest update
+    learning_rate: jax.Array
 
 
 def scale_by_lr(schedule: Schedule) -> optax.GradientTransformation:
-    """`optax.scale_by_learning_rate` that keeps the value it used in its state, always in float32.
+    """Return `optax.scale_by_learning_rate` that keeps the value it used in its state.
 
-    The schedule belongs to the recipe, not to the state: a resumed run uses what the recipe says.
+    The value is float32, whatever the dtype of the parameters. The schedule is part of the recipe,
+    not of the state: a resumed run uses the schedule of the recipe.
+
+    Args:
+        schedule: a function from the number of updates to the learning rate.
+
+    Example:
+        >>> import optax
+        >>> from shardwise.optim import cosine, scale_by_lr
+        >>> tx = optax.chain(optax.scale_by_adam(), scale_by_lr(cosine(1e-3, 1000)))
     """
 
-    def value(count: Any) -> jax.Array:
+    def value(count: int | jax.Array) -> jax.Array:
         return jnp.asarray(schedule(count), jnp.float32)
 
-    def init(params: Any) -> LearningRate:
+    def init(params: Params) -> LearningRate:
         return LearningRate(jnp.zeros([], jnp.int32), value(0))
 
-    def update(updates: Any, state: LearningRate, params: Any = None) -> tuple[Any, LearningRate]:
+    def update(
+        updates: PyTree, state: LearningRate, params: Params = None
+    ) -> tuple[PyTree, LearningRate]:
+        # `shardwise.optim.read` finds the schedule by the name of this variable.
         lr = value(state.count)
-        return jax.tree.map(lambda u: -lr * u, updates), LearningRate(
-            optax.safe_increment(state.count), lr
-        )
+        updates = jax.tree.map(lambda u: -lr * u, updates)
+        return updates, LearningRate(optax.safe_increment(state.count), lr)
 
     return optax.GradientTransformation(init, update)
 
 
 class Recorded(NamedTuple):
+    """State of `record` and `clip_by_norm`.
+
+    Attributes:
+        recorded: values of the latest update by name, float32 scalars.
+    """
+
     recorded: dict[str, jax.Array]
 
 
-def record(**measures: Callable[[Any, Any], Any]) -> optax.GradientTransformation:
-    """Changes nothing; keeps `measure(updates, params)` of the latest update in its state, for `live_values`."""
+def record(**measures: Measure) -> optax.GradientTransformation:
+    """Return a transformation that changes nothing and keeps values of the latest update.
 
-    def init(params: Any) -> Recorded:
+    `live_values` reads them, and a run writes them to its metrics.
+
+    Args:
+        **measures: functions `(updates, params) -> scalar` by the name of the value.
+
+    Example:
+        >>> import optax
+        >>> watch = record(head_norm=lambda updates, params: optax.tree.norm(updates["head"]))
+        >>> tx = optax.chain(watch, optax.adam(1e-3))
+    """
+
+    def init(params: Params) -> Recorded:
         return Recorded({name: jnp.zeros([], jnp.float32) for name in measures})
 
-    def update(updates: Any, state: Recorded, params: Any = None) -> tuple[Any, Recorded]:
-        return updates, Recorded(
-            {
-                name: jnp.asarray(measure(updates, params), jnp.float32)
-                for name, measure in measures.items()
-            }
-        )
+    def update(updates: PyTree, state: Recorded, params: Params = None) -> tuple[PyTree, Recorded]:
+        values = {
+            name: jnp.asarray(measure(updates, params), jnp.float32)
+            for name, measure in measures.items()
+        }
+        return updates, Recorded(values)
 
     return optax.GradientTransformation(init, update)
 
 
-def norm(tree: Any) -> jax.Array:
-    """Of all leaves together, summed in float32 whatever their dtype.
+def norm(tree: PyTree) -> jax.Array:
+    """Return the global norm of all leaves, summed in float32 whatever their dtype.
 
-    Leaves that are the same parameter of different layers are added before they are summed: one pass over memory for all
-    of them, where a sum for each would be hundreds of small programs on a GPU.
+    The squares of the same parameter in different layers are added before they are summed. On a GPU
+    this is one pass over memory, where a sum for each leaf would be hundreds of small kernels.
     """
-    alike: dict[Any, jax.Array] = {}
+    squares: dict[tuple[str, tuple[int, ...]], jax.Array] = {}
     for path, leaf in named_leaves(tree).items():
-        squares = jnp.square(leaf.astype(jnp.float32))
+        square = jnp.square(leaf.astype(jnp.float32))
         kind = (any_layer(path), leaf.shape)
-        alike[kind] = alike[kind] + squares if kind in alike else squares
-    return jnp.sqrt(
-        sum((jnp.sum(squares) for squares in alike.values()), jnp.zeros([], jnp.float32))
-    )
+        squares[kind] = squares[kind] + square if kind in squares else square
+    sums = [jnp.sum(square) for square in squares.values()]
+    return jnp.sqrt(sum(sums, jnp.zeros([], jnp.float32)))
 
 
 def clip_by_norm(max_norm: float) -> optax.GradientTransformation:
-    """`optax.clip_by_global_norm` that keeps the norm it leaves, which takes no second pass over the gradients."""
+    """Return `optax.clip_by_global_norm` that keeps the norm after clipping in its state.
 
-    def init(params: Any) -> Recorded:
+    The norm after clipping follows from the norm before it, so it needs no second pass.
+
+    Args:
+        max_norm: the largest global norm.
+    """
+
+    def init(params: Params) -> Recorded:
         return Recorded({"clipped_norm": jnp.zeros([], jnp.float32)})
 
-    def update(updates: Any, state: Recorded, params: Any = None) -> tuple[Any, Recorded]:
+    def update(updates: PyTree, state: Recorded, params: Params = None) -> tuple[PyTree, Recorded]:
         size = norm(updates)
         scale = jnp.minimum(1.0, max_norm / jnp.maximum(size, 1e-30))
-        return jax.tree.map(lambda u: (u * scale).astype(u.dtype), updates), Recorded(
-            {"clipped_norm": size * scale}
-        )
+        updates = jax.tree.map(lambda u: (u * scale).astype(u.dtype), updates)
+        return updates, Recorded({"clipped_norm": size * scale})
 
     return optax.GradientTransformation(init, update)
 
 
-def state_changes(tx: optax.GradientTransformation, params: Any) -> list[str]:
-    """Leaves of the state that an update gives another shape or dtype, which no compiled step and no checkpoint can follow.
+def state_changes(tx: optax.GradientTransformation, params: Params) -> list[str]:
+    """Return the leaves of the optimizer state whose shape or dtype an update changes.
 
-    Optax has such: Adam with `inject_hyperparams(..., hyperparam_dtype=float32)` turns bfloat16 moments into float32.
+    A compiled step and a checkpoint need a state that keeps its types. Some Optax transformations
+    do not: Adam with `inject_hyperparams(..., hyperparam_dtype=float32)` turns bfloat16 moments
+    into float32.
+
+    Args:
+        tx: the optimizer.
+        params: the parameters; may be abstract.
+
+    Returns:
+        A description of each change, empty if there is none.
     """
     update = optax.with_extra_args_support(tx).update
+
+    def state_after_update(params: Params, state: OptState) -> OptState:
+        return update(params, state, params, value=jnp.float32(1), grad=params)[1]
+
     before = jax.eval_shape(tx.init, params)
-    once = lambda params, state: update(params, state, params, value=jnp.float32(1), grad=params)[1]  # noqa: E731
-    return leaf_changes(before, jax.eval_shape(once, params, before))
+    return leaf_changes(before, jax.eval_shape(state_after_update, params, before))
 
 
-def leaf_changes(before: Any, after: Any) -> list[str]:
-    """Leaves whose shape or dtype is another, or that are there in one of the trees only."""
-    old, new = named_leaves(before), named_leaves(after)
-    changed = [
-        path
-        for path in old
-        if path not in new
-        or (old[path].shape, old[path].dtype) != (new[path].shape, new[path].dtype)
-    ]
-    return [
-        f"{path}: {old[path].dtype} becomes {new[path].dtype if path in new else 'nothing'}"
-        for path in changed
-    ] + [f"{path}: is new" for path in new if path not in old]
+def leaf_changes(before: PyTree, after: PyTree) -> list[str]:
+    """Return a description of each leaf whose shape or dtype differs between two trees.
+
+    Args:
+        before: a tree of arrays or of their shapes and dtypes.
+        after: the tree to compare with. Leaves in only one of the trees are changes too.
+    """
+    old = named_leaves(before)
+    new = named_leaves(after)
+    changes = []
+    for path, leaf in old.items():
+        if path not in new:
+            changes.append(f"{path}: {leaf.dtype} becomes nothing")
+        elif (leaf.shape, leaf.dtype) != (new[path].shape, new[path].dtype):
+            changes.append(f"{path}: {leaf.dtype} becomes {new[path].dtype}")
+    return changes + [f"{path}: is new" for path in new if path not in old]
 
 
-def live_values(opt_state: Any) -> dict[str, jax.Array]:
-    """Learning rates and recorded values of the latest update, by name, and by group where there are groups: "lr/head".
+def live_values(opt_state: OptState) -> dict[str, jax.Array]:
+    """Return the learning rates and recorded values of the latest update.
 
     Also reads the learning rate that `optax.inject_hyperparams` keeps.
+
+    Args:
+        opt_state: the state of any Optax transformation.
+
+    Returns:
+        Scalars by name, such as `lr` and `clipped_norm`. With parameter groups the name of the
+        group is added: `lr/head`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from shardwise import optim
+        >>> state = optim.adamw(1e-3, clip=1.0).init({"kernel": jnp.ones((2, 2))})
+        >>> sorted(live_values(state))
+        ['clipped_norm', 'lr']
     """
-    found: dict[str, jax.Array] = {}
+    values: dict[str, jax.Array] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
         keys = [str(getattr(key, "key", getattr(key, "name", key))) for key in without_value(path)]
+        # `optax.partition` keeps the state of each group in `inner_states`, by label.
         groups = [keys[i + 1] for i, key in enumerate(keys[:-1]) if key == "inner_states"]
         if keys[-1] == "learning_rate":
-            found["/".join(["lr", *groups])] = leaf
-        elif len(keys) > 1 and keys[-2] == "recorded":
-            found["/".join([keys[-1], *groups])] = leaf
-    return found
+            values["/".join(["lr", *groups])] = leaf
+        elif keys[-2:-1] == ["recorded"]:
+            values["/".join([keys[-1], *groups])] = leaf
+    return values
 
 
-Mask = Callable[[Any], Any]  # parameters -> a tree of booleans
+def _copies(params: Params, moves: Mask | None) -> PyTree:
+    """Return float32 copies of the parameters that move, and `MaskedNode` for the others."""
 
+    def copy(is_kept: bool, p: jax.Array) -> jax.Array | optax.MaskedNode:
+        return jnp.array(p, jnp.float32) if is_kept else optax.MaskedNode()
 
-def _copies(params: Any, moves: Mask | None) -> Any:
-    """Float32 copies of the parameters that move."""
     mask = jax.tree.map(lambda _: True, params) if moves is None else moves(params)
-    return jax.tree.map(
-        lambda keep, p: jnp.array(p, jnp.float32) if keep else optax.MaskedNode(), mask, params
-    )
+    return jax.tree.map(copy, mask, params)
 
 
-def _is_masked(node: Any) -> bool:
+def _is_masked(node: object) -> bool:
     return isinstance(node, optax.MaskedNode)
 
 
 class Averaged(NamedTuple):
-    inner: Any
-    average: Any  # of the parameters, float32
+    """State of `keep_average`.
+
+    Attributes:
+        inner: the state of the wrapped transformation.
+        average: the average of the parameters, in float32.
+        count: the number of updates made so far, an int32 scalar.
+    """
+
+    inner: OptState
+    average: PyTree
     count: jax.Array  # type: ignore[assignment]
 
 
 def keep_average(
     inner: optax.GradientTransformation, decay: float, moves: Mask | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """`inner`, with an exponential moving average of the weights beside it; `evaluation_params` finds it.
+    """Return `inner` that also keeps an exponential moving average of the weights.
 
-    Update n averages over about the last n / 9 updates until 1 / (1 - decay) is reached, so the start is forgotten soon.
-    `moves(params)` says which parameters are not frozen; of the others no average is kept.
+    `evaluation_params` returns the average, and runs evaluate on it. The average starts with a
+    short memory, so that the initial weights are soon forgotten: update n averages over about the
+    last n / 9 updates, until that reaches 1 / (1 - decay).
+
+    Args:
+        inner: the optimizer.
+        decay: the decay of the average, such as 0.999.
+        moves: a mask function that selects the parameters that are not frozen. No average is kept
+            of frozen ones. By default all parameters move.
+
+    Example:
+        >>> import optax
+        >>> tx = keep_average(optax.adam(1e-3), 0.999)
     """
     inner = optax.with_extra_args_support(inner)
 
-    def init(params: Any) -> Averaged:
+    def init(params: Params) -> Averaged:
         return Averaged(inner.init(params), _copies(params, moves), jnp.zeros([], jnp.int32))
 
     def update(
-        updates: Any, state: Averaged, params: Any = None, **extra: Any
-    ) -> tuple[Any, Averaged]:
+        updates: PyTree, state: Averaged, params: Params = None, **extra: object
+    ) -> tuple[PyTree, Averaged]:
         updates, inner_state = inner.update(updates, state.inner, params, **extra)
         keep = jnp.minimum(decay, (1 + state.count) / (10 + state.count)).astype(jnp.float32)
 
-        def one(a: Any, p: Any, u: Any) -> Any:
-            return (
-                a
-                if _is_masked(a)
-                else keep * a + (1 - keep) * (p.astype(jnp.float32) + u.astype(jnp.float32))
-            )
+        def mean(a: jax.Array, p: jax.Array, u: jax.Array) -> jax.Array:
+            if _is_masked(a):
+                return a
+            return keep * a + (1 - keep) * (p.astype(jnp.float32) + u.astype(jnp.float32))
 
-        average = jax.tree.map(one, state.average, params, updates, is_leaf=_is_masked)
+        average = jax.tree.map(mean, state.average, params, updates, is_leaf=_is_masked)
         return updates, Averaged(inner_state, average, optax.safe_increment(state.count))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def evaluation_params(opt_state: Any, params: Any) -> Any:
-    """The weights to evaluate: the average if the optimizer keeps one (`keep_average`, schedule-free), else `params`."""
-    schedule_free = optax.contrib.ScheduleFreeState
-    nodes = [
-        node
-        for node in jax.tree.leaves(
-            opt_state, is_leaf=lambda x: isinstance(x, Averaged | schedule_free)
-        )
-        if isinstance(node, Averaged | schedule_free)
-    ]
-    found: dict[str, Any] = {}
-    for node in nodes:
-        tree = node.average if isinstance(node, Averaged) else node.z
+def evaluation_params(opt_state: OptState, params: Params) -> Params:
+    """Return the weights to evaluate.
+
+    Args:
+        opt_state: the state of any Optax transformation.
+        params: the parameters that are trained.
+
+    Returns:
+        The average of the weights if the optimizer keeps one (`keep_average`, `schedule_free`),
+        in the dtype of the parameters. Otherwise `params`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from shardwise import optim
+        >>> params = {"kernel": jnp.ones((2, 2))}
+        >>> state = optim.adamw(1e-3, ema=0.999).init(params)
+        >>> average = optim.evaluation_params(state, params)
+    """
+    averages: dict[str, tuple[jax.Array, jax.Array | None]] = {}
+    for node in jax.tree.leaves(opt_state, is_leaf=_keeps_average):
+        if not _keeps_average(node):
+            continue
+        tree, b1 = (node.average, None) if isinstance(node, Averaged) else (node.z, node.b1)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            found[param_path(path)] = (node, leaf)
+            averages[param_path(path)] = (leaf, b1)
 
-    def one(path: str, p: Any) -> Any:
-        node, leaf = found.get(path, (None, None))
-        if node is None:
+    def average_of(path: str, p: jax.Array) -> jax.Array:
+        if path not in averages:
             return p
-        return (
-            leaf if isinstance(node, Averaged) else (p - (1 - node.b1) * leaf) / node.b1
-        ).astype(p.dtype)
+        leaf, b1 = averages[path]
+        # With `b1`, as in `optax.contrib.schedule_free_eval_params`.
+        average = leaf if b1 is None else (p - (1 - b1) * leaf) / b1
+        return average.astype(p.dtype)
 
-    return map_with_path(one, params) if found else params
+    return map_with_path(average_of, params) if averages else params
+
+
+def _keeps_average(node: object) -> bool:
+    return isinstance(node, Averaged | optax.contrib.ScheduleFreeState)
 
 
 class Master(NamedTuple):
-    inner: Any
-    master: Any  # the parameters in float32
+    """State of `with_master`.
+
+    Attributes:
+        inner: the state of the wrapped transformation.
+        master: the parameters in float32.
+    """
+
+    inner: OptState
+    master: PyTree
 
 
 def with_master(
     inner: optax.GradientTransformation, moves: Mask | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """For parameters in half precision: `inner` works on float32 copies of them, which it keeps, so that no update is lost.
+    """Return `inner` that keeps and updates float32 copies of half-precision parameters.
 
-    `moves(params)` says which parameters are not frozen; of the others no copy is kept.
+    In half precision, an update that is smaller than the spacing of the numbers is lost.
+
+    Args:
+        inner: the optimizer. It sees the float32 copies.
+        moves: a mask function that selects the parameters that are not frozen. No copies are kept
+            of frozen ones. By default all parameters move.
+
+    Example:
+        >>> import optax
+        >>> tx = with_master(optax.adam(1e-4))
     """
     inner = optax.with_extra_args_support(inner)
 
-    def full(master: Any, params: Any) -> Any:
-        return jax.tree.map(
-            lambda m, p: p.astype(jnp.float32) if _is_masked(m) else m,
-            master,
-            params,
-            is_leaf=_is_masked,
-        )
+    def full(master: PyTree, params: Params) -> Params:
+        def choose(m: jax.Array, p: jax.Array) -> jax.Array:
+            return p.astype(jnp.float32) if _is_masked(m) else m
 
-    def init(params: Any) -> Master:
+        return jax.tree.map(choose, master, params, is_leaf=_is_masked)
+
+    def init(params: Params) -> Master:
         master = _copies(params, moves)
         return Master(inner.init(full(master, params)), master)
 
-    def update(updates: Any, state: Master, params: Any = None, **extra: Any) -> tuple[Any, Master]:
+    def update(
+        updates: PyTree, state: Master, params: Params = None, **extra: object
+    ) -> tuple[PyTree, Master]:
         updates = jax.tree.map(lambda u: u.astype(jnp.float32), updates)
         old = full(state.master, params)
         updates, inner_state = inner.update(updates, state.inner, old, **extra)
@@ -248,45 +368,69 @@ def with_master(
         master = jax.tree.map(
             lambda m, n: m if _is_masked(m) else n, state.master, new, is_leaf=_is_masked
         )
-        return jax.tree.map(lambda n, p: n - p.astype(jnp.float32), new, params), Master(
-            inner_state, master
-        )
+        updates = jax.tree.map(lambda n, p: n - p.astype(jnp.float32), new, params)
+        return updates, Master(inner_state, master)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 class Spikes(NamedTuple):
-    inner: Any
-    mean: jax.Array  # of the gradient norm, over the updates that were applied
-    count: jax.Array  # type: ignore[assignment]  # of these
+    """State of `skip_spikes`.
+
+    Attributes:
+        inner: the state of the wrapped transformation.
+        mean: the mean of the gradient norm over the updates that were applied, a float32 scalar.
+        count: the number of updates that were applied, an int32 scalar.
+        recorded: `skipped` is 1 if the latest update was skipped, otherwise 0.
+    """
+
+    inner: OptState
+    mean: jax.Array
+    count: jax.Array  # type: ignore[assignment]
     recorded: dict[str, jax.Array]
 
 
 def skip_spikes(
     inner: optax.GradientTransformation, factor: float, window: int = 20
 ) -> optax.GradientTransformationExtraArgs:
-    """`inner`, but an update whose gradient norm is over `factor` times its recent mean, or not finite, changes nothing.
+    """Return `inner` that skips updates with an unusually large gradient.
 
-    Nothing means: no parameter, no moment, no count of a schedule. The first `window` updates only take the mean.
+    A skipped update changes nothing: no parameter, no moment, no count of a schedule.
+
+    Args:
+        inner: the optimizer.
+        factor: skip an update if its gradient norm exceeds this multiple of the recent mean, or is
+            not finite.
+        window: the mean covers about this many updates. During the first `window` updates, only
+            gradients that are not finite are skipped.
+
+    Example:
+        >>> import optax
+        >>> tx = skip_spikes(optax.adam(1e-3), factor=10.0)
     """
     inner = optax.with_extra_args_support(inner)
 
-    def init(params: Any) -> Spikes:
+    def init(params: Params) -> Spikes:
         zero = jnp.zeros([], jnp.float32)
         return Spikes(inner.init(params), zero, jnp.zeros([], jnp.int32), {"skipped": zero})
 
-    def update(updates: Any, state: Spikes, params: Any = None, **extra: Any) -> tuple[Any, Spikes]:
+    def update(
+        updates: PyTree, state: Spikes, params: Params = None, **extra: object
+    ) -> tuple[PyTree, Spikes]:
         size = norm(updates)
-        good = jnp.isfinite(size) & ((state.count < window) | (size <= factor * state.mean))
+        is_usual = (state.count < window) | (size <= factor * state.mean)
+        good = jnp.isfinite(size) & is_usual
+
+        def if_good(new: PyTree, old: PyTree) -> PyTree:
+            return jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old)
+
         new_updates, inner_state = inner.update(updates, state.inner, params, **extra)
+        new_updates = if_good(new_updates, jax.tree.map(jnp.zeros_like, new_updates))
         weight = 1 / jnp.minimum(state.count + 1, window).astype(jnp.float32)
         mean = jnp.where(good, state.mean + weight * (size - state.mean), state.mean)
-        keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old)  # noqa: E731
-        new_updates = jax.tree.map(lambda u: jnp.where(good, u, jnp.zeros_like(u)), new_updates)
         recorded = {"skipped": 1 - good.astype(jnp.float32)}
-        return new_updates, Spikes(
-            keep(inner_state, state.inner), mean, state.count + good, recorded
-        )
+        inner_state = if_good(inner_state, state.inner)
+        return new_updates, Spikes(inner_state, mean, state.count + good, recorded)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -295,59 +439,79 @@ def orthogonalize(
     steps: int = 5,
     rms: float | None = None,
     stacked: tuple[str, ...] = (),
-    dtype: Any = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
 ) -> optax.GradientTransformation:
-    """Muon's direction: each matrix replaced by about the nearest orthogonal one, by Newton-Schulz iterations.
+    """Return the direction of Muon: each matrix becomes approximately the nearest orthogonal one.
 
-    A leaf of more than two dims is taken as a matrix by the split of its dims nearest to a square, after the first dim if its
-    path fits `stacked`, where layers are stacked. Scaled by sqrt(max(1, outputs / inputs)), or to this `rms` if it is
-    given: 0.2 makes the learning rates of AdamW fit. `dtype` is that of the iterations: bfloat16 is faster, and its rounding
-    differs from mesh to mesh.
+    A parameter with more than two dims is reshaped to a matrix. Of all ways to split its dims into
+    inputs and outputs, the one nearest to a square is used.
+
+    Args:
+        steps: the number of Newton-Schulz iterations.
+        rms: the root mean square of the result. 0.2 suits learning rates of AdamW. By default the
+            result is scaled by sqrt(max(1, outputs / inputs)).
+        stacked: patterns of parameters whose first dim counts layers. Each layer is a matrix.
+        dtype: the dtype of the iterations. bfloat16 is faster, but its rounding differs between
+            meshes.
+
+    Example:
+        >>> import optax
+        >>> tx = optax.chain(optax.trace(0.95), orthogonalize(rms=0.2), optax.scale(-1e-3))
     """
 
-    def update(updates: Any, params: Any = None) -> Any:
+    def update(updates: PyTree, params: Params = None) -> PyTree:
         leaves, structure = jax.tree_util.tree_flatten_with_path(updates)
         done: list[jax.Array] = []
         for path, x in leaves:
-            # Each begins when the one before the last is done. Matrices that are cut over devices are gathered for their
-            # products; begun all at once, all of them would be whole at once.
+            # Each matrix starts when the one before the last is done. A sharded matrix is gathered
+            # for its matmuls; if all started at once, all would be replicated at once.
             if len(done) > 1:
                 x, done[-2] = jax.lax.optimization_barrier((x, done[-2]))
             done.append(one(param_path(path), x))
         return jax.tree.unflatten(structure, done)
 
     def one(path: str, x: jax.Array) -> jax.Array:
-        batch = x.shape[:1] if any(matches(pattern, path) for pattern in stacked) else ()
-        inputs, outputs = matrix_shape(x.shape[len(batch) :])
-        orthogonal = _newton_schulz(x.reshape(*batch, inputs, outputs).astype(dtype), steps)
-        scale = (
-            math.sqrt(max(1, outputs / inputs))
-            if rms is None
-            else rms * math.sqrt(max(inputs, outputs))
-        )
+        is_stacked = any(matches(pattern, path) for pattern in stacked)
+        layers = x.shape[:1] if is_stacked else ()
+        inputs, outputs = matrix_shape(x.shape[len(layers) :])
+        orthogonal = _newton_schulz(x.reshape(*layers, inputs, outputs).astype(dtype), steps)
+        if rms is None:
+            scale = math.sqrt(max(1, outputs / inputs))
+        else:
+            scale = rms * math.sqrt(max(inputs, outputs))
         return (scale * orthogonal.astype(jnp.float32)).reshape(x.shape).astype(x.dtype)
 
     return optax.stateless(update)
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """(inputs, outputs) by the split of the dims nearest to a square; of two, the one with fewer inputs."""
+    """Return (inputs, outputs) for the split of the dims that is nearest to a square.
+
+    Of two equal splits, the one with fewer inputs is used.
+
+    Example:
+        >>> matrix_shape((768, 3, 12, 64))
+        (768, 2304)
+    """
     splits = [(math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))]
     return min(splits, key=lambda pair: max(pair) / max(1, min(pair)))
 
 
 def _newton_schulz(x: jax.Array, steps: int) -> jax.Array:
-    """Pushes every singular value of x towards 1; these coefficients reach about 0.7 to 1.2 in five steps."""
-    a, b, c = 3.4445, -4.7750, 2.0315
-    x = x / (jnp.linalg.norm(x.astype(jnp.float32), axis=(-2, -1), keepdims=True) + 1e-7).astype(
-        x.dtype
-    )
-    tall = x.shape[-2] > x.shape[-1]
-    x = jnp.swapaxes(x, -2, -1) if tall else x
+    """Return `x` with every singular value pushed towards 1.
 
-    def iterate(_: Any, x: jax.Array) -> jax.Array:
+    With these coefficients, five iterations reach about 0.7 to 1.2.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    size = jnp.linalg.norm(x.astype(jnp.float32), axis=(-2, -1), keepdims=True)
+    x = x / (size + 1e-7).astype(x.dtype)
+    # The Gram matrix is smaller if the rows are the shorter side.
+    is_tall = x.shape[-2] > x.shape[-1]
+    x = jnp.swapaxes(x, -2, -1) if is_tall else x
+
+    def iterate(_: int, x: jax.Array) -> jax.Array:
         gram = x @ jnp.swapaxes(x, -2, -1)
         return a * x + (b * gram + c * gram @ gram) @ x
 
     x = jax.lax.fori_loop(0, steps, iterate, x, unroll=True)
-    return jnp.swapaxes(x, -2, -1) if tall else x
+    return jnp.swapaxes(x, -2, -1) if is_tall else x

@@ -1,4 +1,4 @@
-"""`explain` finds each trap in a collection of hand-written optimizers, and nothing in good ones."""
+"""`explain` finds the mistake in each of many hand-written optimizers, and none in good ones."""
 
 import io
 
@@ -45,12 +45,13 @@ def in_head(params):
     )
 
 
-def seed_mask(params):  # compares text with key objects: False for every leaf
+def false_mask(params):
+    """Return False for every leaf, because it compares text with key objects."""
     return jax.tree_util.tree_map_with_path(lambda path, _: "kernel" in path, params)
 
 
 def by_hand(update):
-    """An optimizer that nobody but its author knows."""
+    """Return an optimizer that neither Optax nor shardwise knows."""
     return optax.GradientTransformation(lambda params: jnp.zeros([], jnp.int32), update)
 
 
@@ -64,45 +65,107 @@ def steepest(sign):
 clip, adamw, chain = optax.clip_by_global_norm, optax.adamw, optax.chain
 cosine = optax.cosine_decay_schedule
 HEAD_ONLY = {"backbone": True, "norm": True, "head": False}
-nnx_labels = {
-    "backbone": "slow",
-    "norm": "slow",
-    "head": {"kernel": "fast"},
-}  # head/bias has no label
+# head/bias has no label.
+INCOMPLETE_LABELS = {"backbone": "slow", "norm": "slow", "head": {"kernel": "fast"}}
 
 BAD = {
-    "mask that is False everywhere": (adamw(1e-3, weight_decay=0.1, mask=seed_mask), "decay-reaches-nothing"),
+    "mask that is False everywhere": (
+        adamw(1e-3, weight_decay=0.1, mask=false_mask),
+        "decay-reaches-nothing",
+    ),
     "decay on everything": (adamw(1e-3, weight_decay=0.1), "decay-of-vectors"),
     "decay steps without the warm-up": (
-        adamw(optax.warmup_cosine_decay_schedule(1e-5, 1e-3, 40, STEPS - 40), mask=kernels), "schedule-too-short"),
-    "linear that ends early": (optax.sgd(optax.linear_schedule(0.1, 0.0, STEPS // 2)), "schedule-too-short"),
-    "schedule for a longer run": (adamw(cosine(1e-3, 3 * STEPS), mask=kernels), "schedule-too-long"),
-    "schedule counted in micro-batches": (optax.MultiSteps(adamw(cosine(1e-3, STEPS), mask=kernels), 4), "schedule-too-long"),
-    "warm-up from zero": (optax.adam(optax.warmup_cosine_decay_schedule(0.0, 1e-3, 20, STEPS)), "first-update-idle"),
-    "warm-up longer than the run": (optax.adam(optax.linear_schedule(1e-6, 1e-3, 10 * STEPS)), "warmup-too-long"),
+        adamw(optax.warmup_cosine_decay_schedule(1e-5, 1e-3, 40, STEPS - 40), mask=kernels),
+        "schedule-too-short",
+    ),
+    "linear that ends early": (
+        optax.sgd(optax.linear_schedule(0.1, 0.0, STEPS // 2)),
+        "schedule-too-short",
+    ),
+    "schedule for a longer run": (
+        adamw(cosine(1e-3, 3 * STEPS), mask=kernels),
+        "schedule-too-long",
+    ),
+    "schedule counted in micro-batches": (
+        optax.MultiSteps(adamw(cosine(1e-3, STEPS), mask=kernels), 4),
+        "schedule-too-long",
+    ),
+    "warm-up from zero": (
+        optax.adam(optax.warmup_cosine_decay_schedule(0.0, 1e-3, 20, STEPS)),
+        "first-update-idle",
+    ),
+    "warm-up longer than the run": (
+        optax.adam(optax.linear_schedule(1e-6, 1e-3, 10 * STEPS)),
+        "warmup-too-long",
+    ),
     "no minus sign": (chain(clip(1.0), optax.scale_by_adam(), optax.scale(1e-3)), "ascends"),
-    "schedule without minus sign": (chain(optax.scale_by_adam(), optax.scale_by_schedule(cosine(1e-3, STEPS))), "ascends"),
+    "schedule without minus sign": (
+        chain(optax.scale_by_adam(), optax.scale_by_schedule(cosine(1e-3, STEPS))),
+        "ascends",
+    ),
     "two minus signs": (chain(optax.adam(1e-3), optax.scale(-1.0)), "ascends"),
     "by hand, uphill": (steepest(+1), "ascends"),
-    "clipping after Adam": (chain(optax.scale_by_adam(), clip(1.0), optax.scale(-1e-3)), "clip-after-adaptive"),
+    "clipping after Adam": (
+        chain(optax.scale_by_adam(), clip(1.0), optax.scale(-1e-3)),
+        "clip-after-adaptive",
+    ),
     "frozen by a mask": (optax.masked(optax.adam(1e-3), in_head), "raw-gradient"),
     "frozen, then decayed": (
-        chain(optax.partition({True: optax.adam(1e-3), False: optax.set_to_zero()}, in_head),
-              optax.add_decayed_weights(-1e-4, mask=kernels)), "frozen-moves"),
-    "hyperparameters in bfloat16": (optax.inject_hyperparams(optax.adam)(1e-2), "half-hyperparameters"),
+        chain(
+            optax.partition({True: optax.adam(1e-3), False: optax.set_to_zero()}, in_head),
+            optax.add_decayed_weights(-1e-4, mask=kernels),
+        ),
+        "frozen-moves",
+    ),
+    "hyperparameters in bfloat16": (
+        optax.inject_hyperparams(optax.adam)(1e-2),
+        "half-hyperparameters",
+    ),
     "moments and parameters in bfloat16": (optax.adam(1e-5), "updates-lost"),
-    "frozen with state": (chain(optax.adam(1e-3), optax.transforms.freeze(HEAD_ONLY)), "state-for-frozen"),
-    "a long history": (chain(optax.scale_by_lbfgs(memory_size=10), optax.scale(-1e-3)), "state-too-large"),
-    "selective with a function": (optax.selective_transform(optax.adam(1e-3), freeze_mask=lambda params: in_head(params)), "nothing-moves"),
-    "decay through Adam": (chain(optax.add_decayed_weights(0.1, mask=kernels), optax.adam(1e-3)), "decay-not-decoupled"),
-    "decay after the sign": (chain(optax.adam(1e-3), optax.add_decayed_weights(0.01, mask=kernels)), "decay-grows"),
-    "decay without learning rate": (chain(optax.adam(1e-3), optax.add_decayed_weights(-0.1, mask=kernels)), "decay-too-strong"),
-    "learning rate twice": (chain(adamw(1e-3, mask=kernels), optax.scale(1e-3)), "two-learning-rates"),
-    "average of the updates": (chain(adamw(1e-3, mask=kernels), optax.ema(0.99)), "average-of-updates"),
-    "injected for bfloat16": (optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)(1e-2), "state-changes"),
+    "frozen with state": (
+        chain(optax.adam(1e-3), optax.transforms.freeze(HEAD_ONLY)),
+        "state-for-frozen",
+    ),
+    "a long history": (
+        chain(optax.scale_by_lbfgs(memory_size=10), optax.scale(-1e-3)),
+        "state-too-large",
+    ),
+    "selective with a function": (
+        optax.selective_transform(optax.adam(1e-3), freeze_mask=lambda params: in_head(params)),
+        "nothing-moves",
+    ),
+    "decay through Adam": (
+        chain(optax.add_decayed_weights(0.1, mask=kernels), optax.adam(1e-3)),
+        "decay-not-decoupled",
+    ),
+    "decay after the sign": (
+        chain(optax.adam(1e-3), optax.add_decayed_weights(0.01, mask=kernels)),
+        "decay-grows",
+    ),
+    "decay without learning rate": (
+        chain(optax.adam(1e-3), optax.add_decayed_weights(-0.1, mask=kernels)),
+        "decay-too-strong",
+    ),
+    "learning rate twice": (
+        chain(adamw(1e-3, mask=kernels), optax.scale(1e-3)),
+        "two-learning-rates",
+    ),
+    "average of the updates": (
+        chain(adamw(1e-3, mask=kernels), optax.ema(0.99)),
+        "average-of-updates",
+    ),
+    "injected for bfloat16": (
+        optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)(1e-2),
+        "state-changes",
+    ),
     "applies the NaN": (optax.apply_if_finite(adamw(1e-3, mask=kernels), 3), "applies-nan"),
-    "labels that miss a leaf": (optax.multi_transform({"slow": optax.adam(1e-4), "fast": optax.adam(1e-3)}, nnx_labels), "not-applicable"),
-}  # fmt: skip
+    "labels that miss a leaf": (
+        optax.multi_transform(
+            {"slow": optax.adam(1e-4), "fast": optax.adam(1e-3)}, INCOMPLETE_LABELS
+        ),
+        "not-applicable",
+    ),
+}
 GOOD = {
     "adam": optax.adam(1e-3),
     "adamw": adamw(cosine(1e-3, STEPS), weight_decay=0.1, mask=kernels),
@@ -156,36 +219,49 @@ def names(explanation):
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_finds_the_trap(case):
-    tx, trap = BAD[case]
+def test_the_mistake_is_found(case):
+    tx, mistake = BAD[case]
     found = names(explain(tx, HalfNet if "bfloat16" in case else Net, steps=STEPS))
-    assert trap in found, found
-    assert len(found) <= 3, found  # the trap, and what follows from it
+    assert mistake in found, found
+    # The mistake, and at most two that follow from it.
+    assert len(found) <= 3, found
 
 
-ALIKE = (  # another schedule or direction of what is among the quick ones
-    "adam", "sgd with decay", "lion", "two rates", "piecewise", "constant after warm-up", "exponential", "inverse square root",
-    "stable and decay", "lamb", "rmsprop", "named",
-)  # fmt: skip
+# They differ from the quick ones in the schedule or the direction only.
+SIMILAR = (
+    "adam",
+    "sgd with decay",
+    "lion",
+    "two rates",
+    "piecewise",
+    "constant after warm-up",
+    "exponential",
+    "inverse square root",
+    "stable and decay",
+    "lamb",
+    "rmsprop",
+    "named",
+)
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow) if case in ALIKE else case for case in GOOD]
+    "case",
+    [pytest.param(case, marks=pytest.mark.slow) if case in SIMILAR else case for case in GOOD],
 )
-def test_finds_nothing_in_a_good_one(case):
+def test_nothing_is_found_in_a_good_optimizer(case):
     assert names(explain(GOOD[case], HalfNet if "half" in case else Net, steps=STEPS)) == []
 
 
-def test_the_bfloat16_trap_is_seen_to_break():
-    """0.999 is 1 in bfloat16, so Adam divides by zero: not a matter of taste."""
+def test_hyperparameters_in_bfloat16_give_updates_that_are_not_finite():
+    """0.999 is 1 in bfloat16, so Adam divides by zero."""
     assert "not-finite" in names(
         explain(BAD["hyperparameters in bfloat16"][0], HalfNet, steps=STEPS)
     )
 
 
-def test_the_table_says_what_each_parameter_gets():
+def test_the_table_shows_what_each_parameter_gets():
     groups = (
-        Group("backbone/*", frozen=True, name="still"),
+        Group("backbone/*", frozen=True, name="frozen"),
         Group("head/*", lr_scale=10, weight_decay=0.3, name="head"),
         Group("*", name="rest"),
     )
@@ -195,15 +271,20 @@ def test_the_table_says_what_each_parameter_gets():
         steps=STEPS,
     )
     rows = {row.path: row for row in explanation.rows}
-    still, head, scale = rows["backbone/kernel"], rows["head/kernel"], rows["norm/scale"]
-    assert (still.group, still.moves, still.state_bytes, still.peak_lr) == ("still", False, 0, 0.0)
+    frozen, head, scale = rows["backbone/kernel"], rows["head/kernel"], rows["norm/scale"]
+    assert (frozen.group, frozen.moves) == ("frozen", False)
+    assert (frozen.state_bytes, frozen.peak_lr) == (0, 0.0)
     assert (head.group, head.state_bytes) == ("head", 2 * 8 * 3 * 4)
     assert head.peak_lr == pytest.approx(1e-2, rel=1e-4)
     assert head.peak_update == pytest.approx(1e-2, rel=0.05)
     assert head.decay == pytest.approx(0.3, rel=1e-3)
     assert (scale.group, scale.decay) == ("rest", 0.0)
     assert [part.partition("(")[0] for part in head.transformations] == [
-        "clip_by_norm", "scale_by_adam", "add_decayed_weights", "scale_by_lr"]  # fmt: skip
+        "clip_by_norm",
+        "scale_by_adam",
+        "add_decayed_weights",
+        "scale_by_lr",
+    ]
     assert list(explanation.curves) == ["head", "rest"]
     console = Console(file=io.StringIO(), width=200)
     console.print(explanation.table())
@@ -224,7 +305,7 @@ def test_a_mistake_in_the_groups_is_an_error_that_lists_the_paths():
         explain(optim.adamw(1e-3, groups=(Group("haed/*"), Group("*"))), Net)
 
 
-def test_a_picture_and_a_line(tmp_path):
+def test_plot_and_sparkline(tmp_path):
     explanation = explain(optim.transformer(STEPS), Net, steps=STEPS)
     explanation.plot(tmp_path / "lr.png")
     assert (tmp_path / "lr.png").read_bytes().startswith(b"\x89PNG")

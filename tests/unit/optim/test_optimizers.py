@@ -1,4 +1,4 @@
-"""Groups, averages, master copies, spikes and Muon's matrices, each on its own."""
+"""Unit tests of parameter groups, averages, master copies, spikes and Muon's matrices."""
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ GRADS = jax.tree.map(lambda p: 0.1 * p, PARAMS)
 
 
 def after(tx, count, grads=GRADS, params=PARAMS):
+    """Return parameters and state after `count` updates."""
     state = tx.init(params)
     for _ in range(count):
         updates, state = tx.update(grads, state, params)
@@ -46,7 +47,7 @@ def test_the_first_group_that_matches_wins():
     )
 
 
-def test_mistakes_in_groups_are_listed_with_the_closest_match():
+def test_mistakes_in_groups_are_all_listed_with_the_closest_match():
     with pytest.raises(ConfigError) as caught:
         optim.adam(1e-2, groups=(Group("a/kernal"), Group("b/*", frozen=True))).init(PARAMS)
     text = str(caught.value)
@@ -60,7 +61,12 @@ def test_mistakes_in_groups_are_listed_with_the_closest_match():
         optim.adam(1e-2, groups=(Group("a/*", name="x"), Group("*", name="x"))).init(PARAMS)
 
 
-def test_a_group_may_have_an_optimizer_of_its_own_and_its_own_clipping():
+def test_schedule_free_refuses_a_second_average():
+    with pytest.raises(ConfigError, match=r"evaluates an average .* Remove ema=0.9"):
+        optim.schedule_free(1e-3, ema=0.9)
+
+
+def test_a_group_can_have_a_custom_optimizer_and_clipping():
     groups = (Group("a/*", tx=optax.sgd(1.0)), Group("b/*", clip=1e-3))
     params, state = after(optim.sgd(1.0, momentum=0.0, groups=groups), 1)
     np.testing.assert_allclose(params["a"]["kernel"], 0.9, rtol=1e-6)
@@ -70,7 +76,7 @@ def test_a_group_may_have_an_optimizer_of_its_own_and_its_own_clipping():
 
 
 def test_labels_and_masks_work_on_nnx_states():
-    """At creation the leaves are variables, at update arrays."""
+    """The leaves are variables at creation and arrays at updates."""
     model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
     tx = optim.adamw(
         0.1, weight_decay=0.1, groups=(Group("bias", frozen=True), Group("*", name="rest"))
@@ -84,7 +90,7 @@ def test_labels_and_masks_work_on_nnx_states():
     assert float(optim.live_values(optimizer.opt_state)["lr/rest"]) == pytest.approx(0.1)
 
 
-def test_layerwise_decay_in_one_line():
+def test_layerwise_decay_scales_the_rate_of_each_layer():
     params = {
         "tokens": jnp.ones((2, 2)),
         "blocks": {str(i): {"kernel": jnp.ones((2, 2))} for i in range(3)},
@@ -114,12 +120,12 @@ def test_frozen_parameters_do_not_count_in_the_norm():
 
 
 @pytest.mark.parametrize("clip", [optax.clip(0.01), optax.adaptive_grad_clip(0.01), 0.01])
-def test_any_clipping(clip):
+def test_clip_accepts_any_transformation(clip):
     _, state = after(optim.sgd(1.0, momentum=0.0, clip=clip), 1)
     assert 0 < float(optim.live_values(state)["clipped_norm"]) < float(norm(GRADS))
 
 
-def test_the_average_is_that_of_the_weights_and_skips_what_is_frozen():
+def test_the_average_is_of_the_weights_and_skips_frozen_parameters():
     groups = (Group("a/*", frozen=True), Group("*", name="rest"))
     tx = optim.sgd(0.1, momentum=0.0, ema=0.5, groups=groups)
     params, state = PARAMS, tx.init(PARAMS)
@@ -129,15 +135,15 @@ def test_the_average_is_that_of_the_weights_and_skips_what_is_frozen():
         params = optax.apply_updates(params, updates)
         keep = min(0.5, (1 + n) / (10 + n))
         average = keep * average + (1 - keep) * np.asarray(params["b"]["kernel"], "f8")
-    found = optim.evaluation_params(state, params)
-    np.testing.assert_allclose(found["b"]["kernel"], average, rtol=1e-6)
-    np.testing.assert_array_equal(found["a"]["kernel"], PARAMS["a"]["kernel"])
+    actual = optim.evaluation_params(state, params)
+    np.testing.assert_allclose(actual["b"]["kernel"], average, rtol=1e-6)
+    np.testing.assert_array_equal(actual["a"]["kernel"], PARAMS["a"]["kernel"])
     assert sum(leaf.size for leaf in jax.tree.leaves(state)) < sum(
         leaf.size for leaf in jax.tree.leaves(PARAMS)
     )
 
 
-def test_schedule_free_is_evaluated_where_optax_says():
+def test_schedule_free_is_evaluated_as_in_optax():
     tx = optim.schedule_free(0.1, weight_decay=0.0)
     params, state = after(tx, 10)
     free = next(
@@ -149,12 +155,12 @@ def test_schedule_free_is_evaluated_where_optax_says():
         optim.evaluation_params(state, params),
         expected,
     )
-    theirs, _ = after(optax.contrib.schedule_free_adamw(0.1), 10)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), params, theirs)
+    by_optax, _ = after(optax.contrib.schedule_free_adamw(0.1), 10)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), params, by_optax)
 
 
 def test_master_copies_lose_no_update():
-    """1000 steps of 1e-5 on weights of 1, where bfloat16 has steps of 0.004: without copies nothing moves at all."""
+    """Near 1, bfloat16 numbers are 0.004 apart, so 1000 updates of 1e-5 are lost without copies."""
     half = {"kernel": jnp.ones((4, 4), jnp.bfloat16)}
     grads = {"kernel": jnp.ones((4, 4), jnp.bfloat16)}
     for master, expected in ((True, 0.99), (False, 1.0)):
@@ -169,7 +175,7 @@ def test_master_copies_lose_no_update():
 
 
 @pytest.mark.parametrize("bad", [100.0, jnp.inf, jnp.nan])
-def test_a_spike_changes_nothing_but_is_told(bad):
+def test_a_spike_changes_nothing_and_is_recorded(bad):
     tx = optim.skip_spikes(optim.adam(optim.linear(1e-2, 100)), factor=5.0, window=3)
     params, state = after(tx, 5)
     updates, after_spike = tx.update(jax.tree.map(lambda g: bad * g, GRADS), state, params)
@@ -181,7 +187,7 @@ def test_a_spike_changes_nothing_but_is_told(bad):
 
 
 @given(st.lists(st.integers(1, 64), min_size=2, max_size=4))
-def test_a_matrix_is_the_split_nearest_to_a_square(shape):
+def test_a_matrix_has_the_split_nearest_to_a_square(shape):
     inputs, outputs = matrix_shape(tuple(shape))
     assert inputs * outputs == np.prod(shape)
     ratios = [
@@ -192,13 +198,14 @@ def test_a_matrix_is_the_split_nearest_to_a_square(shape):
     assert max(inputs, outputs) / min(inputs, outputs) == pytest.approx(min(ratios))
 
 
-def test_shapes_that_models_have():
-    assert matrix_shape((768, 3, 12, 64)) == (768, 2304)  # q, k, v in one kernel
-    assert matrix_shape((12, 64, 768)) == (768, 768)  # the output of attention
-    assert matrix_shape((3, 3, 64, 128)) == (576, 128)  # a convolution
+def test_matrix_shapes_of_common_layers():
+    fused_qkv, attention_output, convolution = (768, 3, 12, 64), (12, 64, 768), (3, 3, 64, 128)
+    assert matrix_shape(fused_qkv) == (768, 2304)
+    assert matrix_shape(attention_output) == (768, 768)
+    assert matrix_shape(convolution) == (576, 128)
 
 
-def test_orthogonalized_matrices_are_nearly_so_and_layers_are_apart():
+def test_matrices_become_nearly_orthogonal_and_stacked_layers_are_separate():
     x = jax.random.normal(jax.random.key(0), (3, 32, 16))
     stacked = optim.orthogonalize(stacked=("*",))
     together, _ = stacked.update({"x": x}, stacked.init({"x": x}))
@@ -213,13 +220,13 @@ def test_orthogonalized_matrices_are_nearly_so_and_layers_are_apart():
 
 @pytest.mark.parametrize("moment_dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lion", "muon", "schedule_free"])
-def test_moments_in_the_dtype_that_is_asked(name, moment_dtype):
+def test_moments_have_the_requested_dtype(name, moment_dtype):
     state = optim.RECIPES[name](1e-3, moment_dtype=moment_dtype).init(PARAMS)
-    kept = {str(leaf.dtype) for leaf in jax.tree.leaves(state) if leaf.shape == (4, 3)}
-    assert moment_dtype in kept
+    dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(state) if leaf.shape == (4, 3)}
+    assert moment_dtype in dtypes
 
 
-def test_the_norm_is_that_of_optax_however_layers_are_named():
+def test_the_norm_equals_that_of_optax_whatever_the_names_of_layers():
     rng = np.random.default_rng(0)
     shapes = {
         "blocks": {str(i): {"kernel": (3, 4 + i % 2), "bias": (4,)} for i in range(5)},
