@@ -1,16 +1,16 @@
-"""What tests of several models share."""
+"""Shapes of a model without its arrays, for tests of several models."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from flax import nnx
 
 from shardwise.module import ModuleDef, build_module, split_module
+from shardwise.tree import PyTree
 
 
-def definition_and_shapes(factory: Callable[[nnx.Rngs], nnx.Module]) -> tuple[ModuleDef, Any]:
-    """(definition, shapes of the parameters); nothing is allocated or computed."""
+def definition_and_shapes(factory: Callable[[nnx.Rngs], nnx.Module]) -> tuple[ModuleDef, PyTree]:
+    """Return the definition of a model and the shapes of its parameters. Nothing is computed."""
     definitions = []
 
     def build():

@@ -1,11 +1,19 @@
-"""The source of a run's initial weights. `shardwise.weights.load` reads them."""
+"""Initial weights of a run: where they come from, and what was loaded.
+
+`shardwise.weights.load` reads them.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from rich.table import Table
+
 from shardwise.errors import ConfigError
+
+# How many variables of one kind `Loaded.table` names.
+MAX_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -40,3 +48,41 @@ class InitFrom:
                     f"init_from: the target '{target}' has more * than its pattern '{pattern}'. "
                     "Each * of a target needs a * in the pattern."
                 )
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What became of every variable when initial weights were loaded.
+
+    Attributes:
+        source: where the weights came from.
+        taken: the variables that were loaded: path in the model to path in the source.
+        fresh: the variables that were initialized from the seed.
+        left_out: the paths in the source that were not used.
+        average: whether the weights are the averages that the source keeps.
+    """
+
+    source: str
+    taken: Mapping[str, str]
+    fresh: tuple[str, ...]
+    left_out: tuple[str, ...]
+    average: bool = False
+
+    def table(self) -> Table:
+        """Return a table with the number of variables of each kind and a few of their names."""
+        kinds = {
+            "loaded": [path for path, name in self.taken.items() if path == name],
+            "renamed": [f"{path} from {name}" for path, name in self.taken.items() if path != name],
+            "initialized from the seed": self.fresh,
+            "in the source, not used": self.left_out,
+        }
+        table = Table(
+            "", "variables", "", title=f"weights from {self.source}", title_justify="left"
+        )
+        for kind, names in kinds.items():
+            if names:
+                listed = ", ".join(names[:MAX_NAMED])
+                if len(names) > MAX_NAMED:
+                    listed += ", ..."
+                table.add_row(kind, str(len(names)), listed)
+        return table

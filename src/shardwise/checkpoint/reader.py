@@ -392,6 +392,29 @@ def averages(saved: SavedStep) -> dict[str, tuple[str, ...]]:
     return sources
 
 
+def variable_parts(saved: SavedStep, *, average: bool = False) -> dict[str, tuple[str, ...]]:
+    """Return the leaves that each model variable is computed from.
+
+    Args:
+        saved: the saved step.
+        average: use the averaged weights that the optimizer keeps.
+
+    Returns:
+        For each variable, by path: the names of leaves to pass to `average_of`. Without an average
+        that is the variable alone.
+
+    Raises:
+        CheckpointError: if `average` is True and the optimizer keeps no averages.
+    """
+    averaged = averages(saved) if average else {}
+    if average and not averaged:
+        raise CheckpointError(
+            f"the optimizer of {saved.directory} keeps no average of the weights. "
+            "Only runs with ema=... or a schedule-free optimizer have one."
+        )
+    return {path: averaged.get(path, (name,)) for path, name in saved.variables.items()}
+
+
 def average_of(parts: Sequence[Array], dtype: "DType") -> Array:
     """Return an averaged parameter from the leaves that `averages` names.
 

@@ -1,40 +1,56 @@
-"""Fine-tuning: a model of which only a part is trained, low-rank adapters (LoRA) or parameters chosen by path.
+"""Fine-tuning: train only some parameters, or low-rank adapters (LoRA).
 
-A factory goes in, another comes out; the module's own code is not touched. A frozen parameter is marked in its metadata, and from
-there on gets neither a gradient nor a state of the optimizer, and is in no checkpoint. A weight with adapters is replaced by
-`Adapted`, which stands for base + scale * A @ B wherever the module reads it, also inside `nnx.scan` and `nnx.remat`.
+`freeze` and `lora` turn a model factory into another one; the code of the model does not change. A
+frozen parameter is marked in its metadata. It gets no gradient and no optimizer state, and no
+checkpoint contains it. A weight with adapters is replaced by `Adapted`, which behaves like a
+variable with the value base + scale * A @ B wherever the model reads it, also inside `nnx.scan` and
+`nnx.remat`.
 """
 
 import math
 import re
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from shardwise.errors import ConfigError
 from shardwise.module import BASE, ModelFactory, path_name
 from shardwise.sharding import annotation_of
 from shardwise.text import did_you_mean
-from shardwise.tree import matches, named_leaves
+from shardwise.tree import PyTree, matches, named_leaves
 
+# The names of the two adapters of a weight.
 A, B = "lora_a", "lora_b"
 
+Param: TypeAlias = nnx.Param[Any]
+Shape: TypeAlias = tuple[int, ...]
 
-def freeze(model: ModelFactory, *patterns: str, dtype: Any = None) -> ModelFactory:
-    """The same model, of which the parameters whose paths fit a pattern are not trained.
 
-    dtype: what they are stored in, such as "bfloat16"; None leaves them alone.
+def freeze(model: ModelFactory, *patterns: str, dtype: DTypeLike | None = None) -> ModelFactory:
+    """Return a model factory whose parameters are partly frozen.
+
+    Args:
+        model: the model factory.
+        *patterns: the paths of the parameters to freeze, such as `"encoder/*"`.
+        dtype: the dtype to store frozen parameters in, such as `"bfloat16"`. None keeps theirs.
+
+    Raises:
+        ConfigError: when the model is built, if a pattern matches no parameter.
+
+    Example:
+        >>> model = freeze(lambda rngs: Net(rngs), "encoder/*")  # doctest: +SKIP
     """
 
     def make(rngs: nnx.Rngs) -> nnx.Module:
         module = model(rngs)
         params = _params(module)
-        chosen = _chosen(patterns, params, "freeze")
-        _freeze([params[name] for name in chosen], dtype)
+        selected = _select(patterns, params, "freeze")
+        _freeze([params[path] for path in selected], dtype)
         return module
 
     return make
@@ -47,56 +63,61 @@ def lora(
     rank: int = 8,
     alpha: float = 16.0,
     train: Sequence[str] = (),
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
 ) -> ModelFactory:
-    """The same model with adapters beside the weights whose paths fit a pattern; nothing but adapters is trained.
+    """Return a model factory that trains low-rank adapters and nothing else.
 
-    patterns: "blocks/*/mlp/*/kernel", or several. A weight of more than two dims is taken for a matrix by its bias, which has the
-        output dims, or by what its metadata say, such as `nnx.Param(value, dims="ioo")`: "i" for inputs, "o" for outputs, and a stack
-        of layers before them. Where there is neither, map the pattern to a letter for each dim, "s" for the stack, such as
-        {"blocks/query": "sioo"}.
-    alpha: the product of the adapters is multiplied with alpha / rank.
-    train: patterns of parameters that are trained as they are, such as a new head.
-    dtype: what the frozen parameters are stored in, such as "bfloat16"; None leaves them alone.
+    A weight with more than two dims is treated as a matrix from its input dims to its output dims.
+    Its bias, which has the output dims, shows which is which. So does its metadata, as in
+    `nnx.Param(value, dims="ioo")`: `i` for an input dim, `o` for an output dim; the dims of a stack
+    of layers come before. Without either, map the pattern to one letter per dim, with `s` for the
+    stack, as in `{"blocks/query": "sioo"}`.
+
+    Args:
+        model: the model factory.
+        patterns: the paths of the weights that get adapters, such as `"blocks/*/mlp/*/kernel"`; one
+            pattern, several, or a mapping from patterns to layouts.
+        rank: the size of the dim between both adapters.
+        alpha: the product of the adapters is multiplied by `alpha / rank`.
+        train: patterns of further parameters to train, such as a new head.
+        dtype: the dtype to store frozen parameters in, such as `"bfloat16"`. None keeps theirs.
+
+    Raises:
+        ConfigError: if `rank` is less than 1; or when the model is built, if a pattern matches no
+            parameter or the layout of a weight is unknown.
+
+    Example:
+        >>> model = lora(lambda rngs: GPT(config, rngs), "*/kernel", rank=4)  # doctest: +SKIP
     """
-    layouts = (
-        {patterns: None}
-        if isinstance(patterns, str)
-        else dict.fromkeys(patterns) | dict(getattr(patterns, "items", dict)())
-    )
     if rank < 1:
         raise ConfigError(f"lora: rank={rank}; it must be at least 1.")
+    layouts: dict[str, str | None]
+    if isinstance(patterns, str):
+        layouts = {patterns: None}
+    elif isinstance(patterns, Mapping):
+        layouts = dict(patterns)
+    else:
+        layouts = dict.fromkeys(patterns)
 
     def make(rngs: nnx.Rngs) -> nnx.Module:
         module = model(rngs)
         params = _params(module)
-        trained = _chosen(train, params, "lora: train")
-        chosen = {
-            name: pattern
-            for name, pattern in _chosen(layouts, params, "lora").items()
-            if name not in trained
+        trained = _select(train, params, "lora: train")
+        selected = _select(layouts, params, "lora")
+        shapes = {path: param.get_value().shape for path, param in params.items()}
+        splits = {
+            path: _split_dims(path, shapes, layouts[pattern] or _own_layout(params[path]))
+            for path, pattern in selected.items()
+            if path not in trained
         }
-        shapes = {name: variable.get_value().shape for name, variable in params.items()}
-        said = {
-            name: _said(params[name].get_metadata().get("dims"), len(shapes[name]))
-            for name in chosen
-        }
-        dims = {
-            name: _dims(name, shapes, layouts[pattern] or said[name])
-            for name, pattern in chosen.items()
-        }
-        _freeze([variable for name, variable in params.items() if name not in trained], dtype)
+        _freeze([param for path, param in params.items() if path not in trained], dtype)
         key = rngs.params()
-        adapted = {
-            id(params[name]): Adapted(
-                params[name],
-                *dims[name],
-                rank,
-                alpha / rank,
-                jax.random.fold_in(key, zlib.crc32(name.encode())),
-            )
-            for name in chosen
-        }
+        adapted = {}
+        for path, (stacked, inputs) in splits.items():
+            # The key depends on the path alone, so other patterns do not change these adapters.
+            own_key = jax.random.fold_in(key, zlib.crc32(path.encode()))
+            base = params[path]
+            adapted[id(base)] = Adapted(base, stacked, inputs, rank, alpha / rank, own_key)
         changed: nnx.Module = nnx.recursive_map(lambda _, node: adapted.get(id(node), node), module)
         return changed
 
@@ -104,37 +125,47 @@ def lora(
 
 
 class Adapted(nnx.Module):
-    """A frozen weight and its adapters, which reads like a variable that holds base + scale * A @ B."""
+    """A frozen weight with adapters. It behaves like a variable with base + scale * A @ B.
+
+    Attributes:
+        inputs: the number of input dims of the weight.
+        scale: the factor of the product of both adapters.
+        value: the value of the weight with its adapters.
+    """
 
     def __init__(
-        self,
-        base: nnx.Param[Any],
-        stacked: int,
-        inputs: int,
-        rank: int,
-        scale: float,
-        key: jax.Array,
+        self, base: Param, stacked: int, inputs: int, rank: int, scale: float, key: jax.Array
     ):
-        shape, split = base.get_value().shape, stacked + inputs
-        names = annotation_of(base.get_metadata())
-        axes = None if names is None else (*names, *(None,) * (len(shape) - len(names)))
-        at_a: dict[str, Any] = {} if axes is None else {"out_sharding": (*axes[:split], None)}
-        at_b: dict[str, Any] = (
-            {} if axes is None else {"out_sharding": (*axes[:stacked], None, *axes[split:])}
-        )
+        """Create the adapters of a weight.
+
+        Args:
+            base: the weight, with the dims (*stack, *inputs, *outputs).
+            stacked: the number of dims of a stack of layers.
+            inputs: the number of input dims.
+            rank: the size of the dim between both adapters.
+            scale: the factor of their product.
+            key: initializes A, with the dims (*stack, *inputs, rank). B, with the dims (*stack,
+                rank, *outputs), starts at 0.
+        """
+        shape = base.get_value().shape
+        split = stacked + inputs
+        a_sharding, b_sharding = _adapter_shardings(base, stacked, split)
         bound = 1 / math.sqrt(math.prod(shape[stacked:split]))
         a = jax.random.uniform(key, (*shape[:split], rank), jnp.float32, -bound, bound)
         b = jnp.zeros((*shape[:stacked], rank, *shape[split:]), jnp.float32)
         base.set_metadata(
             lora=(("inputs", inputs), ("outputs", len(shape) - split), ("scale", scale))
         )
-        self.inputs, self.scale = inputs, scale
+        self.inputs = inputs
+        self.scale = scale
         setattr(self, BASE, base)
-        # In float32 whatever the model computes in: of a small product and a large weight only the sum is rounded.
-        setattr(self, A, nnx.Param(a, keep_dtype=True, **at_a))
-        setattr(self, B, nnx.Param(b, keep_dtype=True, **at_b))
+        # The adapters stay in float32 whatever the model computes in. Only the sum of a small
+        # product and a large weight is rounded then.
+        setattr(self, A, nnx.Param(a, keep_dtype=True, **a_sharding))
+        setattr(self, B, nnx.Param(b, keep_dtype=True, **b_sharding))
 
     def get_value(self) -> jax.Array:
+        """Return the weight with its adapters."""
         base, a, b = (getattr(self, name)[...] for name in (BASE, A, B))
         return adapted_value(base, a, b, self.inputs, self.scale)
 
@@ -151,141 +182,190 @@ class Adapted(nnx.Module):
         return len(getattr(self, BASE))
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever else an array has: shape, dtype, T, reshape ..."""
+        """Return any other attribute of an array: shape, dtype, T, reshape and so on."""
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self.get_value(), name)
 
 
-def _operator(name: str) -> Any:
-    def method(self: Adapted, *others: Any) -> Any:
-        return getattr(self.get_value(), name)(
-            *(jnp.asarray(other) if isinstance(other, Adapted) else other for other in others)
-        )
+def _adapter_shardings(
+    base: Param, stacked: int, split: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the sharding annotations of A and B, those of the dims they share with the base."""
+    names = annotation_of(base.get_metadata())
+    if names is None:
+        return {}, {}
+    missing = len(base.get_value().shape) - len(names)
+    axes = (*names, *(None,) * missing)
+    a_axes = (*axes[:split], None)
+    b_axes = (*axes[:stacked], None, *axes[split:])
+    return {"out_sharding": a_axes}, {"out_sharding": b_axes}
+
+
+def _forward_operator(name: str) -> Callable[..., jax.Array]:
+    """Return a method that applies an operator to the value of an `Adapted`."""
+
+    def method(self: Adapted, *operands: object) -> jax.Array:
+        arrays = [
+            operand.get_value() if isinstance(operand, Adapted) else operand for operand in operands
+        ]
+        result: jax.Array = getattr(self.get_value(), name)(*arrays)
+        return result
 
     return method
 
 
+# Python looks up operators on the class, so `__getattr__` does not see them.
 for _name in ("add", "sub", "mul", "matmul", "truediv", "pow"):
-    setattr(Adapted, f"__{_name}__", _operator(f"__{_name}__"))
-    setattr(Adapted, f"__r{_name}__", _operator(f"__r{_name}__"))
-setattr(Adapted, "__neg__", _operator("__neg__"))  # noqa: B010
+    setattr(Adapted, f"__{_name}__", _forward_operator(f"__{_name}__"))
+    setattr(Adapted, f"__r{_name}__", _forward_operator(f"__r{_name}__"))
+setattr(Adapted, "__neg__", _forward_operator("__neg__"))  # noqa: B010
 
 
 def adapted_value(
     base: jax.Array, a: jax.Array, b: jax.Array, inputs: int, scale: float
 ) -> jax.Array:
-    """base + scale * A @ B, as the base is cut into inputs and outputs; dims before that are layers."""
+    """Return base + scale * A @ B, in the dtype of the base.
+
+    Args:
+        base: the weight, (*stack, *inputs, *outputs).
+        a: the first adapter, (*stack, *inputs, rank).
+        b: the second adapter, (*stack, rank, *outputs).
+        inputs: the number of input dims.
+        scale: the factor of the product.
+    """
     stacked = a.ndim - 1 - inputs
-    batch = tuple(range(stacked))
+    stack = tuple(range(stacked))
+    contracted = ((a.ndim - 1,), (stacked,))
     delta = jax.lax.dot_general(
-        a, b, (((a.ndim - 1,), (stacked,)), (batch, batch)), preferred_element_type=jnp.float32
+        a, b, (contracted, (stack, stack)), preferred_element_type=jnp.float32
     )
     return (base + scale * delta).astype(base.dtype)
 
 
-def checksums(frozen: Any) -> dict[str, str]:
-    """For each array a number of 64 bits that depends on every bit of it and its place, and on no layout over devices."""
-    found = _checksums(named_leaves(frozen))
-    return {
-        name: f"{int(pair[0]):08x}{int(pair[1]):08x}"
-        for name, pair in jax.device_get(found).items()
-    }
+def checksums(frozen: PyTree) -> dict[str, str]:
+    """Return a 64-bit checksum of each array, as 16 hexadecimal digits.
+
+    It depends on every bit and its position, and not on the sharding, so that it is the same on
+    every mesh. It is computed on the devices: nothing is gathered on the host.
+
+    Args:
+        frozen: a tree of arrays.
+
+    Returns:
+        The checksums by path.
+    """
+    pairs = jax.device_get(_checksums(named_leaves(frozen)))
+    return {name: f"{int(pair[0]):08x}{int(pair[1]):08x}" for name, pair in pairs.items()}
 
 
 @jax.jit
 def _checksums(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    def one(leaf: jax.Array) -> jax.Array:
+    """Return two 32-bit sums per array. Sums of hashes do not depend on the order of terms."""
+
+    def checksum(leaf: jax.Array) -> jax.Array:
         if leaf.dtype == jnp.bool_:
             leaf = leaf.astype(jnp.uint8)
-        words = jax.lax.bitcast_convert_type(
-            leaf, jnp.dtype(f"uint{8 * min(leaf.dtype.itemsize, 4)}")
-        ).astype(jnp.uint32)
-        place = jnp.zeros(words.shape, jnp.uint32)
+        bits = jnp.dtype(f"uint{8 * min(leaf.dtype.itemsize, 4)}")
+        words = jax.lax.bitcast_convert_type(leaf, bits).astype(jnp.uint32)
+        position = jnp.zeros(words.shape, jnp.uint32)
         for dim, size in enumerate(words.shape):
-            place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(
-                jnp.uint32, words.shape, dim
-            )
-        seeds = [jnp.uint32(0x9E3779B9), jnp.uint32(0x7F4A7C15)]
-        return jnp.stack(
-            [jnp.sum(_mixed(words ^ _mixed(place + seed)), dtype=jnp.uint32) for seed in seeds]
-        )
+            index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim)
+            position = position * jnp.uint32(size) + index
+        sums = []
+        for seed in (jnp.uint32(0x9E3779B9), jnp.uint32(0x7F4A7C15)):
+            hashes = _mix(words ^ _mix(position + seed))
+            sums.append(jnp.sum(hashes, dtype=jnp.uint32))
+        return jnp.stack(sums)
 
-    return {name: one(leaf) for name, leaf in leaves.items()}
+    return {name: checksum(leaf) for name, leaf in leaves.items()}
 
 
-def _mixed(x: jax.Array) -> jax.Array:
-    """Every bit of a number spread over all of them (the finalizer of MurmurHash3)."""
+def _mix(x: jax.Array) -> jax.Array:
+    """Spread every bit of a number over all of its bits (the finalizer of MurmurHash3)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
 
 
-def _params(module: nnx.Module) -> dict[str, Any]:
-    return {
-        path_name(path): variable
-        for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param))
-    }
+def _params(module: nnx.Module) -> dict[str, Param]:
+    variables = nnx.to_flat_state(nnx.state(module, nnx.Param))
+    return {path_name(path): variable for path, variable in variables}
 
 
-def _freeze(variables: list[Any], dtype: Any) -> None:
-    for variable in variables:
-        value = variable.get_value()
+def _freeze(params: list[Param], dtype: DTypeLike | None) -> None:
+    for param in params:
+        value = param.get_value()
         if dtype is not None and jnp.issubdtype(value.dtype, jnp.floating):
-            variable.set_value(value.astype(dtype))
-        variable.set_metadata(frozen=True)
+            param.set_value(value.astype(dtype))
+        param.set_metadata(frozen=True)
 
 
-def _chosen(
-    patterns: Sequence[str] | Mapping[str, Any], params: Mapping[str, Any], who: str
-) -> dict[str, str]:
-    """By the path of a parameter the first pattern that it fits; a pattern that fits none is refused."""
-    found = {
-        name: next(p for p in patterns if matches(p, name))
-        for name in params
-        if any(matches(p, name) for p in patterns)
-    }
-    if idle := [
-        pattern for pattern in patterns if not any(matches(pattern, name) for name in params)
-    ]:
-        hints = [f"  '{pattern}'{did_you_mean(pattern, params)}" for pattern in idle]
+def _select(patterns: Collection[str], params: Collection[str], caller: str) -> dict[str, str]:
+    """Return the parameters that match a pattern, each with the first pattern that matches it.
+
+    Raises:
+        ConfigError: if a pattern matches no parameter.
+    """
+    unused = [pattern for pattern in patterns if not any(matches(pattern, path) for path in params)]
+    if unused:
+        hints = [f"  '{pattern}'{did_you_mean(pattern, params)}" for pattern in unused]
         raise ConfigError(
-            "\n".join([f"{who}: these patterns fit no parameter of the model:", *hints])
+            "\n".join([f"{caller}: these patterns match no parameter of the model:", *hints])
         )
-    return found
+    selected = {}
+    for path in params:
+        pattern = next((pattern for pattern in patterns if matches(pattern, path)), None)
+        if pattern is not None:
+            selected[path] = pattern
+    return selected
 
 
-def _said(dims: Any, count: int) -> str | None:
-    """The layout of a weight of `count` dims that says what its own are; those that a stack has put before them are "s"."""
-    return dims.rjust(count, "s") if isinstance(dims, str) else None
+def _own_layout(param: Param) -> str | None:
+    """Return the layout in the metadata of a weight. Dims that a stack has added are `s`."""
+    dims = param.get_metadata().get("dims")
+    return dims.rjust(param.get_value().ndim, "s") if isinstance(dims, str) else None
 
 
-def _dims(name: str, shapes: Mapping[str, tuple[int, ...]], layout: str | None) -> tuple[int, int]:
-    """(dims of a stack, dims of inputs) of a weight; the others are outputs."""
-    shape = shapes[name]
+def _split_dims(path: str, shapes: Mapping[str, Shape], layout: str | None) -> tuple[int, int]:
+    """Return the number of stack dims and of input dims of a weight. The others are outputs.
+
+    Args:
+        path: the path of the weight.
+        shapes: the shapes of all parameters, among them its bias.
+        layout: one letter per dim, or None to infer the layout.
+    """
+    shape = shapes[path]
     if layout is not None:
         if not re.fullmatch("s*i+o+", layout) or len(layout) != len(shape):
             raise ConfigError(
-                f"lora: '{name}' has shape {shape}, for which '{layout}' is no layout; give s, i or o for each dim, such as 'siio'."
+                f"lora: '{path}' has shape {shape}, and '{layout}' is not a layout for it. "
+                "Give one letter per dim, s before i before o, such as 'siio'."
             )
         return layout.count("s"), layout.count("i")
     if len(shape) < 2:
         raise ConfigError(
-            f"lora: '{name}' has shape {shape}, and is no matrix. Take it out of the patterns, or add it to train=(...)."
+            f"lora: '{path}' has shape {shape} and is not a matrix. "
+            "Exclude it from the patterns, or add it to train=(...)."
         )
-    bias = shapes.get("/".join([*name.split("/")[:-1], "bias"]), ())
-    inputs = len(shape) - len(bias)  # a bias has all dims but these
-    found = [
-        s
-        for s in range(len(bias))
-        if inputs > 0 and shape == (*bias[:s], *shape[s : s + inputs], *bias[s:])
+    bias = shapes.get("/".join([*path.split("/")[:-1], "bias"]), ())
+    # A bias has the dims of the stack and of the outputs.
+    inputs = len(shape) - len(bias)
+    candidates = [
+        stacked
+        for stacked in range(len(bias))
+        if inputs > 0 and shape[:stacked] + shape[stacked + inputs :] == bias
     ]
-    if len(found) == 1:
-        return found[0], inputs
+    if len(candidates) == 1:
+        return candidates[0], inputs
     if len(shape) == 2:
         return 0, 1
-    why = "its bias fits in more ways than one" if found else "no bias tells which dims are inputs"
+    if candidates:
+        fact = "its bias allows more than one layout"
+    else:
+        fact = "there is no bias that shows which dims are inputs"
+    example = {path: "i" * (len(shape) - 1) + "o"}
     raise ConfigError(
-        f"lora: '{name}' has shape {shape}, and {why}. Give a letter for each dim, such as {{'{name}': '{'i' * (len(shape) - 1)}o'}}: "
-        "s for a stack of layers, i for inputs, o for outputs."
+        f"lora: '{path}' has shape {shape}, and {fact}. Give one letter per dim, such as "
+        f"{example}: s for a stack of layers, i for inputs, o for outputs."
     )

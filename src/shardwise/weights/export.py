@@ -1,4 +1,4 @@
-"""Weights of a checkpoint as safetensors: under our own names, or as a directory that `transformers` loads as GPT-2 or Llama."""
+"""Write the weights of a checkpoint as safetensors: under our own names, or for `transformers`."""
 
 import json
 import os
@@ -12,20 +12,23 @@ from typing import Any
 import numpy as np
 
 from shardwise.checkpoint.reader import (
+    ArrayLike,
     SavedStep,
     average_of,
-    averages,
     in_groups,
     leaf_bytes,
     show_leaf,
+    variable_parts,
 )
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.files.durable import sync, write_atomically
+from shardwise.text import Json
 from shardwise.tree import nest
 from shardwise.weights.hf import params_to_hf
-from shardwise.weights.hf_config import Config, config_from_shapes, config_to_hf
+from shardwise.weights.hf_config import config_from_shapes, config_to_hf
 from shardwise.weights.hub import tokenizer_files, tokenizer_of
 
+# The names of dtypes in safetensors files.
 DTYPES = {
     "bool": "BOOL",
     "uint8": "U8",
@@ -44,16 +47,32 @@ DTYPES = {
 
 
 def export_plain(saved: SavedStep, out: Path, *, average: bool = False) -> list[str]:
-    """All variables of the model in one file, "head/kernel" under the name "head.kernel"; one after the other, so any size."""
+    """Write all variables of a model to one safetensors file.
+
+    The arrays are read and written in small groups, so the model may be larger than the memory.
+
+    Args:
+        saved: the saved step.
+        out: the file to write. It must not exist.
+        average: write the averaged weights that the optimizer keeps.
+
+    Returns:
+        The names of the tensors. The variable `head/kernel` is the tensor `head.kernel`.
+
+    Raises:
+        ConfigError: if `out` exists.
+        CheckpointError: if safetensors has no name for a dtype, or there are no averages.
+    """
     leaves = {path: saved.leaves[name] for path, name in saved.variables.items()}
-    if unknown := [
+    unknown = [
         f"'{path}' ({show_leaf(leaf)})"
         for path, leaf in leaves.items()
         if str(leaf.dtype) not in DTYPES
-    ]:
-        raise CheckpointError(f"safetensors has no such dtype: {', '.join(unknown)}.")
+    ]
+    if unknown:
+        raise CheckpointError(f"safetensors does not support these dtypes: {', '.join(unknown)}.")
     tensors = {path.replace("/", "."): leaf for path, leaf in leaves.items()}
-    _refuse_existing(out)
+    _check_absent(out)
     values = (value for _, value in read_variables(saved, average=average))
     write_safetensors(out, tensors, values, {"format": "np", **_origin(saved, average)})
     return list(tensors)
@@ -62,41 +81,48 @@ def export_plain(saved: SavedStep, out: Path, *, average: bool = False) -> list[
 def export_hf(
     saved: SavedStep, out: Path, *, average: bool = False, vocab_size: int | None = None
 ) -> list[str]:
-    """A directory with model.safetensors and config.json for `transformers`, and with the run's tokenizer if it can be found.
+    """Write a directory that `transformers` can load.
 
-    `vocab_size` leaves the rows from there on out.
+    It contains `model.safetensors`, `config.json`, and the tokenizer of the run if it can be found.
+
+    Args:
+        saved: the saved step of a model of a known family.
+        out: the directory to write. It must not exist.
+        average: write the averaged weights that the optimizer keeps.
+        vocab_size: write only this many tokens of the vocabulary, for example without those that
+            only round it up. None writes all.
+
+    Returns:
+        The names of the tensors.
+
+    Raises:
+        ConfigError: if `out` exists.
+        CheckpointError: if the model belongs to no known family.
     """
-    _refuse_existing(out)
+    _check_absent(out)
     try:
         config = config_of(saved)
-        params = nest(
-            {
-                tuple(path.split("/")): value
-                for path, value in read_variables(saved, average=average)
-            }
-        )
+        variables = read_variables(saved, average=average)
+        params = nest({tuple(path.split("/")): value for path, value in variables})
         tensors = params_to_hf(params, config, vocab_size)
     except ValueError as error:
         raise CheckpointError(
             f"{saved.directory} cannot be written for transformers: {error}"
         ) from error
+    config_json = json.dumps(config_to_hf(config, vocab_size), indent=2) + "\n"
+    files = {"config.json": config_json.encode()}
     tokenizer = tokenizer_of(saved)
-    described = {
-        "config.json": (json.dumps(config_to_hf(config, vocab_size), indent=2) + "\n").encode()
-    }
+    if tokenizer is not None:
+        files |= tokenizer_files(tokenizer, config.max_length)
+    metadata = {"format": "pt", **_origin(saved, average)}
+    # The directory gets its name when it is complete.
     temporary = out.with_name(out.name + ".tmp")
     temporary.mkdir(parents=True)
     try:
-        for name, content in (
-            described | (tokenizer_files(tokenizer, config.max_length) if tokenizer else {})
-        ).items():
+        for name, content in files.items():
             write_atomically(temporary / name, content.decode())
-        write_safetensors(
-            temporary / "model.safetensors",
-            tensors,
-            tensors.values(),
-            {"format": "pt", **_origin(saved, average)},
-        )
+        weights = temporary / "model.safetensors"
+        write_safetensors(weights, tensors, tensors.values(), metadata)
         os.rename(temporary, out)
     except BaseException:
         shutil.rmtree(temporary)
@@ -104,64 +130,74 @@ def export_hf(
     return list(tensors)
 
 
-def config_of(saved: SavedStep) -> Config:
-    """The configuration of the GPT or Llama in a checkpoint: from the shapes of its arrays, and what its run said where they are silent."""
+def config_of(saved: SavedStep) -> Any:
+    """Return the configuration of the model in a saved step.
+
+    It follows from the shapes of the arrays. For fields that shapes do not reveal, the description
+    in `meta.json` is used.
+
+    Returns:
+        A configuration such as `GPTConfig` or `LlamaConfig`.
+
+    Raises:
+        ValueError: if the model belongs to no known family.
+    """
     shapes = {path: tuple(saved.leaves[name].shape) for path, name in saved.variables.items()}
     return config_from_shapes(shapes, saved.metadata.get("model"))
 
 
 def read_variables(saved: SavedStep, *, average: bool = False) -> Iterator[tuple[str, np.ndarray]]:
-    """Every variable of the model by path, some at a time; `average`: parameters as the optimizer averages them."""
-    found = averages(saved) if average else {}
-    if average and not found:
-        raise CheckpointError(
-            f"the optimizer of {saved.directory} keeps no average of the weights (ema=..., or schedule-free)."
-        )
-    sources = {path: found.get(path, (name,)) for path, name in saved.variables.items()}
+    """Yield the path and the value of every model variable, reading a few at a time.
+
+    Args:
+        saved: the saved step.
+        average: yield the averaged weights that the optimizer keeps.
+
+    Raises:
+        CheckpointError: if `average` is True and the optimizer keeps no averages.
+    """
+    parts = variable_parts(saved, average=average)
     sizes = {
-        path: sum(leaf_bytes(saved.leaves[name]) for name in names)
-        for path, names in sources.items()
+        path: sum(leaf_bytes(saved.leaves[name]) for name in names) for path, names in parts.items()
     }
     for group in in_groups(sizes):
-        arrays = saved.read({name for path in group for name in sources[path]})
+        arrays = saved.read({name for path in group for name in parts[path]})
         for path in group:
-            yield (
-                path,
-                average_of(
-                    [arrays[name] for name in sources[path]],
-                    saved.leaves[saved.variables[path]].dtype,
-                ),
-            )
+            dtype = saved.leaves[saved.variables[path]].dtype
+            yield path, average_of([arrays[name] for name in parts[path]], dtype)
 
 
 def write_safetensors(
     path: Path,
-    tensors: Mapping[str, Any],
+    tensors: Mapping[str, ArrayLike],
     values: Iterable[np.ndarray],
     metadata: Mapping[str, str],
 ) -> None:
-    """A safetensors file, whole or not there. `tensors` tells shape and dtype of every one of the `values`, which come one by one."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + leaf_bytes(tensor)
-        header[name] = {
-            "dtype": DTYPES[str(tensor.dtype)],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the numbers begin at a multiple of eight
+    """Write a safetensors file, complete or not at all.
+
+    The package `safetensors` needs all arrays in memory at once. This function takes them one by
+    one.
+
+    Args:
+        path: the file to write.
+        tensors: shape and dtype of every tensor, by name.
+        values: the values of the tensors in the same order.
+        metadata: texts for the header of the file.
+
+    Raises:
+        ValueError: if the values do not have the size that the header announces.
+    """
+    header, size = _safetensors_header(tensors, metadata)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
+            file.write(header)
             for value in values:
                 file.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
-            if file.tell() != 8 + len(text) + end:
+            if file.tell() != len(header) + size:
                 raise ValueError(
-                    f"{file.tell()} bytes written to {path}, {8 + len(text) + end} announced"
+                    f"{file.tell()} bytes written to {path}, {len(header) + size} announced"
                 )
             file.flush()
             os.fsync(file.fileno())
@@ -171,20 +207,38 @@ def write_safetensors(
     sync(path.parent)
 
 
+def _safetensors_header(
+    tensors: Mapping[str, ArrayLike], metadata: Mapping[str, str]
+) -> tuple[bytes, int]:
+    """Return the header of a safetensors file, and the size of the data after it in bytes."""
+    header: Json = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, tensor in tensors.items():
+        start = end
+        end += leaf_bytes(tensor)
+        header[name] = {
+            "dtype": DTYPES[str(tensor.dtype)],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    # The data is aligned to 8 bytes.
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text, end
+
+
 def _origin(saved: SavedStep, average: bool) -> dict[str, str]:
-    """Which checkpoint the weights are from; safetensors keeps text only."""
-    step, averaged = (
-        str(saved.metadata.get("step")),
-        {"average": "true"} if average or saved.averaged else {},
-    )
-    return {
-        "step": step,
+    """Return which checkpoint the weights are from. safetensors stores only texts."""
+    origin = {
+        "step": str(saved.metadata.get("step")),
         "checkpoint_digest": saved.digest,
         "shardwise": version("shardwise"),
-        **averaged,
     }
+    if average or saved.averaged:
+        origin["average"] = "true"
+    return origin
 
 
-def _refuse_existing(out: Path) -> None:
+def _check_absent(out: Path) -> None:
     if out.exists():
-        raise ConfigError(f"{out} is there already; nothing is overwritten. Choose another --out.")
+        raise ConfigError(f"{out} already exists. Nothing is overwritten. Choose another --out.")

@@ -1,244 +1,191 @@
-"""Published GPT-2 and Llama weights in and out, by the names and shapes of `transformers`.
+"""Published weights in and out, with the tensor names and shapes of `transformers`.
 
-Only NumPy arrays pass through here, so any reader of weight files serves and neither torch nor transformers is needed.
-`transformers` keeps kernels of GPT-2 as (in, out) and those of Llama as (out, in); beyond that, each tensor is a renamed reshape of ours.
+Only NumPy arrays pass through here, so any reader of weight files will do, and neither torch nor
+transformers is needed. Which tensor is which parameter is up to `shardwise.weights.families`.
 """
 
-import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardwise.models.gpt import GPTConfig
-from shardwise.models.llama import LlamaConfig
-from shardwise.weights.hf_config import NAME, Config, Shape, listing
-
-# What stands before most names in files, but not in all of them: GPT2LMHeadModel writes it, GPT2Model and OpenAI's files do not.
-PREFIX = {GPTConfig: "transformer.", LlamaConfig: "model."}
-EMBEDDING = {GPTConfig: "wte.weight", LlamaConfig: "embed_tokens.weight"}
-HEAD = "lm_head.weight"
-BUFFERS = re.compile(
-    r"h\.\d+\.attn\.(bias|masked_bias)|layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
-)  # older versions saved them, too
-
-
-def kind_of(names: Iterable[str]) -> type[Config] | None:
-    """Which architecture of `transformers` tensors of these names are."""
-    given = set(names)
-    marks = {GPTConfig: "wpe.weight", LlamaConfig: "layers.0.self_attn.q_proj.weight"}
-    for kind, mark in marks.items():
-        if all({PREFIX[kind] + name, name} & given for name in (EMBEDDING[kind], mark)):
-            return kind
-    return None
+from shardwise.tree import DType, Params, named_leaves, nest
+from shardwise.weights.families import family_of
+from shardwise.weights.families.base import (
+    HEAD,
+    Family,
+    ModelConfig,
+    Shape,
+    Shapes,
+    TensorSpec,
+    bullet_list,
+)
 
 
-def params_from_hf(tensors: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """The parameters of the model of `config`, as the nested dictionary that `split_module` yields; float32, or Llama's `param_dtype`.
+class HasShape(Protocol):
+    """An array, or anything else with a shape that NumPy can convert to one."""
 
-    Names may carry the usual prefix or not. `tensors` may be anything with a shape that NumPy can convert; one is converted at a
-    time. A vocabulary smaller than ours is filled up with the mean of its rows: such a token gets the mean of all logits, so at
-    most the average probability. Rows of zeros would get logit 0, which is very likely where published logits are all far below it.
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def params_from_hf(tensors: Mapping[str, HasShape], config: ModelConfig) -> Params:
+    """Return the parameters of a model from published tensors.
+
+    A published vocabulary that is smaller than that of `config` is filled up with the mean of its
+    embeddings. An added token then gets the mean of all logits, so at most the average probability.
+    With zeros it would get the logit 0, which is very likely where published logits are all far
+    below 0.
+
+    Args:
+        tensors: the published tensors by name, with or without the prefix of the family. They are
+            converted one at a time.
+        config: the configuration of the model.
+
+    Returns:
+        Nested dictionaries, as `shardwise.module.split_module` returns them. The dtype is
+        `config.param_dtype`, or float32 if the configuration has none.
+
+    Raises:
+        ValueError: with all tensors that are missing, unexpected or of another shape.
     """
-    prefix, embedding, model = PREFIX[type(config)], EMBEDDING[type(config)], NAME[type(config)]
-    table = _table(config)
-    given: dict[str, Any] = {}
-    problems = []
-    for full_name, tensor in tensors.items():
-        name = full_name.removeprefix(prefix)
-        if BUFFERS.fullmatch(name):
-            continue
-        if name in given:
-            problems.append(f"twice: '{name}', with and without the prefix '{prefix}'")
-        given[name] = tensor
-    head = given.pop(HEAD, None) if HEAD not in table else None
-    shapes = {name: entry.theirs for name, entry in table.items()}
-    rows = tuple(given[embedding].shape[:1]) if embedding in given else ()
-    if rows and 0 < rows[0] <= config.vocab_size:
-        shapes |= {name: (*rows, config.width) for name in (embedding, HEAD) if name in shapes}
-    problems += _differences(shapes, {name: tuple(tensor.shape) for name, tensor in given.items()})
-    if (
-        head is not None
-        and embedding in given
-        and not np.array_equal(np.asarray(head), np.asarray(given[embedding]))
-    ):
-        problems.append(
-            f"untied: '{HEAD}' is not equal to '{embedding}', and {model} uses the embedding as output layer"
-        )
+    family = family_of(config)
+    table = family.tensors(config).expand(config)
+    given, problems = _without_prefix(tensors, family)
+    # Tied weights may be published twice. The copy must then be equal to the embedding.
+    tied_head = None if HEAD in table else given.pop(HEAD, None)
+    problems += _mismatches(
+        _expected_shapes(table, given, family, config),
+        {name: tuple(tensor.shape) for name, tensor in given.items()},
+    )
+    if tied_head is not None and family.embedding in given:
+        embedding = np.asarray(given[family.embedding])
+        if not np.array_equal(np.asarray(tied_head), embedding):
+            problems.append(
+                f"untied: '{HEAD}' is not equal to '{family.embedding}', and {family.name} uses "
+                "the embedding as output layer"
+            )
     if problems:
-        raise ValueError(
-            listing(f"these tensors are not those of {model} with this configuration", problems)
-        )
+        fact = f"these tensors are not those of {family.name} with this configuration"
+        raise ValueError(bullet_list(fact, problems))
 
-    params: dict[str, Any] = {}
     dtype = jnp.dtype(getattr(config, "param_dtype", "float32"))
-    for name, entry in table.items():
+    params: dict[str, np.ndarray] = {}
+    for name, spec in table.items():
         value = np.asarray(given[name]).astype(dtype)
-        if name in (embedding, HEAD) and len(value) < config.vocab_size:
-            mean = value.astype(np.float32).mean(0).astype(dtype)
-            value = np.concatenate([value, np.tile(mean, (config.vocab_size - len(value), 1))])
-        value = (value.T if entry.transposed else value).reshape(entry.ours)
-        *parents, last = entry.path.split("/")
-        node = params
-        for part in parents:
-            node = node.setdefault(part, {})
-        if entry.layer is None:
-            node[last] = value
+        if name in (family.embedding, HEAD):
+            value = _fill_vocabulary(value, config.vocab_size)
+        value = (value.T if spec.transposed else value).reshape(spec.shape)
+        if spec.layer is None:
+            params[spec.path] = value
         else:
-            node.setdefault(last, np.empty((config.num_layers, *entry.ours), dtype))[
-                entry.layer
-            ] = value
-    return params
+            if spec.path not in params:
+                params[spec.path] = np.empty((config.num_layers, *spec.shape), dtype)
+            params[spec.path][spec.layer] = value
+    return nest({tuple(path.split("/")): value for path, value in params.items()})
 
 
 def params_to_hf(
-    params: Mapping[str, Any], config: Config, vocab_size: int | None = None
+    params: Params, config: ModelConfig, vocab_size: int | None = None
 ) -> dict[str, np.ndarray]:
-    """The inverse of `params_from_hf`, under the names of GPT2LMHeadModel or LlamaForCausalLM.
+    """Return published tensors from the parameters of a model: the inverse of `params_from_hf`.
 
-    `vocab_size` cuts the embedding, and the output layer where there is one, to so many rows.
+    Args:
+        params: nested dictionaries of arrays.
+        config: the configuration of the model.
+        vocab_size: keep only this many tokens in the embedding and the output layer. None keeps
+            all.
+
+    Returns:
+        The tensors under the names of the `transformers` class, such as GPT2LMHeadModel.
+
+    Raises:
+        ValueError: with all parameters that are missing, unexpected or of another shape.
     """
     if vocab_size is not None and not 0 < vocab_size <= config.vocab_size:
         raise ValueError(
-            f"vocab_size is {vocab_size}; the model has {config.vocab_size} rows, so it must be from 1 to that"
+            f"vocab_size is {vocab_size}; it must be from 1 to the {config.vocab_size} tokens "
+            "of the model"
         )
-    table = _table(config)
-    shapes = {
-        e.path: e.ours if e.layer is None else (config.num_layers, *e.ours) for e in table.values()
-    }
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    given = {
-        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
-        for path, leaf in leaves
-    }
-    if problems := _differences(shapes, {name: leaf.shape for name, leaf in given.items()}):
-        raise ValueError(
-            listing(
-                f"these parameters are not those of {NAME[type(config)]} with this configuration",
-                problems,
-            )
-        )
+    family = family_of(config)
+    table = family.tensors(config).expand(config)
+    shapes = {spec.path: _stacked_shape(spec, config) for spec in table.values()}
+    given = {path: np.asarray(leaf) for path, leaf in named_leaves(params).items()}
+    problems = _mismatches(shapes, {path: leaf.shape for path, leaf in given.items()})
+    if problems:
+        fact = f"these parameters are not those of {family.name} with this configuration"
+        raise ValueError(bullet_list(fact, problems))
     tensors = {}
-    for name, entry in table.items():
-        leaf = given[entry.path] if entry.layer is None else given[entry.path][entry.layer]
-        value = (
-            leaf.reshape(entry.theirs[::-1]).T if entry.transposed else leaf.reshape(entry.theirs)
-        )
-        full_name = name if name == HEAD else PREFIX[type(config)] + name
-        tensors[full_name] = (
-            value[:vocab_size] if name in (EMBEDDING[type(config)], HEAD) else value
-        )
+    for name, spec in table.items():
+        value = given[spec.path] if spec.layer is None else given[spec.path][spec.layer]
+        if spec.transposed:
+            value = value.reshape(spec.published[::-1]).T
+        else:
+            value = value.reshape(spec.published)
+        if name in (family.embedding, HEAD):
+            value = value[:vocab_size]
+        tensors[name if name == HEAD else family.prefix + name] = value
     return tensors
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """Where a tensor of theirs stands in our tree; `layer` is its index in a stack of all layers."""
-
-    path: str
-    layer: int | None
-    theirs: Shape
-    ours: Shape
-    transposed: bool = False
-
-
-def _table(config: Config) -> dict[str, _Entry]:
-    """Every tensor by its name in transformers, without prefix."""
-    before, layers, block, after = (
-        _gpt_table(config) if isinstance(config, GPTConfig) else _llama_table(config)
-    )
-    table = dict(before)
-    for i in range(config.num_layers):
-        for name, e in block.items():
-            path, layer = (
-                (f"blocks/{e.path}", i) if config.scan_layers else (f"blocks/{i}/{e.path}", None)
-            )
-            table[f"{layers}.{i}.{name}"] = _Entry(path, layer, e.theirs, e.ours, e.transposed)
-    return table | after
+def _without_prefix(
+    tensors: Mapping[str, HasShape], family: Family[Any]
+) -> tuple[dict[str, HasShape], list[str]]:
+    """Return the tensors by name without the prefix of the family, and those that occur twice."""
+    given: dict[str, HasShape] = {}
+    problems = []
+    for full_name, tensor in tensors.items():
+        name = full_name.removeprefix(family.prefix)
+        if re.fullmatch(family.buffers, name):
+            continue
+        if name in given:
+            problems.append(f"twice: '{name}', with and without the prefix '{family.prefix}'")
+        given[name] = tensor
+    return given, problems
 
 
-_Table = tuple[dict[str, _Entry], str, dict[str, _Entry], dict[str, _Entry]]
+def _expected_shapes(
+    table: Mapping[str, TensorSpec],
+    given: Mapping[str, HasShape],
+    family: Family[Any],
+    config: ModelConfig,
+) -> dict[str, Shape]:
+    """Return the shapes that the tensors must have. A smaller published vocabulary is accepted."""
+    shapes = {name: spec.published for name, spec in table.items()}
+    embedding = given.get(family.embedding)
+    if embedding is None or not embedding.shape:
+        return shapes
+    tokens = embedding.shape[0]
+    if 0 < tokens <= config.vocab_size:
+        for name in (family.embedding, HEAD):
+            if name in shapes:
+                shapes[name] = (tokens, config.width)
+    return shapes
 
 
-def _gpt_table(c: GPTConfig) -> _Table:
-    d, heads = c.width, (c.num_heads, c.width // c.num_heads)
-
-    def entry(path: str, theirs: Shape, ours: Shape | None = None) -> _Entry:
-        return _Entry(path, None, theirs, theirs if ours is None else ours)
-
-    block = {
-        "ln_1.weight": entry("norm1/scale", (d,)),
-        "ln_1.bias": entry("norm1/bias", (d,)),
-        "attn.c_attn.weight": entry("attn/qkv/kernel", (d, 3 * d), (d, 3, *heads)),
-        "attn.c_attn.bias": entry("attn/qkv/bias", (3 * d,), (3, *heads)),
-        "attn.c_proj.weight": entry("attn/out/kernel", (d, d), (*heads, d)),
-        "attn.c_proj.bias": entry("attn/out/bias", (d,)),
-        "ln_2.weight": entry("norm2/scale", (d,)),
-        "ln_2.bias": entry("norm2/bias", (d,)),
-        "mlp.c_fc.weight": entry("mlp/up/kernel", (d, 4 * d)),
-        "mlp.c_fc.bias": entry("mlp/up/bias", (4 * d,)),
-        "mlp.c_proj.weight": entry("mlp/down/kernel", (4 * d, d)),
-        "mlp.c_proj.bias": entry("mlp/down/bias", (d,)),
-    }
-    before = {
-        "wte.weight": entry("tokens", (c.vocab_size, d)),
-        "wpe.weight": entry("positions", (c.max_length, d)),
-    }
-    return (
-        before,
-        "h",
-        block,
-        {"ln_f.weight": entry("norm/scale", (d,)), "ln_f.bias": entry("norm/bias", (d,))},
-    )
+def _fill_vocabulary(value: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Append the mean of all embeddings until there are `vocab_size` of them."""
+    missing = vocab_size - len(value)
+    if missing <= 0:
+        return value
+    dtype: DType = value.dtype
+    mean = value.astype(np.float32).mean(0).astype(dtype)
+    return np.concatenate([value, np.tile(mean, (missing, 1))])
 
 
-def _llama_table(c: LlamaConfig) -> _Table:
-    d, head = c.width, c.width // c.num_heads
-
-    def scale(path: str) -> _Entry:
-        return _Entry(path, None, (d,), (d,))
-
-    def kernel(path: str, ins: Shape, outs: Shape) -> _Entry:
-        return _Entry(path, None, (math.prod(outs), math.prod(ins)), (*ins, *outs), transposed=True)
-
-    block = {
-        "self_attn.q_proj.weight": kernel("query", (d,), (c.num_heads, head)),
-        "self_attn.k_proj.weight": kernel("key", (d,), (c.num_kv_heads, head)),
-        "self_attn.v_proj.weight": kernel("value", (d,), (c.num_kv_heads, head)),
-        "self_attn.o_proj.weight": kernel("out", (c.num_heads, head), (d,)),
-        "mlp.gate_proj.weight": kernel("gate", (d,), (c.mlp_width,)),
-        "mlp.up_proj.weight": kernel("up", (d,), (c.mlp_width,)),
-        "mlp.down_proj.weight": kernel("down", (c.mlp_width,), (d,)),
-        "input_layernorm.weight": scale("norm1/scale"),
-        "post_attention_layernorm.weight": scale("norm2/scale"),
-    }
-    head_of = {} if c.tied else {HEAD: kernel("head", (d,), (c.vocab_size,))}
-    return (
-        {"embed_tokens.weight": _Entry("tokens", None, (c.vocab_size, d), (c.vocab_size, d))},
-        "layers",
-        block,
-        {"norm.weight": scale("norm/scale")} | head_of,
-    )
+def _stacked_shape(spec: TensorSpec, config: ModelConfig) -> Shape:
+    return spec.shape if spec.layer is None else (config.num_layers, *spec.shape)
 
 
-def _differences(expected: Mapping[str, Shape], given: Mapping[str, Shape]) -> list[str]:
-    missing = [
-        f"missing: '{name}' {shape}" for name, shape in expected.items() if name not in given
+def _mismatches(expected: Shapes, given: Shapes) -> list[str]:
+    """Return one line per name that is missing, unexpected, or has another shape."""
+    missing = [f"missing: '{name}' {expected[name]}" for name in expected if name not in given]
+    unexpected = [f"unexpected: '{name}' {given[name]}" for name in given if name not in expected]
+    wrong = [
+        f"wrong shape: '{name}' is {given[name]}, must be {shape}"
+        for name, shape in expected.items()
+        if name in given and given[name] != shape
     ]
-    unexpected = [
-        f"unexpected: '{name}' {shape}" for name, shape in given.items() if name not in expected
-    ]
-    both = [(name, shape, given[name]) for name, shape in expected.items() if name in given]
-    return (
-        missing
-        + unexpected
-        + [
-            f"wrong shape: '{name}' is {got}, must be {want}"
-            for name, want, got in both
-            if got != want
-        ]
-    )
+    return missing + unexpected + wrong

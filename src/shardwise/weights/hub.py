@@ -1,6 +1,7 @@
-"""Models as published on the Hugging Face Hub: a directory with config.json, safetensors in one file or several, and tokenizer.json.
+"""Models in the layout of the Hugging Face Hub, and the tokenizer of a run.
 
-And the tokenizer of a run, which belongs beside its weights when they are published.
+A published model is a directory with `config.json`, weights in one or several safetensors files,
+and `tokenizer.json`.
 """
 
 import hashlib
@@ -8,16 +9,24 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shardwise.checkpoint.reader import MAX_JSON, SavedStep, read_json
 from shardwise.data.tokenizers import END_TOKENS, Bytes, FromFile, Tokenizer
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.text import Json
 
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+    from safetensors import safe_open
+
+# Precedes the name of a model on the Hub, as in `hf:owner/name`.
 HUB = "hf:"
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+# The only files that are downloaded: JSON and safetensors, nothing that could run code.
 WANTED = [
     "config.json",
     WEIGHTS,
@@ -30,9 +39,17 @@ WANTED = [
 
 
 def locate(path: str | Path) -> Path:
-    """The path itself; for "hf:owner/name" the directory where `huggingface_hub` keeps it, brought from the Hub if need be.
+    """Return a local path, after downloading a model from the Hub if necessary.
 
-    Only JSON and safetensors are asked for, never files that could run code.
+    Args:
+        path: a local path, which is returned as it is, or `"hf:owner/name"`.
+
+    Returns:
+        For a model on the Hub, the directory in the cache of `huggingface_hub`.
+
+    Raises:
+        ConfigError: if the package `huggingface_hub` is not installed.
+        CheckpointError: if the model cannot be downloaded, or has no safetensors.
     """
     name = str(path)
     if not name.startswith(HUB):
@@ -45,29 +62,31 @@ def locate(path: str | Path) -> Path:
             f"'{name}' needs the huggingface_hub package: pip install 'shardwise[hf]'."
         ) from None
 
-    class Bar(tqdm):  # type: ignore[misc]
-        """For people at a terminal alone."""
+    class TerminalBar(tqdm):  # type: ignore[misc]
+        """A progress bar that shows only on a terminal."""
 
-        def __init__(self, *args: Any, **options: Any):
+        def __init__(self, *args: object, **options: object):
             super().__init__(*args, **{"disable": None, **options})
 
-    known = name.removeprefix(HUB)
+    repository = name.removeprefix(HUB)
     try:
-        place = Path(snapshot_download(known, allow_patterns=WANTED, tqdm_class=Bar))
-    except Exception as error:  # of the network, the name or the rights; the package has a class of its own for each
+        place = Path(snapshot_download(repository, allow_patterns=WANTED, tqdm_class=TerminalBar))
+    # Anything can be wrong: the network, the name, the permissions. The package has no common base
+    # class for these errors.
+    except Exception as error:
         raise CheckpointError(
-            f"'{name}' cannot be had from the Hub: {_why(error, known)}"
+            f"'{name}' cannot be downloaded from the Hub: {_download_error(error, repository)}"
         ) from None
     if not weights_in(place):
         raise CheckpointError(
-            f"'{name}' has no {WEIGHTS} at the Hub; weights in other formats, such as pickles, are not read. "
-            "Convert them with `save_pretrained` of transformers, and give the directory."
+            f"'{name}' has no {WEIGHTS} on the Hub. Weights in other formats, such as pickles, are "
+            "not read. Convert them with `save_pretrained` of transformers, and pass the directory."
         )
     return place
 
 
-def _why(error: Exception, known: str) -> str:
-    """What is the matter and what to do, in a line."""
+def _download_error(error: Exception, repository: str) -> str:
+    """Return what went wrong and what to do about it, in one line."""
     from huggingface_hub.errors import (
         HFValidationError,
         LocalEntryNotFoundError,
@@ -75,59 +94,88 @@ def _why(error: Exception, known: str) -> str:
     )
 
     if isinstance(error, HFValidationError):
-        return f"'{known}' is no name there. A name is owner/name."
+        return f"'{repository}' is not a valid name. Use owner/name."
     if isinstance(error, RepositoryNotFoundError):
-        return "there is no such model, or not for you. Look at the name; for a private or gated model, `hf auth login`."
-    about = (
-        error.__cause__
-        if isinstance(error, LocalEntryNotFoundError) and error.__cause__ is not None
-        else error
+        return (
+            "no such model, or no access to it. Check the name; for a private or gated model run "
+            "`hf auth login`."
+        )
+    fact = "the download failed"
+    cause: BaseException = error
+    if isinstance(error, LocalEntryNotFoundError):
+        fact = "the Hub cannot be reached, and there is no complete copy in the cache"
+        cause = error.__cause__ or error
+    details = type(cause).__name__
+    text = str(cause).strip().split("\n")[0][:200].rstrip(".")
+    if text:
+        details += f": {text}"
+    return (
+        f"{fact} ({details}). On a machine with network access, run "
+        f"`hf download {repository} --local-dir DIR`; then pass DIR."
     )
-    said = str(about).strip().split("\n")[0][:200].rstrip(".")
-    fact = (
-        "it cannot be reached, and there is no whole copy of it here"
-        if isinstance(error, LocalEntryNotFoundError)
-        else "it failed"
-    )
-    remedy = f"Where there is a network, `hf download {known} --local-dir DIR`; then give DIR."
-    return f"{fact} ({type(about).__name__}{f': {said}' if said else ''}). {remedy}"
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor in a file; NumPy reads it when it is converted."""
+    """A tensor in a safetensors file. Converting it to NumPy reads it.
 
-    file: Any
+    Attributes:
+        file: the open file.
+        name: the name of the tensor.
+        shape: the shape of the tensor.
+        dtype: the dtype as safetensors names it, such as `BF16`.
+    """
+
+    file: "safe_open"
     name: str
     shape: tuple[int, ...]
-    dtype: str  # as safetensors calls it, such as "BF16"
+    dtype: str
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: "DTypeLike | None" = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.file.get_tensor(self.name), dtype)
 
 
 def weights_in(path: Path) -> list[Path]:
-    """The safetensors files of a directory, or the file itself; none if it is something else."""
-    if not path.is_dir():
-        return [path] if path.is_file() else []
-    if (path / WEIGHTS).is_file() or not (path / INDEX).is_file():
-        return [path / WEIGHTS] if (path / WEIGHTS).is_file() else []
-    named = read_json(path / INDEX).get("weight_map")
-    files = set(named.values()) if isinstance(named, dict) else set()
-    if not files or not all(
-        isinstance(file, str) and file == Path(file).name and file.endswith(".safetensors")
-        for file in files
-    ):
-        raise CheckpointError(f"{path / INDEX} does not name the safetensors files beside it.")
-    if missing := sorted(file for file in files if not (path / file).is_file()):
+    """Return the safetensors files of a published model.
+
+    Args:
+        path: a directory, or one file.
+
+    Returns:
+        The files. Empty if the path does not exist, or is a directory without published weights.
+
+    Raises:
+        CheckpointError: if the index is invalid, or a file that it names is missing.
+    """
+    if path.is_file():
+        return [path]
+    if (path / WEIGHTS).is_file():
+        return [path / WEIGHTS]
+    if not (path / INDEX).is_file():
+        return []
+    weight_map = read_json(path / INDEX).get("weight_map")
+    names = set(weight_map.values()) if isinstance(weight_map, dict) else set()
+    # A hostile index could name any file on this machine.
+    if not names or not all(_is_safetensors_name(name) for name in names):
+        raise CheckpointError(f"{path / INDEX} does not name safetensors files in its directory.")
+    missing = sorted(name for name in names if not (path / name).is_file())
+    if missing:
         raise CheckpointError(
-            f"{path} lacks {', '.join(missing)}, which {INDEX} names. Download them too."
+            f"{path} has no {', '.join(missing)}, which {INDEX} names. Download the missing files."
         )
-    return [path / file for file in sorted(files)]
+    return [path / name for name in sorted(names)]
+
+
+def _is_safetensors_name(name: object) -> bool:
+    return isinstance(name, str) and name == Path(name).name and name.endswith(".safetensors")
 
 
 def open_weights(files: list[Path]) -> Mapping[str, Tensor]:
-    """All tensors of these files by name; none is read yet."""
+    """Open safetensors files and return all tensors by name. No tensor is read.
+
+    Raises:
+        CheckpointError: if a file cannot be read, or if two files have the same tensor.
+    """
     from safetensors import SafetensorError, safe_open
 
     tensors: dict[str, Tensor] = {}
@@ -137,12 +185,11 @@ def open_weights(files: list[Path]) -> Mapping[str, Tensor]:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
-        if twice := sorted(slices.keys() & tensors.keys()):
-            raise CheckpointError(f"{path} has '{twice[0]}', which another file beside it has too.")
-        tensors |= {
-            name: Tensor(file, name, tuple(piece.get_shape()), piece.get_dtype())
-            for name, piece in slices.items()
-        }
+        repeated = sorted(slices.keys() & tensors.keys())
+        if repeated:
+            raise CheckpointError(f"{path} has '{repeated[0]}', and so has another file.")
+        for name, part in slices.items():
+            tensors[name] = Tensor(file, name, tuple(part.get_shape()), part.get_dtype())
     return tensors
 
 
@@ -150,106 +197,123 @@ def open_weights(files: list[Path]) -> Mapping[str, Tensor]:
 
 
 def tokenizer_of(saved: SavedStep) -> Tokenizer | None:
-    """What made the tokens of the run that wrote a step, if it can be told and found: bytes, or the tokenizer.json with the digest
-    that the run noted, in its own directory or at a path that it was given. Nothing else is taken for it."""
-    said = next(_tokens_in(saved.metadata.get("data")), None)
-    if said is None or said == "bytes":
-        return Bytes() if said else None
-    return next(
-        (
-            FromFile(path)
-            for path in _near(saved)
-            if hashlib.sha256(path.read_bytes()).hexdigest() == said
-        ),
-        None,
-    )
+    """Return the tokenizer of the run that wrote a step, if it is known and can be found.
+
+    The run records either that its tokens are bytes, or the digest of its `tokenizer.json`. The
+    file is searched in the run directory and at the paths in the arguments of the run. Only a file
+    with the recorded digest is accepted.
+    """
+    recorded = next(_recorded_tokenizers(saved.metadata.get("data")), None)
+    if recorded is None:
+        return None
+    if recorded == "bytes":
+        return Bytes()
+    for path in _tokenizer_candidates(saved):
+        if hashlib.sha256(path.read_bytes()).hexdigest() == recorded:
+            return FromFile(path)
+    return None
 
 
-def _tokens_in(data: Any) -> Iterator[str]:
-    """From the description of a run's data: "bytes", or the SHA-256 of a tokenizer.json, for every source of tokens in it."""
+def _recorded_tokenizers(data: object) -> Iterator[str]:
+    """Yield the tokenizer of every token source in the description of a run's data.
+
+    That is `bytes`, or the SHA-256 digest of a `tokenizer.json`.
+    """
     if isinstance(data, list):
         for part in data:
-            yield from _tokens_in(part)
+            yield from _recorded_tokenizers(part)
     if not isinstance(data, dict):
         return
-    tokenizer, tokens = data.get("tokenizer"), data.get("tokens")
+    tokenizer = data.get("tokenizer")
     if isinstance(tokenizer, dict):
         yield str(tokenizer.get("sha256") or "bytes")
-    elif (data if "files" in data else tokens if isinstance(tokens, dict) else {}).get(
-        "dtype"
-    ) == "uint8":
+    elif _dtype_of_tokens(data) == "uint8":
         yield "bytes"
     for part in data.values():
-        yield from _tokens_in(part)
+        yield from _recorded_tokenizers(part)
 
 
-def _near(saved: SavedStep) -> Iterator[Path]:
-    """Every tokenizer.json in the directory of the run, or in or beside what its arguments name."""
+def _dtype_of_tokens(data: Json) -> object:
+    """Return the dtype of the tokens that a description is about: of files, or of an array."""
+    if "files" in data:
+        return data.get("dtype")
+    tokens = data.get("tokens")
+    return tokens.get("dtype") if isinstance(tokens, dict) else None
+
+
+def _tokenizer_candidates(saved: SavedStep) -> Iterator[Path]:
+    """Yield each `tokenizer.json` in the run directory, or in or next to a path it was given."""
     arguments = saved.metadata.get("arguments")
-    texts = (
-        [text for text in arguments.values() if isinstance(text, str)]
-        if isinstance(arguments, dict)
-        else []
-    )
-    places = [
-        saved.directory.parent.parent,
-        *map(Path, texts),
-        *(Path(text).parent for text in texts),
-    ]
-    for place in places:
-        path = place / "tokenizer.json"
+    values = arguments.values() if isinstance(arguments, dict) else ()
+    paths = [Path(value) for value in values if isinstance(value, str)]
+    run_directory = saved.directory.parent.parent
+    for folder in [run_directory, *paths, *(path.parent for path in paths)]:
+        file = folder / "tokenizer.json"
         try:
-            if path.is_file() and path.stat().st_size <= MAX_JSON:
-                yield path
-        except (OSError, ValueError):  # a text that is no path
+            if file.is_file() and file.stat().st_size <= MAX_JSON:
+                yield file
+        except (OSError, ValueError):
+            # The argument is not a path.
             continue
 
 
 def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]:
-    """By name, what `AutoTokenizer` of `transformers` needs."""
-    about: dict[str, Any] = {
+    """Return the files that `AutoTokenizer` of `transformers` needs, by name.
+
+    Args:
+        tokenizer: the tokenizer.
+        max_length: the largest number of tokens in a sequence.
+    """
+    settings: Json = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_length,
+        "clean_up_tokenization_spaces": False,
     }
-    about["clean_up_tokenization_spaces"] = False
+    content = _byte_tokenizer_json()
     if isinstance(tokenizer, FromFile):
         content = tokenizer.content
-        if (end := tokenizer.end_token(None)) is not None:
-            about["eos_token"] = next(name for name in END_TOKENS if tokenizer.id_of(name) == end)
-    else:
-        content = _bytes_as_json()
+        end = tokenizer.end_token(None)
+        if end is not None:
+            names = [name for name in END_TOKENS if tokenizer.id_of(name) == end]
+            settings["eos_token"] = names[0]
     return {
         "tokenizer.json": content,
-        "tokenizer_config.json": (json.dumps(about, indent=2) + "\n").encode(),
+        "tokenizer_config.json": (json.dumps(settings, indent=2) + "\n").encode(),
     }
 
 
-def _bytes_as_json() -> bytes:
-    """A tokenizer.json that makes each byte the token of its number. Bytes that are no visible character stand for others there."""
+def _byte_tokenizer_json() -> bytes:
+    """Return a `tokenizer.json` in which every byte is the token of its own number.
+
+    The `ByteLevel` format of the `tokenizers` package writes a byte that is not a visible character
+    as a character from 256 on.
+    """
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in visible]
-    names = {byte: chr(byte) for byte in visible} | {
-        byte: chr(256 + place) for place, byte in enumerate(hidden)
-    }
-    level = {
+    characters = {byte: chr(byte) for byte in visible}
+    characters |= {byte: chr(256 + index) for index, byte in enumerate(hidden)}
+    byte_level = {
         "type": "ByteLevel",
         "add_prefix_space": False,
         "trim_offsets": False,
         "use_regex": False,
     }
-    model: dict[str, Any] = {
+    model: Json = {
         "type": "BPE",
         "unk_token": None,
         "fuse_unk": False,
-        "vocab": {names[byte]: byte for byte in range(256)},
+        "vocab": {characters[byte]: byte for byte in range(256)},
         "merges": [],
     }
-    parts: dict[str, Any] = {
+    content: Json = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
         "added_tokens": [],
         "normalizer": None,
-        "pre_tokenizer": level,
+        "pre_tokenizer": byte_level,
         "post_processor": None,
-        "decoder": level,
+        "decoder": byte_level,
         "model": model,
     }
-    return json.dumps({"version": "1.0", "truncation": None, "padding": None, **parts}).encode()
+    return json.dumps(content).encode()

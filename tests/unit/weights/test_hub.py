@@ -1,4 +1,4 @@
-"""Directories as published on the Hub: weights in one file or several, tokenizers, and what is refused."""
+"""Published models: weights in one file or several, tokenizers, downloads from the Hub."""
 
 import json
 import os
@@ -27,17 +27,15 @@ FIXTURES = Path(__file__).parents[2] / "fixtures"
 
 
 def fixture(name):
+    """Return the content of config.json and the weights of a fixture."""
     with np.load(FIXTURES / f"{name}.npz", allow_pickle=False) as file:
-        weights = {
-            part.removeprefix("weights/"): file[part]
-            for part in file.files
-            if part.startswith("weights/")
-        }
+        names = [part for part in file.files if part.startswith("weights/")]
+        weights = {part.removeprefix("weights/"): file[part] for part in names}
         return json.loads(file["config"].tobytes()), weights
 
 
 def publish(folder, name="llama_tiny", files=2):
-    """As `save_pretrained` leaves a model, in one file or in several with an index."""
+    """Write a model as `save_pretrained` does, in one file or in several with an index."""
     config, weights = fixture(name)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
@@ -45,14 +43,12 @@ def publish(folder, name="llama_tiny", files=2):
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
         return folder
     names = [f"model-{n + 1:05}-of-{files:05}.safetensors" for n in range(files)]
-    where = {part: names[number % files] for number, part in enumerate(weights)}
+    weight_map = {part: names[number % files] for number, part in enumerate(weights)}
     for name in names:
-        save_file(
-            {part: value for part, value in weights.items() if where[part] == name},
-            folder / name,
-            {"format": "pt"},
-        )
-    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": where}))
+        part = {key: value for key, value in weights.items() if weight_map[key] == name}
+        save_file(part, folder / name, {"format": "pt"})
+    index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index))
     return folder
 
 
@@ -64,26 +60,25 @@ def spec_of(name="llama_tiny", **changes):
 
 
 @pytest.mark.parametrize("files", [1, 3])
-def test_a_run_begins_with_a_published_llama(tmp_path, files):
-    spec = spec_of()
-    state, loaded = load_initial(InitFrom(publish(tmp_path / "llama", files=files)), spec, seed=0)
-    expected = named_leaves(
-        params_from_hf(fixture("llama_tiny")[1], config_from_hf(fixture("llama_tiny")[0]))
-    )
+def test_a_run_starts_from_a_published_llama(tmp_path, files):
+    folder = publish(tmp_path / "llama", files=files)
+    state, loaded = load_initial(InitFrom(folder), spec_of(), seed=0)
+    config, weights = fixture("llama_tiny")
+    expected = named_leaves(params_from_hf(weights, config_from_hf(config)))
     assert loaded.fresh == loaded.left_out == ()
     for path, leaf in named_leaves(state.params).items():
         np.testing.assert_array_equal(leaf, expected[path], err_msg=path)
 
 
-def test_what_would_be_computed_otherwise_is_refused_though_all_shapes_fit(tmp_path):
+def test_a_model_that_computes_something_else_is_refused_although_all_shapes_match(tmp_path):
     folder = publish(tmp_path / "llama", files=1)
     with pytest.raises(
-        CheckpointError, match="it has norm_epsilon=1e-05, this model norm_epsilon=1e-06"
+        CheckpointError, match="it has norm_epsilon=1e-05, this model has norm_epsilon=1e-06"
     ):
         load_initial(InitFrom(folder), spec_of(rms_norm_eps=1e-6), seed=0)
     with pytest.raises(
         CheckpointError,
-        match=r"holds a Llama, and this model has 0 kinds of shardwise\.models\.llama\.Llama",
+        match=r"holds a Llama model, but .* 0 configurations of shardwise\.models\.llama\.Llama",
     ):
         load_initial(InitFrom(folder), spec_of("gpt2_tiny"), seed=0)
     with pytest.raises(ConfigError, match="neither steps nor averages"):
@@ -91,32 +86,32 @@ def test_what_would_be_computed_otherwise_is_refused_though_all_shapes_fit(tmp_p
 
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "model.bin", 3])
-def test_an_index_names_only_safetensors_beside_it(tmp_path, name):
+def test_an_index_names_only_safetensors_in_its_directory(tmp_path, name):
     folder = publish(tmp_path / "llama")
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(CheckpointError, match="does not name the safetensors files beside it"):
+    with pytest.raises(CheckpointError, match="does not name safetensors files in its directory"):
         weights_in(folder)
 
 
 def test_a_missing_part_is_named(tmp_path):
     folder = publish(tmp_path / "llama")
     (folder / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"lacks model-00002-of-00002\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"has no model-00002-of-00002\.safetensors"):
         weights_in(folder)
 
 
-def test_the_hub_without_a_network_or_the_package_is_one_line_with_a_remedy(monkeypatch):
+def test_download_errors_are_one_line_with_a_remedy(monkeypatch):
     import huggingface_hub.constants
 
     assert locate("some/path") == Path("some/path")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(
         CheckpointError,
-        match=r"'hf:owner/name' cannot be had from the Hub: .*`hf download owner/name --local-dir DIR`",
+        match=r"'hf:owner/name' cannot be downloaded .*`hf download owner/name --local-dir DIR`",
     ) as caught:
         locate("hf:owner/name")
     assert "\n" not in str(caught.value)
-    with pytest.raises(CheckpointError, match=r"'a/b/c' is no name there\. A name is owner/name\."):
+    with pytest.raises(CheckpointError, match=r"'a/b/c' is not a valid name\. Use owner/name\."):
         locate("hf:a/b/c")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ConfigError, match=r"pip install 'shardwise\[hf\]'"):
@@ -136,8 +131,11 @@ for name in sys.argv[1:]:
 """
 
 
-def test_a_model_comes_from_the_hub_by_name_and_stays_when_the_hub_is_gone(tmp_path):
-    """The real client against a server on loopback. It reads the address when it is imported, so it has processes of its own."""
+def test_a_model_is_downloaded_by_name_and_cached(tmp_path):
+    """Run the real client against a local server.
+
+    The client reads the address when it is imported, so it runs in separate processes.
+    """
     (tmp_path / "models" / "owner").mkdir(parents=True)
     folder = publish(tmp_path / "models" / "owner" / "tiny", files=2)
     word_tokenizer(folder / "tokenizer.json")
@@ -169,51 +167,30 @@ def test_a_model_comes_from_the_hub_by_name_and_stays_when_the_hub_is_gone(tmp_p
         return done.stdout.splitlines()
 
     with serve(tmp_path / "models") as hub:
-        text = run(
-            "-m",
-            "shardwise.cli",
-            "sample",
-            "hf:owner/tiny",
-            "--prompt",
-            "a b",
-            "--tokens",
-            "5",
-            "--temperature",
-            "0",
-        )
-        here = run(
-            "-m",
-            "shardwise.cli",
-            "sample",
-            str(folder),
-            "--prompt",
-            "a b",
-            "--tokens",
-            "5",
-            "--temperature",
-            "0",
-        )
-        assert text == here
-        assert text[0].startswith("a b")
-        fetched = sorted(
-            path.rpartition("/")[2]
-            for method, path in hub.asked
-            if method == "GET" and "/resolve/" in path
-        )
-        assert fetched == wanted  # weights, JSON, and nothing that could be run
+        options = ["--prompt", "a b", "--tokens", "5", "--temperature", "0"]
+        downloaded = run("-m", "shardwise.cli", "sample", "hf:owner/tiny", *options)
+        local = run("-m", "shardwise.cli", "sample", str(folder), *options)
+        assert downloaded == local
+        assert downloaded[0].startswith("a b")
+        requests = [path for method, path in hub.requests if method == "GET"]
+        fetched = sorted(path.rpartition("/")[2] for path in requests if "/resolve/" in path)
+        # Weights and JSON, and no file that could run code.
+        assert fetched == wanted
         none, pickles = run("-c", LOCATE, "hf:owner/none", "hf:owner/pickled")
     assert (
-        "'hf:owner/none' cannot be had from the Hub: there is no such model, or not for you. Look at the name;"
+        "'hf:owner/none' cannot be downloaded from the Hub: no such model, or no access to it. "
         in none
     )
     assert (
-        "'hf:owner/pickled' has no model.safetensors at the Hub; weights in other formats, such as pickles, are not read."
+        "'hf:owner/pickled' has no model.safetensors on the Hub. Weights in other formats, such as "
         in pickles
     )
     names, unknown = run("-c", LOCATE, "hf:owner/tiny", "hf:owner/other")
     assert names == str(wanted)
-    assert "it cannot be reached, and there is no whole copy of it here (ConnectError: " in unknown
-    assert "`hf download owner/other --local-dir DIR`; then give DIR." in unknown
+    assert (
+        "cannot be reached, and there is no complete copy in the cache (ConnectError: " in unknown
+    )
+    assert "`hf download owner/other --local-dir DIR`; then pass DIR." in unknown
 
 
 # Tokenizers
@@ -222,9 +199,8 @@ def test_a_model_comes_from_the_hub_by_name_and_stays_when_the_hub_is_gone(tmp_p
 def word_tokenizer(path):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    tokenizer = Tokenizer(
-        models.WordLevel({"<unk>": 0, "a": 1, "b": 2, "</s>": 3}, unk_token="<unk>")
-    )  # noqa: S106
+    vocabulary = {"<unk>": 0, "a": 1, "b": 2, "</s>": 3}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(path))
     return FromFile(path)
@@ -259,20 +235,15 @@ def test_the_tokenizer_of_a_run_is_found_by_its_digest_and_exported(tmp_path):
     saved = saved_with(tmp_path / "run", metadata)
     assert tokenizer_of(saved).sha256 == tokenizer.sha256
     export_hf(saved, tmp_path / "out")
-    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (
-        data / "tokenizer.json"
-    ).read_bytes()
-    assert (
-        json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["eos_token"] == "</s>"
-    )  # noqa: S105
-    assert config_from_hf(json.loads((tmp_path / "out" / "config.json").read_text())).tied
-    assert (
-        load_file(tmp_path / "out" / "model.safetensors").keys()
-        == fixture("llama31_tiny")[1].keys()
-    )
-    (data / "tokenizer.json").write_text(
-        (data / "tokenizer.json").read_text() + " "
-    )  # another one, under the same name
+    out = tmp_path / "out"
+    content = (data / "tokenizer.json").read_bytes()
+    assert (out / "tokenizer.json").read_bytes() == content
+    settings = json.loads((out / "tokenizer_config.json").read_text())
+    assert settings["eos_token"] == "</s>"
+    assert config_from_hf(json.loads((out / "config.json").read_text())).tied
+    assert load_file(out / "model.safetensors").keys() == fixture("llama31_tiny")[1].keys()
+    # Another tokenizer under the same name is not accepted.
+    (data / "tokenizer.json").write_bytes(content + b" ")
     assert tokenizer_of(saved) is None
 
 
@@ -283,7 +254,7 @@ def test_the_tokenizer_of_a_run_is_found_by_its_digest_and_exported(tmp_path):
         {"source": {"files": [], "dtype": "uint8"}},
     ],
 )
-def test_bytes_are_known_by_their_dtype(tmp_path, data):
+def test_byte_tokens_are_recognized_by_their_dtype(tmp_path, data):
     for described, kind in (
         (data, Bytes),
         ("a function", type(None)),
@@ -293,13 +264,11 @@ def test_bytes_are_known_by_their_dtype(tmp_path, data):
         assert isinstance(tokenizer_of(SavedStep(tmp_path, {}, {})), kind)
 
 
-def test_bytes_as_a_tokenizer_json_are_the_bytes(tmp_path):
+def test_the_tokenizer_json_of_bytes_maps_each_byte_to_its_number(tmp_path):
     for name, content in tokenizer_files(Bytes(), 128).items():
         (tmp_path / name).write_bytes(content)
-    tokenizer, text = (
-        FromFile(tmp_path / "tokenizer.json"),
-        "def f(x):\n\treturn 'é\u4e2d😀'  # \x00\x7f",
-    )
+    tokenizer = FromFile(tmp_path / "tokenizer.json")
+    text = "def f(x):\n\treturn 'é\u4e2d😀'  # \x00\x7f"
     (tokens,) = tokenizer.encode([text.encode()])
     assert tokens.tolist() == list(text.encode())
     assert tokenizer.decode(tokens) == text
