@@ -1,4 +1,4 @@
-"""Evaluations decide the same in all processes: when to stop, and which step to keep."""
+"""All processes decide alike, from evaluations, when to stop and which step to keep."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ RECIPE = Path(__file__).parent / "stuck.py"
 
 
 def train(out, *args):
-    """Two processes on this machine, by the launcher; what they say."""
+    """Run two processes on this machine; return what they print."""
     done = run(
         "launch", "--processes", 2, "--", "train", RECIPE, "--out", out, "--cpu-devices", 1, *args
     )
@@ -20,7 +20,7 @@ def train(out, *args):
 
 
 @pytest.mark.slow
-def test_two_processes_stop_early_together_and_know_it_when_they_resume(tmp_path):
+def test_two_processes_stop_early_together_and_stay_stopped_when_resumed(tmp_path):
     out = tmp_path / "a"
     assert "stopped early after step 6: eval_loss has not improved on" in train(out)
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["2", "6"]

@@ -29,7 +29,7 @@ MIN_NEW_SECONDS = 0.1
 NUM_STEP_TIMES = 1000
 
 
-class _Pending(NamedTuple):
+class _RunningStep(NamedTuple):
     """A step whose metrics have not been read from the devices yet."""
 
     n: int
@@ -99,7 +99,7 @@ class RunLog:
         if self._samples is not None:
             self._sampled_steps = {record["step"] for record in self._samples.kept}
         self._evaluation: Json = {}
-        self._pending: _Pending | None = None
+        self._pending: _RunningStep | None = None
         # Skipped updates since the last one that was applied.
         self._skips = 0
         # Records of the data that could not be read.
@@ -135,7 +135,7 @@ class RunLog:
             waited: seconds of waiting for data since the run started.
         """
         self.finish()
-        self._pending = _Pending(n, metrics, waited - self.waited)
+        self._pending = _RunningStep(n, metrics, waited - self.waited)
         self.waited = waited
 
     def finish(self) -> bool:
@@ -157,20 +157,9 @@ class RunLog:
         is_finite = values.pop("finite")
         weight = values.pop("weight")
         is_skipped = not is_finite or bool(values.pop("skipped", False))
-        # Without a plan the first step compiles.
-        is_compilation = n == self._first and self.plan is None
-        seconds = self.clock.lap("compile" if is_compilation else "steps")
-        if n > self._first:
-            self.step_seconds.append(seconds)
-        else:
-            self._write_start()
-        self.last = {
-            "step": n,
-            **values,
-            "step_s": seconds,
-            "data_s": waited,
-            f"{self.run.unit}_per_s": weight / seconds,
-        }
+        seconds = self._lap(n)
+        throughput = {f"{self.run.unit}_per_s": weight / seconds}
+        self.last = {"step": n, **values, "step_s": seconds, "data_s": waited, **throughput}
         if self._bad_records:
             self.last["bad_records"] = self._bad_records
         if self.prepared.peak_flops:
@@ -186,6 +175,17 @@ class RunLog:
         self._skips = self._skips + 1 if is_skipped else 0
         self._check_numerics(n, is_finite, values)
         return True
+
+    def _lap(self, n: int) -> float:
+        """Return the seconds of step `n`, which has just ended."""
+        if n > self._first:
+            seconds = self.clock.lap("steps")
+            self.step_seconds.append(seconds)
+            return seconds
+        # Without a plan the first step compiles.
+        seconds = self.clock.lap("compile" if self.plan is None else "steps")
+        self._write_start()
+        return seconds
 
     def _check_numerics(self, n: int, is_finite: bool, values: Json) -> None:
         loss, grad_norm = values["loss"], values["grad_norm"]

@@ -101,15 +101,7 @@ def find_checkpoint(
         return None
     checkpoints.check_fits(spec, step)
     saved = {key: value for key, value in checkpoints.metadata(step).items() if key in about}
-    try:
-        saved_rates = {
-            group: _rates_from(step, rates) for group, rates in saved.get("lr", {}).items()
-        }
-    except (AttributeError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{checkpoints.path(step) / 'meta.json'} does not describe the learning rates of a "
-            f"run: {error}. Remove this checkpoint to resume from an earlier one."
-        ) from error
+    saved_rates = _saved_rates(checkpoints, step, saved)
     rates = _current_rates(run, spec, saved_rates)
     if not rates or not saved_rates:
         # An Optax release may make the optimizer unreadable. That must not stop a run.
@@ -127,6 +119,17 @@ def find_checkpoint(
     title = f"resuming {run.out} at step {step}"
     console.print(report(differences, run.accept, title), highlight=False, soft_wrap=True)
     return step
+
+
+def _saved_rates(checkpoints: Checkpoints, step: int, saved: Json) -> dict[str, dict[str, float]]:
+    """Return the learning rates of a checkpoint by group and update, from `step` on."""
+    try:
+        return {group: _rates_from(step, rates) for group, rates in saved.get("lr", {}).items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{checkpoints.path(step) / 'meta.json'} does not describe the learning rates of a "
+            f"run: {error}. Remove this checkpoint to resume from an earlier one."
+        ) from error
 
 
 def _rates_from(step: int, rates: Mapping[str, float]) -> dict[str, float]:

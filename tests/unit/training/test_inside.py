@@ -1,4 +1,4 @@
-"""What goes on beside the steps of a run: samples, early stopping, the best checkpoint, bad steps, a profile, where the time goes."""
+"""Operations of `fit` between steps: records, samples, early stopping, bad steps, profiles."""
 
 import gzip
 import io
@@ -18,9 +18,13 @@ from rich.console import Console
 from shardwise import Batches, Checkpoints, Keep, Mean, Run, fit, optim
 from shardwise.checkpoint.reader import best_step, find_step
 from shardwise.cli import main
+from shardwise.cluster.group import current_group
+from shardwise.cluster.signals import stop_on_signals
+from shardwise.cluster.watch import Watch
 from shardwise.early_stop import EarlyStop
 from shardwise.errors import ConfigError, DataError, NumericsError
 from shardwise.files.durable import check_links
+from shardwise.training import starting
 from shardwise.training.bad_steps import MAX_STEPS
 
 RNG = np.random.default_rng(0)
@@ -31,7 +35,7 @@ ONE = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
 
 
 class Net(nnx.Module):
-    """Three layers; `kind` 1 makes the gradient after the second one NaN, 2 the value."""
+    """Three layers; `kind` 1 makes the gradient of the second one NaN, `kind` 2 its value."""
 
     def __init__(self, rngs):
         self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(3)])
@@ -51,7 +55,7 @@ def loss(model, batch):
 
 
 def poisoned(at):
-    """Batches by step, of the kinds in `at`, {step: kind}; `step` counts from 1."""
+    """Return batches by step, with the kinds of `at`: {step: kind}, counted from 1."""
     batches = Batches(DATA, 16)
     return lambda n: {**batches(n), "kind": np.full(16, at.get(n + 1, 0), np.int32)}
 
@@ -69,10 +73,11 @@ def make(out=None, **options):
     return Run(**given | options)
 
 
-def go(run, **options):
-    """(what `fit` gives, what it says)"""
-    said = io.StringIO()
-    return fit(run, console=Console(file=said, width=400), plan=False, **options), said.getvalue()
+def train(run, **options):
+    """Run `fit`; return its result and its output."""
+    stream = io.StringIO()
+    result = fit(run, console=Console(file=stream, width=400), plan=False, **options)
+    return result, stream.getvalue()
 
 
 def lines(path):
@@ -86,12 +91,12 @@ def kernel_sum(model):
 # Records
 
 
-def test_records_have_their_time_and_samples_their_step_and_both_are_cut_back(tmp_path):
+def test_records_and_samples_after_the_checkpoint_are_removed_on_resume(tmp_path):
     before = time.time()
     run = make(
         tmp_path / "a", eval_data=Batches(DATA, 16), eval_every=4, save_every=5, sample=kernel_sum
     )
-    result, _ = go(run)
+    result, _ = train(run)
     records = lines(tmp_path / "a" / "metrics.jsonl")
     assert [r["step"] for r in records if "loss" in r] == list(range(1, 13))
     times = [r["time"] for r in records]
@@ -109,37 +114,39 @@ def test_records_have_their_time_and_samples_their_step_and_both_are_cut_back(tm
     assert sum(phase["seconds"].values()) <= phase["time"] - phase["start"] + 0.1
     assert phase["seconds"]["evaluate"] > 0 < phase["seconds"]["save"]
 
-    # As if it had been killed after step 12 with step 10 saved: what is later is cut, and made again, but for phases.jsonl.
+    # As if the run had been killed after step 12, with step 10 saved. Later records are removed
+    # and written again, except those in phases.jsonl.
     for step in (11, 12):
         if (path := tmp_path / "a" / "checkpoints" / str(step)).exists():
             path.rename(tmp_path / str(step))
-    again, said = go(run)
-    assert "at step 10" in said
+    again, output = train(run)
+    assert "at step 10" in output
     assert lines(tmp_path / "a" / "samples.jsonl") == samples
     assert [p["step"] for p in lines(tmp_path / "a" / "phases.jsonl")] == [12, 12]
     assert again.sample == result.sample
-    _, said = go(run)  # a finished run adds nothing
-    assert "nothing to do" in said
+    # A finished run adds nothing.
+    _, output = train(run)
+    assert "nothing to do" in output
     assert lines(tmp_path / "a" / "samples.jsonl") == samples
     assert len(lines(tmp_path / "a" / "phases.jsonl")) == 2
 
 
-def test_where_the_time_went_is_written_down_when_the_data_ends_too_early(tmp_path):
+def test_phases_are_written_when_the_data_ends_early(tmp_path):
     with pytest.raises(DataError):
-        go(make(tmp_path / "a", data=[poisoned({})(n) for n in range(6)]))
+        train(make(tmp_path / "a", data=[poisoned({})(n) for n in range(6)]))
     assert [p["step"] for p in lines(tmp_path / "a" / "phases.jsonl")] == [6]
 
 
 @pytest.mark.slow
-def test_samples_come_as_often_as_asked_and_a_mistake_in_them_costs_nothing(tmp_path):
+def test_sample_every_and_an_error_in_a_sample_does_not_stop_the_run(tmp_path):
     def broken(model):
         raise ValueError("no such prompt")
 
-    go(make(tmp_path / "a", sample=kernel_sum, sample_every=5))
+    train(make(tmp_path / "a", sample=kernel_sum, sample_every=5))
     assert [s["step"] for s in lines(tmp_path / "a" / "samples.jsonl")] == [5, 10, 12]
-    result, said = go(make(tmp_path / "b", sample=broken, sample_every=5))
+    result, output = train(make(tmp_path / "b", sample=broken, sample_every=5))
     assert int(result.state.step) == 12
-    assert "no sample: ValueError: no such prompt" in said
+    assert "no sample: ValueError: no such prompt" in output
     assert lines(tmp_path / "b" / "samples.jsonl") == []
 
 
@@ -157,7 +164,7 @@ def test_samples_come_as_often_as_asked_and_a_mistake_in_them_costs_nothing(tmp_
         (EarlyStop(patience=2), [float("nan"), 3, float("inf"), 2], None),
     ],
 )
-def test_patience_is_a_function_of_the_evaluations(stop, values, ends):
+def test_early_stop_depends_only_on_the_evaluations(stop, values, ends):
     found = [(10 * i, value) for i, value in enumerate(values, 1)]
     first = next((n for n in range(1, len(found) + 1) if stop.why(found[:n])), None)
     assert first == ends
@@ -172,9 +179,9 @@ STUCK = {
 }
 
 
-def test_a_run_that_learns_nothing_more_stops_and_knows_it_when_it_resumes(tmp_path):
+def test_a_run_that_stops_early_stays_stopped_when_resumed(tmp_path):
     run = make(tmp_path / "a", **STUCK)
-    result, said = go(run)
+    result, output = train(run)
     assert int(result.state.step) == 6
     assert (
         result.stopped_early
@@ -182,35 +189,36 @@ def test_a_run_that_learns_nothing_more_stops_and_knows_it_when_it_resumes(tmp_p
             result.eval_metrics["loss"]
         )
     )
-    assert f"stopped early after step 6: {result.stopped_early}" in said
+    assert f"stopped early after step 6: {result.stopped_early}" in output
     assert (
         json.loads((tmp_path / "a" / "run.json").read_text())["stopped_early"]
         == result.stopped_early
     )
     assert Checkpoints(tmp_path / "a" / "checkpoints").latest() == 6
-    again, said = go(run)
-    assert "nothing to do" in said
-    assert result.stopped_early in said
+    again, output = train(run)
+    assert "nothing to do" in output
+    assert result.stopped_early in output
     assert int(again.state.step) == 6
-    more, _ = go(replace(run, stop_when=EarlyStop(patience=4)))
-    assert int(more.state.step) == 10  # four evaluations, two of them before the resume
+    more, _ = train(replace(run, stop_when=EarlyStop(patience=4)))
+    # Four evaluations, two of them before the resume.
+    assert int(more.state.step) == 10
 
 
-def test_what_early_stopping_and_the_best_checkpoint_go_by_must_be_measured(tmp_path):
+def test_early_stopping_and_best_checkpoint_need_an_existing_metric(tmp_path):
     with pytest.raises(
         ConfigError, match=r"evaluations produce eval_loss\. Did you mean 'eval_loss'"
     ):
-        go(make(**STUCK | {"stop_when": EarlyStop(metric="eval_los")}))
+        train(make(**STUCK | {"stop_when": EarlyStop(metric="eval_los")}))
     with pytest.raises(
         ConfigError, match="keep depends on 'eval_loss', but the run has no eval_data"
     ):
-        go(make(keep=Keep(best=1)))
+        train(make(keep=Keep(best=1)))
     with pytest.raises(ConfigError, match="patience"):
         EarlyStop(patience=0)
 
 
-def test_the_best_evaluation_is_saved_and_kept_and_found(tmp_path, capsys):
-    """The learning rate is far too large from step 5 on: step 4 is the best of the evaluations, and no save is due there."""
+def test_the_step_with_the_best_evaluation_is_saved_and_kept(tmp_path, capsys):
+    """The learning rate is too large from step 5 on, so step 4 is best; no save is due there."""
     rate = optax.piecewise_constant_schedule(0.05, {4: 20.0})
     options = {
         "optimizer": optax.sgd(rate),
@@ -218,7 +226,7 @@ def test_the_best_evaluation_is_saved_and_kept_and_found(tmp_path, capsys):
         "eval_every": 2,
         "save_every": 5,
     }
-    go(make(tmp_path / "a", **options, keep=Keep(last=1, best=1)))
+    train(make(tmp_path / "a", **options, keep=Keep(last=1, best=1)))
     checkpoints = tmp_path / "a" / "checkpoints"
     values = {
         r["step"]: r["eval_loss"]
@@ -240,46 +248,48 @@ def test_the_best_evaluation_is_saved_and_kept_and_found(tmp_path, capsys):
 # Bad steps
 
 
-def test_a_bad_gradient_is_named_and_its_batch_kept(tmp_path):
+def test_report_names_the_first_bad_gradient_and_has_the_batch(tmp_path):
     run = make(
         tmp_path / "a", data=poisoned({8: 1}), on_nonfinite="skip", accumulate=2, mesh="data=8"
     )
-    _, said = go(run)
+    _, output = train(run)
     place = tmp_path / "a" / "bad" / "8"
     assert (
-        "the update of step 8 was not applied (non-finite): first non-finite values in the gradient of "
-        f"layers/1/bias; details in {place}"
-    ) in said
+        "the update of step 8 was not applied (non-finite): first non-finite values in the "
+        f"gradient of layers/1/bias; details in {place}"
+    ) in output
     report = json.loads((place / "report.json").read_text())
     bad = {path for path, row in report["gradients"].items() if row["nonfinite"]}
     assert bad == {"layers/0/kernel", "layers/0/bias", "layers/1/kernel", "layers/1/bias"}
     assert report["first_path"] == "layers/1/bias"
     assert report["grad_norm"] == "nan"
     assert all(row["nonfinite"] == 0 for row in report["parameters"].values())
-    assert list(report["gradients"])[-2:] == ["head/kernel", "head/bias"]  # in the order of use
+    # In the order of use.
+    assert list(report["gradients"])[-2:] == ["head/kernel", "head/bias"]
     with np.load(place / "batch.npz", allow_pickle=False) as batch:
         for name, value in run.data(7).items():
             np.testing.assert_array_equal(batch[name], value)
     assert "layers/1/bias  <- first" in (place / "report.txt").read_text()
-    # The next step was under way: the statistics are those of the parameters after it, and that is said.
+    # The next step was running already, and the report says that its parameters are used.
     assert report["parameters_are"] == "one update later than in the step"
 
 
-def test_a_bad_value_is_traced_to_the_operation_that_made_it(tmp_path):
+def test_report_names_the_operation_that_produced_a_nan(tmp_path):
     with pytest.raises(NumericsError, match="step 12"):
-        go(make(tmp_path / "a", data=poisoned({12: 2})))
+        train(make(tmp_path / "a", data=poisoned({12: 2})))
     report = json.loads((tmp_path / "a" / "bad" / "12" / "report.json").read_text())
-    assert report["parameters_are"] == "those of the step"  # it was the last
+    # It was the last step, so no update came after it.
+    assert report["parameters_are"] == "those of the step"
     line = next(
         i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "jnp.log(" in text
     )
     assert f"'log' at {__file__}:{line}" in report["first"]
 
 
-def test_gradients_of_a_bad_step_are_those_of_the_step(tmp_path):
-    """Two bad steps in a row: nothing was applied between, so what is recomputed is exact, dropout and all."""
+def test_recomputed_gradients_are_those_of_the_step(tmp_path):
+    """Between two bad steps nothing is applied, so the recomputed values are exact."""
     run = make(tmp_path / "a", data=poisoned({5: 1, 6: 1}), steps=6, on_nonfinite="skip")
-    result, _ = go(run)
+    result, _ = train(run)
     report = json.loads((tmp_path / "a" / "bad" / "5" / "report.json").read_text())
     assert report["parameters_are"] == "those of the step"
     assert report["recomputed"]["loss"] == pytest.approx(report["loss"], rel=1e-6)
@@ -290,10 +300,14 @@ def test_gradients_of_a_bad_step_are_those_of_the_step(tmp_path):
 
 
 @pytest.mark.slow
-def test_spikes_are_looked_into_a_few_of_them(tmp_path):
+def test_only_a_few_loss_spikes_are_inspected(tmp_path):
     data = poisoned({})
-    spiking = lambda n: {**data(n), "y": data(n)["y"] * (1e4 if n in (24, 26, 28, 30, 32) else 1)}  # noqa: E731
-    _, said = go(
+
+    def spiking(n):
+        scale = 1e4 if n in (24, 26, 28, 30, 32) else 1
+        return {**data(n), "y": data(n)["y"] * scale}
+
+    _, output = train(
         make(tmp_path / "a", data=spiking, steps=36, optimizer=optim.adam(1e-3, spikes=5.0))
     )
     skipped = [r["step"] for r in lines(tmp_path / "a" / "metrics.jsonl") if r.get("skipped")]
@@ -301,27 +315,27 @@ def test_spikes_are_looked_into_a_few_of_them(tmp_path):
     assert (
         sorted(int(path.name) for path in (tmp_path / "a" / "bad").iterdir()) == skipped[:MAX_STEPS]
     )
-    assert said.count("was not applied (loss spike): all values are finite") == MAX_STEPS
+    assert output.count("was not applied (loss spike): all values are finite") == MAX_STEPS
 
 
 @pytest.mark.slow
-def test_a_bad_step_of_an_iterator_and_of_a_run_without_a_directory(tmp_path):
+def test_bad_steps_of_an_iterator_and_of_a_run_without_a_directory(tmp_path):
     batches = [poisoned({3: 1})(n) for n in range(6)]
-    _, said = go(make(tmp_path / "a", data=batches, steps=6, on_nonfinite="skip"))
+    _, output = train(make(tmp_path / "a", data=batches, steps=6, on_nonfinite="skip"))
     assert (
         "step 3 was not applied (non-finite): the data is an iterator, which cannot return to this "
-        "batch; details in" in said
+        "batch; details in" in output
     )
     assert "parameters" in json.loads((tmp_path / "a" / "bad" / "3" / "report.json").read_text())
-    _, said = go(make(data=poisoned({3: 1}), steps=6, on_nonfinite="skip"))
-    assert "details in" not in said
+    _, output = train(make(data=poisoned({3: 1}), steps=6, on_nonfinite="skip"))
+    assert "details in" not in output
 
 
 # Profile
 
 
-def test_a_window_of_steps_is_traced(tmp_path):
-    _, said = go(make(tmp_path / "a", profile=(5, 7)))
+def test_a_range_of_steps_is_profiled(tmp_path):
+    _, output = train(make(tmp_path / "a", profile=(5, 7)))
     (trace,) = (tmp_path / "a" / "profile" / "plugins" / "profile").glob("*/*.xplane.pb")
     names = {
         event.name
@@ -331,28 +345,108 @@ def test_a_window_of_steps_is_traced(tmp_path):
     }
     assert "step" in names
     (perfetto,) = trace.parent.glob("perfetto_trace.json.gz")
-    events = json.loads(gzip.decompress(perfetto.read_bytes()))[
-        "traceEvents"
-    ]  # not `event.stats` above: jax 0.12.0 aborts there
-    assert {int(event["args"]["step_num"]) for event in events if event.get("name") == "step"} == {
-        5,
-        6,
-        7,
-    }
+    # Not from `event.stats` above: jax 0.12.0 aborts there.
+    events = json.loads(gzip.decompress(perfetto.read_bytes()))["traceEvents"]
+    numbers = {int(event["args"]["step_num"]) for event in events if event.get("name") == "step"}
+    assert numbers == {5, 6, 7}
     assert len(events) > 100
-    assert f"profile of steps 5 to 7: open {perfetto} at https://ui.perfetto.dev" in said
-    _, said = go(make(tmp_path / "a", steps=14, profile=(5, 7)))
-    assert "no profile: the run is at step 12, after the steps 5:7 to trace" in said
+    assert f"profile of steps 5 to 7: open {perfetto} at https://ui.perfetto.dev" in output
+    _, output = train(make(tmp_path / "a", steps=14, profile=(5, 7)))
+    assert "no profile: the run is at step 12, after the steps 5:7 to trace" in output
     with pytest.raises(ConfigError, match="counted from 1"):
-        go(make(tmp_path / "b", profile=(0, 3)))
+        train(make(tmp_path / "b", profile=(0, 3)))
     with pytest.raises(ConfigError, match="profile needs a run directory"):
-        go(make(profile=(1, 3)))
+        train(make(profile=(1, 3)))
 
 
-def test_nothing_is_written_through_a_link(tmp_path):
+def test_links_in_a_run_directory_are_refused(tmp_path):
     for place in ("bad/7", "profile/plugins/x", "tensorboard/events"):
         folder = tmp_path / place.replace("/", "-")
         (folder / place).parent.mkdir(parents=True)
         (folder / place).symlink_to(tmp_path)
         with pytest.raises(Exception, match="is a link"):
             check_links(folder)
+
+
+# Order of operations
+
+
+class RecordingWatch(Watch):
+    """Records the phases and steps that a run announces."""
+
+    def __init__(self, stop):
+        super().__init__(current_group(), stop)
+        self.events = []
+
+    def phase(self, text):
+        self.events.append(str(text))
+        super().phase(text)
+
+    def tick(self, text):
+        self.events.append(f"tick {text}")
+        super().tick(text)
+
+
+def test_operations_happen_in_their_order(tmp_path):
+    """The watchdog and the agreement between processes rely on this exact sequence."""
+    run = make(
+        tmp_path / "a",
+        steps=3,
+        data=poisoned({1: 1}),
+        on_nonfinite="skip",
+        eval_data=Batches(DATA, 64),
+        eval_every=2,
+        save_every=2,
+        sample=kernel_sum,
+        profile=(3, 3),
+    )
+    with stop_on_signals() as stop, RecordingWatch(stop) as watch:
+        train(run, watch=watch)
+    assert watch.events == [
+        "preparing",
+        "verifying the newest checkpoint",
+        "compiling the step",
+        "loading the state",
+        "waiting for all to be ready",
+        "step 1",
+        "tick step 1",
+        "tick step 2",
+        "inspecting step 1",
+        "evaluating after step 2",
+        "evaluating",
+        "tick step 2",
+        "saving step 2",
+        "tick step 2",
+        "sampling after step 2",
+        "tick step 2",
+        "profiling after step 2",
+        "tick step 2",
+        "tick step 3",
+        "evaluating after step 3",
+        "evaluating",
+        "tick step 3",
+        "profiling after step 3",
+        "tick step 3",
+        "saving the last step",
+        "finishing",
+    ]
+
+
+# Learning rates
+
+
+def test_unreadable_learning_rates_do_not_prevent_a_resume(tmp_path, monkeypatch):
+    """An Optax release may make the optimizer unreadable; the schedule is then not compared."""
+    train(make(tmp_path / "a", steps=4))
+    monkeypatch.setattr(starting, "sample_rates", lambda tx, params, steps: {})
+    result, output = train(make(tmp_path / "a", steps=6, optimizer=optax.sgd(0.01)))
+    assert int(result.state.step) == 6
+    assert (
+        "warning: the learning rates of this run or of its checkpoint could not be read" in output
+    )
+
+
+def test_a_changed_learning_rate_is_refused(tmp_path):
+    train(make(tmp_path / "a", steps=4))
+    with pytest.raises(ConfigError, match="--accept lr"):
+        train(make(tmp_path / "a", steps=6, optimizer=optax.sgd(0.01)))
