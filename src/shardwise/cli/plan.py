@@ -144,7 +144,7 @@ class BoundRecipe:
         name: the recipe as the user wrote it: `file.py` or `file.py:function`.
         function: the recipe.
         arguments: the arguments that were bound.
-        words: the same arguments as they stand on the command line.
+        words: the same arguments as the user wrote them.
     """
 
     name: str
@@ -322,10 +322,10 @@ class Planner:
             options["remat"] = remats
         with self.progress.status("counting candidates") as status:
 
-            def tell(found: Search, candidate: Candidate) -> None:
-                limit = budget or math.ceil(found.num_candidates / 3)
-                best = f", best so far {found.best.candidate.mesh}" if found.best else ""
-                progress = f"{found.num_compiled + 1}, at most {limit} of {found.num_candidates}"
+            def show_progress(result: Search, candidate: Candidate) -> None:
+                limit = budget or math.ceil(result.num_candidates / 3)
+                best = f", best so far {result.best.candidate.mesh}" if result.best else ""
+                progress = f"{result.num_compiled + 1}, at most {limit} of {result.num_candidates}"
                 status.update(f"compiling {show_candidate(candidate)} ({progress}{best})")
 
             search(
@@ -335,8 +335,8 @@ class Planner:
                 find_meshes(len(target.devices), axes),
                 options,
                 budget=budget,
-                found=result,
-                tell=tell,
+                result=result,
+                before_compile=show_progress,
             )
         show_ranking(self.console, result)
         best = result.best

@@ -45,18 +45,17 @@ from shardwise.tree import named_leaves, num_bytes
 NO_CHIP = Chip("unknown", math.inf, math.inf, math.inf)
 
 # The kind of memory of an argument of the step, by the first part of its name. The compiler names
-# an argument after the parameter of the Python function: `step(state, rows)`.
+# an argument after the parameter of the Python function: `step(state, batch)`.
 MEMORY_KINDS = {
     "state.params": "parameters",
     "state.frozen": "parameters",
     "state.opt_state": "optimizer",
     "state.other": "other",
     "state.step": "other",
-    "rows": "batch",
     "batch": "batch",
 }
 
-# Units whose items are entries of a sequence, not whole examples.
+# Units whose items are entries of a sequence, not complete examples.
 SEQUENCE_UNITS = ("tokens", "bytes", "characters")
 
 
@@ -178,7 +177,7 @@ def _digest(lowered: Lowered, target: Target, known: Mapping[str, object]) -> st
     its flags, and the code of shardwise that builds the step and reads what the compiler wrote.
     """
     folder = Path(__file__).parent
-    # Named by an object in each file, so that a moved module is still found.
+    # Named by an object in each file, so that a module may move.
     others = (Chip, count_kernels, Run, TrainStep)
     sources = [*sorted(folder.glob("*.py")), *(Path(inspect.getfile(o)) for o in others)]
     compilers = [package_version(name) for name in ("jax", "jaxlib", "libtpu")]

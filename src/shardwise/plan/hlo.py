@@ -60,7 +60,7 @@ FREE_CALL = re.compile(r'custom_call_target="(Allocate|AsyncCollective|Assume|Sh
 # A custom call to one of these runs a Pallas kernel.
 KERNEL_TARGETS = ("tpu_custom_call", "triton", "mosaic")
 
-# Devices that communicate with each other, by number. () stands for all devices.
+# Devices that communicate with each other, by number. () means all devices.
 Groups: TypeAlias = tuple[tuple[int, ...], ...]
 
 
@@ -329,7 +329,7 @@ class Program:
 
     def _call_flops(self, computation: Computation, op: Op) -> float:
         operands = [computation.arrays(operand) for operand in op.operands]
-        arrays = [found[0] for found in operands if found]
+        arrays = [operand[0] for operand in operands if operand]
         if "__cublas$" in op.attributes:
             contracted = _numbers(r'"lhs_contracting_dimensions":\[([\d",]*)\]', op.attributes)
             return _matmul_flops(op.arrays[0], arrays[0], contracted)

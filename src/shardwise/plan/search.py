@@ -202,8 +202,8 @@ def search(
     options: Mapping[str, Sequence[OptionValue]],
     *,
     budget: int | None = None,
-    found: Search | None = None,
-    tell: Callable[[Search, Candidate], None] = lambda search, candidate: None,
+    result: Search | None = None,
+    before_compile: Callable[[Search, Candidate], None] = lambda search, candidate: None,
 ) -> Search:
     """Compile candidates until no other is expected to be faster than the best one.
 
@@ -215,13 +215,13 @@ def search(
         options: the values of each option to consider.
         budget: maximum number of compilations. By default a third of the candidates, and more
             while nothing fits.
-        found: the results, filled during the search. A new one by default.
-        tell: called before each compilation.
+        result: filled during the search. A new one by default.
+        before_compile: called before each compilation.
 
     Returns:
-        The results: `found`, if it was given.
+        The results: `result`, if it was given.
     """
-    result = found if found is not None else Search()
+    result = Search() if result is None else result
     searcher = _Searcher(make, compile_one, target, options, result, _Predictor(target))
     searcher.consider_all(meshes)
     limit = budget or max(1, math.ceil(result.num_candidates / 3))
@@ -232,7 +232,7 @@ def search(
         best = result.best
         if best is not None and entry.expected > best.seconds * CLOSE_ENOUGH:
             break
-        tell(result, entry.candidate)
+        before_compile(result, entry.candidate)
         searcher.compile(entry)
     searcher.explain_waiting()
     return result

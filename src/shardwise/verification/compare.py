@@ -77,7 +77,7 @@ FLOOR_ULPS = {
     Kind.RUN_PARAMETERS: 8,
 }
 
-# Stands for the host instead of the position of a device on the mesh.
+# The host, in place of the position of a device on the mesh.
 HOST = -1
 
 Array: TypeAlias = jax.Array | np.ndarray

@@ -110,7 +110,9 @@ class MeshResult:
 
     def as_json(self) -> Json:
         """Return the result as a JSON object."""
-        worst = {kind: {**asdict(found), "ok": found.ok} for kind, found in self.worst.items()}
+        worst = {}
+        for kind, comparison in self.worst.items():
+            worst[kind] = {**asdict(comparison), "ok": comparison.ok}
         return {
             "mesh": self.mesh,
             "ok": self.first is None,
@@ -122,7 +124,7 @@ class MeshResult:
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` found.
+    """The result of `verify`.
 
     Attributes:
         steps: number of steps that were compared.
@@ -343,7 +345,7 @@ def _first_difference(
 ) -> FirstDifference:
     wrong = [comparison for comparison in comparisons if not comparison.ok]
     # The loss names no parameter, so a leaf is more useful.
-    leaves = [found for found in wrong if found.kind not in (Kind.LOSS, Kind.RUN_LOSS)]
+    leaves = [item for item in wrong if item.kind not in (Kind.LOSS, Kind.RUN_LOSS)]
     first = (leaves or wrong)[0]
     shape, layout, why = _placement(many, first)
     return FirstDifference(
@@ -364,12 +366,12 @@ def _first_difference(
 def _summaries(wrong: Sequence[Comparison], comparisons: Sequence[Comparison]) -> tuple[str, ...]:
     """Return a line for each kind that differs: how many leaves, and the worst of them."""
     # If a single step is wrong, it is clear that the free run is.
-    kinds = [found.kind for found in wrong if not found.kind.is_of_run]
+    kinds = [item.kind for item in wrong if not item.kind.is_of_run]
     lines = []
-    for kind in dict.fromkeys(kinds or [found.kind for found in wrong]):
-        wrong_of_kind = [found for found in wrong if found.kind == kind]
-        total = sum(found.kind == kind for found in comparisons)
-        worst = max(wrong_of_kind, key=lambda found: found.ratio)
+    for kind in dict.fromkeys(kinds or [item.kind for item in wrong]):
+        wrong_of_kind = [item for item in wrong if item.kind == kind]
+        total = sum(item.kind == kind for item in comparisons)
+        worst = max(wrong_of_kind, key=lambda item: item.ratio)
         size = _show_difference(kind, worst.difference, worst.tolerance)
         lines.append(f"{kind}: {len(wrong_of_kind)} of {total}, most in '{worst.leaf}' ({size})")
     return tuple(lines)

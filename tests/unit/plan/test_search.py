@@ -132,7 +132,7 @@ def test_an_interruption_keeps_the_results_so_far(one):
         return plan
 
     with pytest.raises(KeyboardInterrupt):
-        search(make, compile_one, target, find_meshes(8), {}, budget=9, found=known)
+        search(make, compile_one, target, find_meshes(8), {}, budget=9, result=known)
     assert known.num_compiled == 2
     assert known.best is not None
     assert np.isfinite(known.best.plan.times.total)
