@@ -269,7 +269,7 @@ def sketch(chart: Chart) -> str:
     parts = [
         f'<path class="frame" d="M{LEFT:.0f} {floor:.0f}H{WIDTH - RIGHT:.0f}"/>',
         f'<text class="place end" x="{LEFT - 8:.0f}" y="{TOP:.0f}">{show_number(high)}</text>',
-        f'<text class="place end" x="{LEFT - 8:.0f}" y="{floor:.0f}">{show_number(low)}</text>',
+        f'<text class="place end" x="{LEFT - 8:.0f}" y="{floor - 6:.0f}">{show_number(low)}</text>',
         f'<text class="place" x="{LEFT:.0f}" y="{HEIGHT - 8:.0f}">{first_step:,}</text>',
         f'<text class="place end" x="{WIDTH - RIGHT:.0f}" y="{HEIGHT - 8:.0f}">'
         f"step {last_step:,}</text>",

@@ -31,7 +31,7 @@ def plan_note(run: RunRecord) -> str:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PlannedQuantity:
     """A planned quantity next to its measurement.
 
     Attributes:
@@ -64,15 +64,15 @@ class Comparison:
         ]
 
 
-def _compare_step_time(summary: Summary, plan: Plan) -> Comparison:
+def _compare_step_time(summary: Summary, plan: Plan) -> PlannedQuantity:
     planned = plan.times.total if plan.times else None
     measured = summary.run.measured.get("seconds") or summary.step_seconds
-    return Comparison("step time", planned, measured, show_short_time)
+    return PlannedQuantity("step time", planned, measured, show_short_time)
 
 
-def _compare_memory(measurements: Mapping[str, float | None], plan: Plan) -> Comparison:
+def _compare_memory(measurements: Mapping[str, float | None], plan: Plan) -> PlannedQuantity:
     name = "peak memory per device"
-    return Comparison(
+    return PlannedQuantity(
         name, plan.memory.peak, measurements.get("peak"), show_bytes, is_estimate=False
     )
 
@@ -85,8 +85,8 @@ def plan_section(summary: Summary, plan: Plan | None) -> str:
     rate = plan.items / step_time.measured if step_time.measured else None
     compared = [
         step_time,
-        Comparison(f"{plan.unit}/s", plan.items_per_second, rate, show_count),
-        Comparison("MFU", plan.mfu, summary.mfu, lambda value: show_share(value, 1.0)),
+        PlannedQuantity(f"{plan.unit}/s", plan.items_per_second, rate, show_count),
+        PlannedQuantity("MFU", plan.mfu, summary.mfu, lambda value: show_share(value, 1.0)),
         _compare_memory(summary.run.measured, plan),
     ]
     rows = []

@@ -109,9 +109,8 @@ def time_section(summary: Summary) -> str:
 
 
 def _lead(account: Account) -> str:
-    text = f"{show_seconds(account.useful)} in useful steps"
-    if account.wall is not None:
-        text += f" of {show_seconds(account.wall)}"
+    wall = f" of {show_seconds(account.wall)}" if account.wall is not None else ""
+    text = f"{show_seconds(account.useful)}{wall} in useful steps"
     if account.goodput is not None:
         text = f"{show_share(account.goodput, 1.0)} goodput: {text}"
     repeated = ""
