@@ -65,7 +65,7 @@ class Run:
         data: the batches: usually `Batches(...)`, or any function from the step number to a batch.
             An iterable without state works too, but such a run cannot resume.
         steps: the number of training steps, counted from the start of the run, not from a resume.
-        mesh: axis names and sizes, for example "data=4,model=2"; -1 stands for all remaining
+        mesh: axis names and sizes, for example "data=4,model=2"; -1 means all remaining
             devices. Or a `jax.sharding.Mesh`. The default is data parallelism over all devices.
         rules: how names and paths of parameters map to mesh axes. The default follows the
             annotations of the model, and shards parameters over an axis named "fsdp".

@@ -126,8 +126,8 @@ class Gaps:
     def fill(self) -> None:
         """Release all blocks, and fill the gaps that exist now.
 
-        glibc returns the smallest gaps first. When `RUN_LENGTH` blocks in a row are adjacent, they
-        come from free memory: there are no gaps left, and these blocks are released.
+        glibc returns the smallest gaps first. When `RUN_LENGTH` consecutive blocks are adjacent,
+        they come from free memory: there are no gaps left, and these blocks are released.
         """
         with self._lock:
             while self.held:

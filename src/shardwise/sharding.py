@@ -279,7 +279,7 @@ def place_optimizer(
 ) -> dict[str, Placement]:
     """Return a placement for each leaf of an optimizer state.
 
-    A leaf follows the parameter whose path is the end of its own path. If both have the same
+    A leaf follows the parameter whose path is the end of the leaf's path. If both have the same
     shape, both have the same sharding. Otherwise each dim of the leaf is sharded like the dim of
     the parameter that it keeps, see `_followed_dims`. Leaves that belong to no parameter, such as
     step counts, are sharded by automatic FSDP if they are large.
@@ -322,7 +322,7 @@ def _followed_dims(
 ) -> list[int | None]:
     """Return, for each dim of an optimizer leaf, the dim of its parameter that it follows.
 
-    None stands for a dim that is replicated, because it follows no dim of the parameter or because
+    None means that the dim is replicated, because it follows no dim of the parameter or because
     sizes alone do not tell which one: a leaf of shape (256,) may hold the rows or the columns
     of a parameter of shape (256, 256). `field_name` decides that for Adafactor.
     """

@@ -7,8 +7,8 @@
 3. `update`: apply the Optax update, unless a value is non-finite.
 4. `jax.jit`, with the state donated; `TrainStep.compile` compiles it before the first batch.
 
-The step is written for the global batch, and XLA's partitioner distributes it. There is no
-`shard_map` and no `pmean`, so there is no reduction to get wrong. Three shardings are explicit,
+The step is written for the global batch, and XLA's partitioner distributes it. It uses
+neither `shard_map` nor `pmean`, so no reduction can be wrong. Three shardings are explicit,
 because the partitioner does not choose them reliably: parameters are gathered where the model uses
 them, so that activations stay sharded over the batch axes; gradients are reduced directly into the
 sharding of their parameter; and the state is returned with the shardings that it came with.
@@ -51,29 +51,6 @@ Means: TypeAlias = dict[str, Mean]
 # Gradients like the parameters, the summed means of the loss, and the new variables that are not
 # parameters (batch statistics).
 Gradients: TypeAlias = tuple[Params, Means, Pure]
-
-# XLA options of the training step, by platform.
-#
-# gpu: XLA's Triton kernels cannot fuse the epilogues of cuBLAS, which add biases and residuals to
-# the output of a matmul. Once XLA has considered a Triton kernel, even the cuBLAS matmul that wins
-# has no epilogue. Dynamic-slice fusion is off because XLA would compute a matmul twice that a scan
-# over layers saves: once for the layer, and once into the stack of all layers.
-#
-# cpu: the pass `cse_barrier_expander` removes `optimization_barrier` before XLA fuses. XLA then
-# computes everything before the barrier again in each fusion that reads it, and the work of a GPT
-# grows with the square of its layers (see `cpu_layer_norm`). The option is used only for a loss
-# that contains a barrier: other models are compiled exactly as plain JAX compiles them.
-COMPILER_OPTIONS: dict[str, dict[str, bool | str]] = {
-    "gpu": {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_dynamic_slice_fusion": False},
-    "cpu": {"xla_disable_hlo_passes": "cse_barrier_expander"},
-}
-
-
-def compiler_options(platform: str, traced: TracedLoss) -> dict[str, bool | str] | None:
-    """Return the entry of `COMPILER_OPTIONS` for a step with this loss, or None."""
-    if platform == "cpu" and not traced.has_barrier:
-        return None
-    return COMPILER_OPTIONS.get(platform)
 
 
 @dataclass(frozen=True)
@@ -145,86 +122,13 @@ class TrainStep:
 
         def run_program(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
             try:
-                return cast(tuple[TrainState, Metrics], program(state, batch))
+                result: tuple[TrainState, Metrics] = program(state, batch)
             except TypeError:
                 # The program refuses arguments of other shapes before it donates anything.
                 return jitted(state, batch)
+            return result
 
         return replace(self, function=run_program, program=program)
-
-
-def make_train_step(
-    spec: StateSpec,
-    loss: Loss,
-    batch: Batch,
-    *,
-    seed: int = 0,
-    accumulate: int = 1,
-    compute_dtype: DTypeLike | None = None,
-    norms: bool = False,
-) -> TrainStep:
-    """Build the training step. The loss is traced and checked; nothing is compiled.
-
-    Args:
-        spec: the abstract state, see `abstract_state`.
-        loss: `loss(model, batch)`, see `LossValue` for what it may return.
-        batch: a batch, as arrays or shapes. All batches of the run have these shapes.
-        seed: the root of all random streams. A stream of step n depends on (seed, path of the
-            stream, n).
-        accumulate: the number of micro-batches that a batch is split into. They are computed one
-            after the other to save memory, and the result is that of the complete batch.
-        compute_dtype: the dtype in which the model reads its parameters, for example "bfloat16".
-            Parameters and optimizer state keep their own. None reads parameters as they are stored.
-        norms: add `update_norm` and `param_norm` to the metrics, and all norms for each parameter
-            group of the optimizer. A step of GPT-2 124M takes 1 % longer.
-
-    Raises:
-        ConfigError: if the loss fails, or if the batch size does not fit the mesh and cannot be
-            padded.
-
-    Example:
-        >>> spec = abstract_state(model, optax.adamw(1e-3), make_mesh("data=8"))
-        >>> step = make_train_step(spec, loss, batches(0), accumulate=4, compute_dtype="bfloat16")
-    """
-    traced = trace_loss(spec, loss, batch)
-    layout = _train_layout(spec, traced, accumulate)
-    functions = _StepFunctions(
-        spec=spec,
-        loss=loss,
-        layout=layout,
-        optimizer=optax.with_extra_args_support(spec.optimizer),
-        hooks=access_hooks(spec, compute_dtype),
-        seed=seed,
-        accumulate=accumulate,
-        groups=_parameter_groups(spec) if norms else None,
-    )
-    stored = spec.shardings
-    replicated = spec.sharding(PartitionSpec())
-    halves = (stored.params, replicated, stored.other)
-    platform = spec.mesh.devices.flat[0].platform
-    return TrainStep(
-        function=jax.jit(
-            functions.step,
-            donate_argnums=0,
-            in_shardings=(stored, layout.sharding),
-            out_shardings=(stored, replicated),
-            compiler_options=compiler_options(platform, traced),
-        ),
-        layout=layout,
-        spec=spec,
-        batch=layout.abstract(batch),
-        gradients=jax.jit(
-            functions.gradients,
-            in_shardings=(stored, layout.sharding),
-            out_shardings=halves,
-        ),
-        update=jax.jit(
-            functions.update,
-            in_shardings=(stored, *halves),
-            out_shardings=(stored, replicated),
-        ),
-        traced=traced,
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -360,6 +264,106 @@ class _StepFunctions:
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Run one training step: gradients, then update."""
         return self.update(state, *self.gradients(state, batch))
+
+
+# XLA options of the training step, by platform.
+#
+# gpu: XLA's Triton kernels cannot fuse the epilogues of cuBLAS, which add biases and residuals to
+# the output of a matmul. Once XLA has considered a Triton kernel, even the cuBLAS matmul that wins
+# has no epilogue. Dynamic-slice fusion is off because XLA would compute a matmul twice that a scan
+# over layers saves: once for the layer, and once into the stack of all layers.
+#
+# cpu: the pass `cse_barrier_expander` removes `optimization_barrier` before XLA fuses. XLA then
+# computes everything before the barrier again in each fusion that reads it, and the work of a GPT
+# grows with the square of its layers (see `cpu_layer_norm`). The option is used only for a loss
+# that contains a barrier: other models are compiled exactly as plain JAX compiles them. Known
+# limit: XLA for CPUs (jax 0.12.0) cannot compile a barrier that it keeps inside a small loop, such
+# as a scan over a few numbers ("Unhandled opcode for elemental IR emission: opt-barrier").
+COMPILER_OPTIONS: dict[str, dict[str, bool | str]] = {
+    "gpu": {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_dynamic_slice_fusion": False},
+    "cpu": {"xla_disable_hlo_passes": "cse_barrier_expander"},
+}
+
+
+def compiler_options(platform: str, traced: TracedLoss) -> dict[str, bool | str] | None:
+    """Return the entry of `COMPILER_OPTIONS` for a step with this loss, or None."""
+    if platform == "cpu" and not traced.has_barrier:
+        return None
+    return COMPILER_OPTIONS.get(platform)
+
+
+def make_train_step(
+    spec: StateSpec,
+    loss: Loss,
+    batch: Batch,
+    *,
+    seed: int = 0,
+    accumulate: int = 1,
+    compute_dtype: DTypeLike | None = None,
+    norms: bool = False,
+) -> TrainStep:
+    """Build the training step. The loss is traced and checked; nothing is compiled.
+
+    Args:
+        spec: the abstract state, see `abstract_state`.
+        loss: `loss(model, batch)`, see `LossValue` for what it may return.
+        batch: a batch, as arrays or shapes. All batches of the run have these shapes.
+        seed: the root of all random streams. A stream of step n depends on (seed, path of the
+            stream, n).
+        accumulate: the number of micro-batches that a batch is split into. They are computed one
+            after the other to save memory, and the result is that of the complete batch.
+        compute_dtype: the dtype in which the model reads its parameters, for example "bfloat16".
+            Parameters and optimizer state keep their own. None reads parameters as they are stored.
+        norms: add `update_norm` and `param_norm` to the metrics, and all norms for each parameter
+            group of the optimizer. A step of GPT-2 124M takes 1 % longer.
+
+    Raises:
+        ConfigError: if the loss fails, or if the batch size does not fit the mesh and cannot be
+            padded.
+
+    Example:
+        >>> spec = abstract_state(model, optax.adamw(1e-3), make_mesh("data=8"))
+        >>> step = make_train_step(spec, loss, batches(0), accumulate=4, compute_dtype="bfloat16")
+    """
+    traced = trace_loss(spec, loss, batch)
+    layout = _train_layout(spec, traced, accumulate)
+    functions = _StepFunctions(
+        spec=spec,
+        loss=loss,
+        layout=layout,
+        optimizer=optax.with_extra_args_support(spec.optimizer),
+        hooks=access_hooks(spec, compute_dtype),
+        seed=seed,
+        accumulate=accumulate,
+        groups=_parameter_groups(spec) if norms else None,
+    )
+    stored = spec.shardings
+    replicated = spec.sharding(PartitionSpec())
+    halves = (stored.params, replicated, stored.other)
+    platform = spec.mesh.devices.flat[0].platform
+    return TrainStep(
+        function=jax.jit(
+            functions.step,
+            donate_argnums=0,
+            in_shardings=(stored, layout.sharding),
+            out_shardings=(stored, replicated),
+            compiler_options=compiler_options(platform, traced),
+        ),
+        layout=layout,
+        spec=spec,
+        batch=layout.abstract(batch),
+        gradients=jax.jit(
+            functions.gradients,
+            in_shardings=(stored, layout.sharding),
+            out_shardings=halves,
+        ),
+        update=jax.jit(
+            functions.update,
+            in_shardings=(stored, *halves),
+            out_shardings=(stored, replicated),
+        ),
+        traced=traced,
+    )
 
 
 def _select(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:

@@ -64,7 +64,7 @@ def show_share(part: float, whole: float) -> str:
 def show_number(value: float) -> str:
     """Return a number as on the axes of charts: `0.0125`, `12.5k`, `1e-4`.
 
-    `report/static/report_page.js` formats numbers in the same way.
+    `report/static/curves.js` formats numbers in the same way; a test compares both.
     """
     size = abs(value)
     sign = "\N{MINUS SIGN}" if value < 0 else ""
@@ -74,11 +74,12 @@ def show_number(value: float) -> str:
         return f"{sign}∞"
     if size == 0:
         return "0"
-    if 1e-3 <= size < 1e4:
+    # From 9999.5 on, four digits would round to 1e+04.
+    if 1e-3 <= size < 9999.5:
         return f"{sign}{size:.4g}"
     for power, prefix in ((3, "k"), (6, "M"), (9, "G"), (12, "T")):
         # Below the value that rounds up to 1000 of this prefix.
-        if 1e4 <= size < 10.0 ** (power + 3) * 0.99995:
+        if 9999.5 <= size < 10.0 ** (power + 3) * 0.99995:
             return f"{sign}{size / 10.0**power:.4g}{prefix}"
     mantissa, _, exponent = f"{size:.3e}".partition("e")
     return f"{sign}{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"

@@ -1,4 +1,4 @@
-"""Every recipe goes through one suite, in its full dress: clipping, decay, groups, one of them frozen."""
+"""Every optimizer recipe passes one suite, with clipping, decay and groups, one of them frozen."""
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,19 @@ from shardwise.tree import named_leaves
 
 BY_STEPS = ("standard", "transformer", "fine_tuning", "unstable")
 LEARNING_RATES = {
-    "sgd": 0.02, "adam": 0.01, "adamw": 0.01, "lion": 3e-3, "adafactor": 0.03, "muon": 0.02, "schedule_free": 0.02, "prodigy": 1.0,
-    "standard": 0.01, "transformer": 0.01, "fine_tuning": 0.01, "unstable": 0.05,
-}  # fmt: skip
+    "sgd": 0.02,
+    "adam": 0.01,
+    "adamw": 0.01,
+    "lion": 3e-3,
+    "adafactor": 0.03,
+    "muon": 0.02,
+    "schedule_free": 0.02,
+    "prodigy": 1.0,
+    "standard": 0.01,
+    "transformer": 0.01,
+    "fine_tuning": 0.01,
+    "unstable": 0.05,
+}
 GROUPS = (
     Group("embed/*", frozen=True, name="frozen"),
     Group("out/*", lr_scale=0.5, name="head"),
@@ -81,9 +91,12 @@ def train(tx, mesh, count):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_descends_on_a_quadratic(name):
-    """The second target is the net below."""
+    """The first of two targets; the second is `Net`, in `test_contract`."""
     tx, params = make(name), {"a": jnp.full((6, 5), 2.0), "b": jnp.full((5,), -1.0)}
-    value = lambda p: sum(jnp.sum(jnp.square(leaf - 0.3)) for leaf in jax.tree.leaves(p))  # noqa: E731
+
+    def value(params):
+        return sum(jnp.sum(jnp.square(leaf - 0.3)) for leaf in jax.tree.leaves(params))
+
     state, start = tx.init(params), float(value(params))
 
     @jax.jit
@@ -96,16 +109,9 @@ def test_descends_on_a_quadratic(name):
     assert float(value(optim.evaluation_params(state, params))) < 0.95 * start
 
 
-OF_OTHERS = (
-    "adam",
-    "standard",
-    "transformer",
-    "fine_tuning",
-    "sgd",
-)  # the same parts as "adamw"; as "unstable"
-SOME = [
-    pytest.param(name, marks=pytest.mark.slow) if name in OF_OTHERS else name for name in RECIPES
-]
+# These have the same parts as "adamw" or "unstable".
+SIMILAR = ("adam", "standard", "transformer", "fine_tuning", "sgd")
+SOME = [pytest.param(name, marks=pytest.mark.slow) if name in SIMILAR else name for name in RECIPES]
 
 
 @pytest.mark.parametrize("other", ["data=1", pytest.param("fsdp=8", marks=pytest.mark.slow)])
@@ -116,7 +122,7 @@ def test_contract(name, other, tmp_path):
     assert recompiled == []
     assert metrics[-1]["loss"] < metrics[0]["loss"]
 
-    # described, laid out like the parameters, and kept so
+    # The state is sharded like the parameters, and stays so.
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == spec.shardings
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state) == jax.tree.map(
         lambda leaf: (leaf.shape, leaf.dtype), spec.abstract
@@ -129,12 +135,12 @@ def test_contract(name, other, tmp_path):
     assert {p.spec for p in kernels.values()} <= {spec.params["hidden/kernel"].spec}
     assert kernels or name == "adafactor"
 
-    # frozen leaves: the same bits, and no state
+    # Frozen leaves keep their bits and have no optimizer state.
     for path, leaf in named_leaves(state.params["embed"]).items():
         np.testing.assert_array_equal(leaf, named_leaves(first["embed"])[path])
     assert not [path for path in spec.opt_state if "embed" in path]
 
-    # the same run on one device, or on another mesh
+    # One device, or another mesh, trains the same.
     elsewhere = train(tx, make_mesh(other, jax.devices()[:1] if other == "data=1" else None), 10)[3]
     for key in ("loss", "grad_norm", "update_norm", "param_norm", "update_norm/head"):
         np.testing.assert_allclose(
@@ -144,7 +150,7 @@ def test_contract(name, other, tmp_path):
             err_msg=f"{key} on {other}",
         )
 
-    # live values, of every group that moves
+    # Every group that is trained has live values.
     last = metrics[-1]
     for key in ("lr", "grad_norm", "update_norm", "param_norm"):
         assert {f"{key}/head", f"{key}/rest"} <= last.keys()
@@ -152,7 +158,7 @@ def test_contract(name, other, tmp_path):
     if name != "prodigy":
         assert last["lr/head"] == pytest.approx(0.5 * last["lr/rest"])
 
-    # a plain Orbax checkpoint and back
+    # The state survives a plain Orbax checkpoint.
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(state, {})
     restored = checkpoints.restore(spec, 10)
@@ -161,7 +167,7 @@ def test_contract(name, other, tmp_path):
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_decay_is_where_explain_says(name):
+def test_decay_is_applied_where_explain_reports_it(name):
     tx = make(name, weight_decay=0.05, groups=GROUPS)
     explanation = explain(tx, Net, steps=STEPS)
     spec = abstract_state(Net, tx, make_mesh("data=1", jax.devices()[:1]))
@@ -177,9 +183,8 @@ def test_decay_is_where_explain_says(name):
         ), row.path
         if row.decay:
             expected = -float(rates[f"lr/{row.group.split('/')[0]}"]) * row.decay * params[row.path]
-            np.testing.assert_allclose(
-                updates[row.path], expected, rtol=0.03, atol=1e-7
-            )  # schedule-free: through (a - b) + b
+            # Schedule-free computes the update as (a - b) + b, which rounds.
+            np.testing.assert_allclose(updates[row.path], expected, rtol=0.03, atol=1e-7)
         else:
             assert np.abs(updates[row.path]).max() < 1e-6
     assert [finding.name for finding in explanation.findings] == []

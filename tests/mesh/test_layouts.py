@@ -1,8 +1,8 @@
-"""The central promise: a mesh changes speed, never the mathematics.
+"""The central promise: a mesh changes speed, never the math.
 
-Twenty float32 steps with dropout and accumulation (and batch statistics, where the model has them) on one device and on eight
-layouts of eight devices (one or two of them in the quick tests): the initial parameters are equal to the bit, and every loss
-to 2e-6.
+Each case trains 20 float32 steps with dropout and accumulation, and with batch statistics if the
+model has them, on one device and on eight layouts of eight devices (one or two in the quick tests).
+Initial parameters are bit-identical, and losses differ by less than 2e-6.
 """
 
 import importlib.util
@@ -45,12 +45,13 @@ LAYOUTS = [
 ]
 
 
+# Each axis, alone and combined.
 SOME = [
     "fsdp=8",
     "data=4,model=2",
     "data=2,fsdp=2,model=2",
     "replica=2,fsdp=4",
-]  # each axis, alone and together
+]
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,8 @@ def gpt_case(num_layers=2, **changes):
         dropout=0.1,
         **changes,
     )
-    tokens = np.random.default_rng(0).integers(
-        0, 16, 10_000
-    )  # of 256, so that there is something to learn
+    # 16 of 256 tokens occur, so that there is something to learn.
+    tokens = np.random.default_rng(0).integers(0, 16, 10_000)
 
     def loss(model, batch):
         nats = cross_entropy(model(batch["inputs"]), batch["labels"])
@@ -94,7 +94,7 @@ def digits_case():
 
 
 class Mixer(nnx.Module):
-    """Stands nowhere else: mixes over positions and over channels, with its own variable and its own random stream."""
+    """Mixes positions and channels, with a custom variable and a custom random stream."""
 
     class Calls(nnx.Variable):
         pass
@@ -147,7 +147,7 @@ def train(case, mesh):
     return initial, np.array(jax.device_get(losses))
 
 
-def gpt_of_one_layer_case():
+def gpt_one_layer_case():
     return gpt_case(num_layers=1)
 
 
@@ -158,7 +158,7 @@ def gpt_scan_case():
 @pytest.mark.parametrize(
     ("make_case", "layouts"),
     [
-        pytest.param(gpt_of_one_layer_case, [SOME[0], SOME[2]], id="gpt"),
+        pytest.param(gpt_one_layer_case, [SOME[0], SOME[2]], id="gpt"),
         pytest.param(digits_case, [SOME[1], SOME[3]], id="digits"),
         pytest.param(mixer_case, SOME, id="mixer", marks=pytest.mark.slow),
         pytest.param(gpt_scan_case, SOME[2:3], id="gpt-scan"),
@@ -168,13 +168,13 @@ def gpt_scan_case():
         pytest.param(gpt_scan_case, LAYOUTS, id="gpt-scan-everywhere", marks=pytest.mark.slow),
     ],
 )
-def test_every_layout_is_the_same_run(make_case, layouts):
+def test_every_layout_trains_the_same(make_case, layouts):
     case = make_case()
     initial, losses = train(case, make_mesh("data=1", jax.devices()[:1]))
     assert losses[-5:].mean() < losses[:5].mean()
     for text in layouts:
-        their_initial, their_losses = train(case, make_mesh(text))
-        assert their_initial == initial, f"{text}: initial state differs"
-        difference = np.abs(their_losses - losses).max()
-        print(f"{text:24s} largest difference of a loss {difference:.2e}")
+        sharded_initial, sharded_losses = train(case, make_mesh(text))
+        assert sharded_initial == initial, f"{text}: initial state differs"
+        difference = np.abs(sharded_losses - losses).max()
+        print(f"{text:24s} largest difference of the loss {difference:.2e}")
         assert difference < 2e-6, text

@@ -1,4 +1,4 @@
-"""A run that changes its devices at every stop is the run that never stopped."""
+"""A run that resumes on other devices each time equals a run that never stopped."""
 
 import hashlib
 import io
@@ -23,10 +23,14 @@ DATA = {"x": X, "y": np.tanh(X @ RNG.normal(size=(16, 8)).astype("f4"))}
 
 
 class Net(nnx.Module):
-    """All that a resume can lose: dropout, batch statistics, and by the optimizer an average and a schedule."""
+    """Has everything that a resume can lose: dropout, and batch statistics.
+
+    The optimizer adds an average and a schedule.
+    """
 
     def __init__(self, rngs):
-        # No bias before BatchNorm: its gradient is nothing but rounding, which Adam would scale up to whole steps.
+        # No bias before BatchNorm: its gradient is rounding error, which Adam would scale up to
+        # full steps.
         self.up = nnx.Linear(16, 64, use_bias=False, rngs=rngs)
         self.norm = nnx.BatchNorm(64, rngs=rngs)
         self.dropout = nnx.Dropout(0.2, rngs=rngs)
@@ -54,8 +58,21 @@ def train(out, mesh, devices, steps, seen):
         optim.cosine(1e-2, LENGTH, warmup=5), weight_decay=0.1, clip=1.0, ema=0.9
     )
     rules = Rules(paths=PATHS, fsdp_min_size=16)
-    run = Run(model=Net, loss=loss, optimizer=optimizer, data=watched, steps=steps, mesh=make_mesh(mesh, jax.devices()[:devices]),
-              rules=rules, seed=7, accumulate=2, save_every=10, eval_data=Batches(DATA, 32), eval_every=10, out=out)  # fmt: skip
+    run = Run(
+        model=Net,
+        loss=loss,
+        optimizer=optimizer,
+        data=watched,
+        steps=steps,
+        mesh=make_mesh(mesh, jax.devices()[:devices]),
+        rules=rules,
+        seed=7,
+        accumulate=2,
+        save_every=10,
+        eval_data=Batches(DATA, 32),
+        eval_every=10,
+        out=out,
+    )
     return fit(run, console=Console(file=io.StringIO()))
 
 
@@ -73,7 +90,7 @@ def straight(tmp_path_factory):
     return out, seen, train(out, *CHAIN[0], LENGTH, seen)
 
 
-def test_the_chain_sees_the_same_batches_and_the_same_losses(straight, tmp_path):
+def test_chain_has_the_same_batches_and_losses(straight, tmp_path):
     straight_out, straight_seen, _ = straight
     seen: dict[int, str] = {}
     for leg, (mesh, devices) in enumerate(CHAIN):
@@ -87,11 +104,12 @@ def test_the_chain_sees_the_same_batches_and_the_same_losses(straight, tmp_path)
             assert a[name] == pytest.approx(b[name], rel=1e-5), (a["step"], name)
 
 
-def test_back_on_the_first_layout_it_is_the_same_run_to_the_bit(straight, tmp_path):
+def test_run_is_bit_identical_after_it_returns_to_the_first_layout(straight, tmp_path):
     straight_out, _, result = straight
     shutil.copytree(straight_out / "checkpoints" / "40", tmp_path / "checkpoints" / "40")
     shutil.copy(straight_out / "metrics.jsonl", tmp_path / "metrics.jsonl")
-    for mesh, devices in CHAIN[1:4]:  # restored on each of the other layouts, and saved again by it
+    # Each of the other layouts restores the checkpoint and saves it again.
+    for mesh, devices in CHAIN[1:4]:
         spec = abstract_state(
             Net,
             result.spec.optimizer,

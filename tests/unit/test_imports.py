@@ -11,7 +11,7 @@ import pytest
 import shardwise
 
 ROOT = Path(shardwise.__file__).parent
-# From the bottom up. A module belongs to the band of its file or package at the top of `src/shardwise`.
+# From the bottom up. A module belongs to the band of its file or package in `src/shardwise`.
 BANDS = {
     "base": "errors text console runtime files tree metrics hardware flops precision",
     "parts": "axes sharding kernels models data optim cluster trackers rundir early_stop",
@@ -31,7 +31,7 @@ def module_name(path, root=ROOT):
 
 
 def imports_of(text, name, modules):
-    """Yield the modules of shardwise that a module's text imports, wherever the import stands in it."""
+    """Yield the modules of shardwise that the text of a module imports, at any level."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -41,7 +41,8 @@ def imports_of(text, name, modules):
             assert node.level == 0, f"{name} has a relative import; write it out"
             if node.module == "shardwise" or (node.module or "").startswith("shardwise."):
                 source = node.module.removeprefix("shardwise").lstrip(".")
-                # `from shardwise.models import gpt` imports a module, `from shardwise.text import columns` a name.
+                # `from shardwise.models import gpt` imports a module,
+                # `from shardwise.text import columns` a name.
                 inner = [f"{source}.{alias.name}".lstrip(".") for alias in node.names]
                 yield from (found if found in modules else source for found in inner)
 
@@ -105,7 +106,12 @@ def test_models_and_kernels_work_without_the_rest(graph):
 
 
 def test_help_does_not_import_jax():
-    code = "import sys; from shardwise.cli import main; main(['--help']); sys.exit('jax' in sys.modules)"
+    code = """if True:
+        import sys
+        from shardwise.cli import main
+        main(["--help"])
+        sys.exit("jax" in sys.modules)
+    """
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
@@ -120,7 +126,12 @@ def test_public_names_are_found_after_a_plain_import(name):
 
 
 def test_submodules_are_found_after_a_plain_import():
-    """In a process that has imported nothing else, which is where `shardwise.optim` used to be missing."""
-    code = "import shardwise; shardwise.optim.adamw; shardwise.data.Batches; shardwise.models.gpt.GPT; shardwise.explain; shardwise.verify"
-    code += "\nimport shardwise.explanation.explain, shardwise.verification.verify\nassert callable(shardwise.explain) and callable(shardwise.verify)"
+    """A new process, because `shardwise.optim` was missing only if nothing else was imported."""
+    code = """if True:
+        import shardwise
+        shardwise.optim.adamw, shardwise.data.Batches, shardwise.models.gpt.GPT
+        shardwise.explain, shardwise.verify
+        import shardwise.explanation.explain, shardwise.verification.verify
+        assert callable(shardwise.explain) and callable(shardwise.verify)
+    """
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -1,4 +1,4 @@
-"""The generator, and exact means over a held-out set of any length."""
+"""The training loop, and exact means over validation data of any length."""
 
 import jax
 import jax.numpy as jnp
@@ -49,14 +49,14 @@ STATE = init_state(SPEC, 0)
 
 @settings(max_examples=15, deadline=None)
 @given(st.integers(1, 70), st.integers(1, 24), st.booleans())
-def test_evaluation_is_exact_for_any_number_of_rows(rows, batch_size, with_weights):
+def test_evaluation_is_exact_for_any_number_of_examples(rows, batch_size, with_weights):
     data, batch_size = make_data(rows), min(batch_size, rows)
     loss = weighted if with_weights else scalar
     batches = Batches(data, batch_size)
     got = evaluate(make_eval_step(SPEC, loss, next(batches.once())), STATE, batches)["loss"]
-    outputs = (
-        data["x"] / np.sqrt(1 + 1e-5) @ np.asarray(STATE.params["linear"]["kernel"])[:, 0]
-    )  # running statistics, no dropout
+    # In evaluation mode: running statistics, and no dropout.
+    normalized = data["x"] / np.sqrt(1 + 1e-5)
+    outputs = normalized @ np.asarray(STATE.params["linear"]["kernel"])[:, 0]
     want = np.average(outputs**2, weights=data["w"] if with_weights else None)
     assert got == pytest.approx(want, rel=1e-5)
 
@@ -68,7 +68,7 @@ def test_evaluation_compiles_once_for_batches_of_two_sizes():
     assert step.function._cache_size() == 1
 
 
-def test_steps_count_from_where_the_state_stands():
+def test_steps_continue_from_the_step_of_the_state():
     batches = Batches(make_data(64), 16)
     step = make_train_step(SPEC, weighted, batches(0))
     state = init_state(SPEC, 0)
@@ -82,7 +82,7 @@ def test_steps_count_from_where_the_state_stands():
     assert list(steps(step, init_state(SPEC, 0), batches, until=0)) == []
 
 
-def test_a_run_continued_equals_a_run_never_stopped():
+def test_resumed_run_equals_uninterrupted_run():
     batches = Batches(make_data(64), 16)
     step = make_train_step(SPEC, weighted, batches(0))
 

@@ -1,4 +1,4 @@
-"""Mesh strings: what they mean, and what is said when they cannot be."""
+"""Mesh strings: what they mean, and the errors for those that do not fit."""
 
 import math
 
@@ -15,7 +15,7 @@ sizes = st.lists(st.integers(1, 6), min_size=1, max_size=4)
 
 
 @given(sizes, st.data())
-def test_sizes_come_back_and_one_axis_can_be_filled(values, data):
+def test_sizes_are_parsed_and_one_axis_can_be_filled(values, data):
     names = [f"axis{i}" for i in range(len(values))]
     want = dict(zip(names, values, strict=True))
     total = math.prod(values)
@@ -28,7 +28,7 @@ def test_sizes_come_back_and_one_axis_can_be_filled(values, data):
 
 
 @given(sizes, st.integers(1, 64))
-def test_every_mesh_covers_all_devices_or_is_refused_with_one_that_does(values, devices):
+def test_mesh_uses_all_devices_or_is_refused_with_one_that_does(values, devices):
     text = ",".join(f"a{i}={s}" for i, s in enumerate(values))
     if math.prod(values) == devices:
         assert math.prod(parse_mesh(text, devices).values()) == devices
@@ -40,7 +40,7 @@ def test_every_mesh_covers_all_devices_or_is_refused_with_one_that_does(values, 
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("data=4,model=3", "needs 12 devices, and there are 8. 'data=8,model=1' would"),
         ("data=3,model=-1", "a multiple of 3 devices, and there are 8"),
@@ -52,10 +52,10 @@ def test_every_mesh_covers_all_devices_or_is_refused_with_one_that_does(values, 
         ("", "cannot read ''"),
     ],
 )
-def test_mistakes_are_named_with_their_numbers(text, words):
+def test_errors_name_the_values(text, message):
     with pytest.raises(ConfigError, match="mesh") as error:
         parse_mesh(text, 8)
-    assert words in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -75,5 +75,5 @@ def test_meshes_have_automatic_axes_and_use_every_device(text):
     assert {device.id for device in mesh.devices.flat} == {device.id for device in jax.devices()}
 
 
-def test_a_mesh_over_some_devices_is_asked_for_explicitly():
+def test_mesh_over_some_of_the_devices():
     assert make_mesh("data=-1", jax.devices()[:2]).shape == {"data": 2}

@@ -1,4 +1,4 @@
-"""Means that add up, the log that is cut back, and arithmetic counted from a trace."""
+"""Means that add up, the metrics log, and facts that are read from a trace."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.flops import count_flops
+from shardwise.flops import count_flops, has_primitive
 from shardwise.metrics import Mean, MetricsLog, read_metrics
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.module import build_module
@@ -18,19 +18,19 @@ floats = st.floats(-100, 100, width=32)
 @given(
     st.lists(st.tuples(floats, st.floats(0.125, 10, width=32)), min_size=2, max_size=20), st.data()
 )
-def test_parts_of_a_mean_add_up_to_the_whole(pairs, data):
+def test_parts_of_a_mean_add_up(pairs, data):
     totals, weights = (np.array(x, "f4") for x in zip(*pairs, strict=True))
-    cut = data.draw(st.integers(1, len(pairs) - 1))
-    whole = Mean(totals, weights).summed()
-    parts = Mean(totals[:cut], weights[:cut]).summed() + Mean(totals[cut:], weights[cut:]).summed()
-    np.testing.assert_allclose(parts.value, whole.value, rtol=1e-4, atol=1e-4)
-    mask = np.arange(len(pairs)) < cut
-    np.testing.assert_allclose(
-        Mean(totals, weights).summed(mask).total, totals[:cut].sum(dtype="f8"), rtol=1e-4, atol=1e-4
-    )
+    middle = data.draw(st.integers(1, len(pairs) - 1))
+    complete = Mean(totals, weights).summed()
+    first = Mean(totals[:middle], weights[:middle]).summed()
+    second = Mean(totals[middle:], weights[middle:]).summed()
+    np.testing.assert_allclose((first + second).value, complete.value, rtol=1e-4, atol=1e-4)
+    masked = Mean(totals, weights).summed(np.arange(len(pairs)) < middle)
+    want = totals[:middle].sum(dtype="f8")
+    np.testing.assert_allclose(masked.total, want, rtol=1e-4, atol=1e-4)
 
 
-def test_what_a_mean_counts_is_known_before_it_is_computed():
+def test_weight_of_a_mean_is_known_while_tracing():
     known = []
 
     def trace(nats, mask):
@@ -45,7 +45,7 @@ def test_what_a_mean_counts_is_known_before_it_is_computed():
     assert known == [24, 24, 12, 24, None, 36]
 
 
-def test_the_log_is_cut_back_to_the_step_it_resumes_at_and_survives_a_torn_line(tmp_path):
+def test_log_drops_records_after_the_resumed_step_and_ignores_a_torn_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path)
     for step in range(1, 6):
@@ -73,26 +73,38 @@ def gpt_flops(**changes):
     return count_flops(forward, jax.ShapeDtypeStruct((2, 64), jnp.int32))
 
 
-def test_the_arithmetic_of_a_gpt_is_what_the_textbook_says():
+def test_flops_of_a_gpt_match_the_formula():
     tokens, width, layers, length, vocab = 2 * 64, 32, 3, 64, 512
     want = (
         2 * tokens * (12 * width**2 * layers + vocab * width) + layers * 4 * tokens * length * width
     )
-    want += 2 * width**2 * layers  # the bias of the values, seen through the output layer
+    # The bias of the values, multiplied by the output projection.
+    want += 2 * width**2 * layers
     assert gpt_flops() == want
-    assert gpt_flops(scan_layers=True) == want  # the body of a scan counts as often as it runs
+    # The body of a scan counts once per iteration.
+    assert gpt_flops(scan_layers=True) == want
     assert gpt_flops(remat="block") == want
 
 
 def test_convolutions_count_every_multiplication():
     conv = nnx.Conv(3, 8, kernel_size=(5, 5), padding="SAME", rngs=nnx.Rngs(0))
-    assert (
-        count_flops(conv, jax.ShapeDtypeStruct((2, 16, 16, 3), jnp.float32))
-        == 2 * (2 * 16 * 16 * 8) * 5 * 5 * 3
-    )
+    images = jax.ShapeDtypeStruct((2, 16, 16, 3), jnp.float32)
+    assert count_flops(conv, images) == 2 * (2 * 16 * 16 * 8) * 5 * 5 * 3
 
 
-def test_lines_of_a_log_that_are_no_records_are_left_out(tmp_path):
+def test_primitives_are_found_in_nested_functions():
+    def function(x):
+        def body(x, _):
+            return jax.jit(jnp.sin)(x), None
+
+        return jax.lax.scan(body, x, None, length=3)[0]
+
+    jaxpr = jax.make_jaxpr(function)(1.0).jaxpr
+    assert has_primitive(jaxpr, "sin")
+    assert not has_primitive(jaxpr, "cos")
+
+
+def test_lines_of_a_log_that_are_not_records_are_skipped(tmp_path):
     log = tmp_path / "metrics.jsonl"
     log.write_bytes(
         b'{"step": 1, "loss": 2.0}\n3\n[]\n{"step": "x"}\n'

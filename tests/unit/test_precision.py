@@ -1,4 +1,4 @@
-"""Sums of 16-bit numbers in float32, for models that know nothing of it."""
+"""Sums of 16-bit floats in float32, for any model."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ WEIGHTS = np.random.default_rng(0).uniform(0.5, 1.5, (TOKENS, 8)).astype("f4")
 
 
 class Model(nnx.Module):
-    """A word that stands everywhere, and a bias: their gradients are sums over all tokens."""
+    """An embedding of one token, and a bias: both gradients are sums over all tokens."""
 
     def __init__(self, scan, rngs):
         self.embed = nnx.Embed(4, 8, rngs=rngs)
@@ -29,17 +29,14 @@ class Model(nnx.Module):
             return linear(x)
 
         x = self.embed(tokens)
-        return (
-            nnx.scan(nnx.remat(layer), in_axes=(None, nnx.Carry), out_axes=nnx.Carry, length=1)(
-                self.linear, x
-            )
-            if self.scan
-            else layer(self.linear, x)
-        )
+        if not self.scan:
+            return layer(self.linear, x)
+        axes = {"in_axes": (None, nnx.Carry), "out_axes": nnx.Carry}
+        return nnx.scan(nnx.remat(layer), **axes, length=1)(self.linear, x)
 
 
 def gradients(compute_dtype, scan, accumulate=1):
-    """Of the sum of all outputs, each with its weight."""
+    """Return the gradients of the weighted sum of all outputs."""
 
     def loss(model, batch):
         return Mean(
@@ -53,21 +50,17 @@ def gradients(compute_dtype, scan, accumulate=1):
 
 
 @pytest.mark.parametrize(("scan", "accumulate"), [(False, 1), (True, 1), (False, 4)])
-def test_gradients_of_embeddings_and_biases_are_right_in_bfloat16(scan, accumulate):
+def test_gradients_of_embeddings_and_biases_are_accurate_in_bfloat16(scan, accumulate):
     exact = gradients(None, scan)
     half = gradients("bfloat16", scan, accumulate)
-    for name, leaf in (
-        ("embedding", exact["embed"]["embedding"]),
-        ("bias", exact["linear"]["bias"]),
-    ):
-        found = half["embed" if name == "embedding" else "linear"][name]
-        np.testing.assert_allclose(
-            found, leaf, rtol=0.02, atol=0.01 * float(jnp.abs(leaf).max()), err_msg=name
-        )
+    for layer, name in (("embed", "embedding"), ("linear", "bias")):
+        want = exact[layer][name]
+        tolerance = 0.01 * float(jnp.abs(want).max())
+        np.testing.assert_allclose(half[layer][name], want, rtol=0.02, atol=tolerance, err_msg=name)
 
 
-def test_what_jax_alone_makes_of_such_sums():
-    """Why all this: without it most of the gradient of a frequent word is lost."""
+def test_jax_alone_loses_most_of_such_a_sum():
+    """This is why the module exists: most of the gradient of a frequent token is lost."""
     g = jnp.asarray(WEIGHTS, jnp.bfloat16)
 
     def pull(table):
@@ -80,7 +73,7 @@ def test_what_jax_alone_makes_of_such_sums():
     )
 
 
-def test_other_sums_and_structures_are_left_alone():
+def test_other_sums_and_structures_do_not_change():
     def function(x, more):
         return {"sum": x.sum(), "more": [more, None], "count": jnp.cumsum(more)}
 

@@ -1,4 +1,4 @@
-"""The resolver: which rule fires for a leaf, and what is said when none can."""
+"""Sharding rules: which rule applies to a leaf, and the errors if none can."""
 
 import io
 
@@ -70,7 +70,7 @@ def place(shape, annotation=None, mesh="data=2,fsdp=2,model=2", rules=None, path
         ),
     ],
 )
-def test_the_rule_that_fires_is_told(annotation, mesh, spec, why):
+def test_placement_names_the_rule_that_applies(annotation, mesh, spec, why):
     leaves = {
         "w": ModelLeaf((512, 256), F32, annotation),
         "filler": ModelLeaf((64, 64), F32, (None, ("model", "tp"))),
@@ -79,7 +79,7 @@ def test_the_rule_that_fires_is_told(annotation, mesh, spec, why):
     assert (placement.spec, placement.reason) == (spec, why)
 
 
-def test_a_leaf_that_is_cut_already_is_cut_further_where_that_divides():
+def test_sharded_leaf_is_sharded_further_if_divisible():
     assert place((8192,), ("model",)).spec == P(("model", "fsdp"))
     placement = place((4098,), ("model",))
     assert (placement.spec, placement.reason) == (
@@ -88,25 +88,21 @@ def test_a_leaf_that_is_cut_already_is_cut_further_where_that_divides():
     )
 
 
-def test_a_rule_by_path_speaks_where_no_annotation_does_and_is_taken_as_it_stands():
+def test_rule_by_path_applies_without_annotation_and_literally():
     rules = Rules(paths=(("w*", ("fsdp", None)), ("*", ())))
     only = Rules(paths=(("w*", (None, "fsdp")),))
     assert place((512, 256), rules=only).spec == P(None, "fsdp")
-    assert place((512, 256), (None, "model"), rules=only).spec == P(
-        "fsdp", "model"
-    )  # the annotation, and automatic FSDP
-    assert place((512, 256), (None, "tp"), rules=only).spec == P(
-        None, "fsdp"
-    )  # no such axis here: the rule
+    # The annotation decides, and automatic FSDP is added.
+    assert place((512, 256), (None, "model"), rules=only).spec == P("fsdp", "model")
+    # The mesh has no axis "tp", so the rule decides.
+    assert place((512, 256), (None, "tp"), rules=only).spec == P(None, "fsdp")
     two = {"w": ModelLeaf((512, 256), F32), "x": ModelLeaf((512, 256), F32)}
     specs = [p.spec for p in place_model(two, make_mesh("data=4,fsdp=2"), rules).values()]
-    assert specs == [
-        P("fsdp", None),
-        P(),
-    ]  # the first match wins, and what a rule keeps whole stays whole
+    # The first match decides, and a leaf that a rule replicates stays replicated.
+    assert specs == [P("fsdp", None), P()]
 
 
-def test_named_shardings_and_specs_count_as_annotations():
+def test_named_shardings_and_specs_are_annotations():
     mesh = make_mesh("data=4,model=2")
     assert annotation_of({"out_sharding": NamedSharding(mesh, P(None, "model"))}) == (None, "model")
     assert annotation_of({"out_sharding": P("model")}) == ("model",)
@@ -114,13 +110,14 @@ def test_named_shardings_and_specs_count_as_annotations():
 
 
 @pytest.mark.parametrize(
-    ("shape", "annotation", "mesh", "words"),
+    ("shape", "annotation", "mesh", "message"),
     [
         (
             (768, 2304),
             (None, "model"),
             "data=1,model=5",
-            "dim 1 over mesh axis 'model' (size 5), and 2304 is not divisible by 5. Use model=2, 3, 4, 6 or 8",
+            "dim 1 over mesh axis 'model' (size 5), and 2304 is not divisible by 5. "
+            "Use model=2, 3, 4, 6 or 8",
         ),
         (
             (64, 64),
@@ -149,23 +146,25 @@ def test_named_shardings_and_specs_count_as_annotations():
         ),
     ],
 )
-def test_what_cannot_be_done_is_an_error_with_numbers(shape, annotation, mesh, words):
+def test_invalid_shardings_are_errors_with_numbers(shape, annotation, mesh, message):
     devices = jax.devices()[:5] if "5" in mesh else None
     with pytest.raises(ConfigError) as error:
         place_model(
             {"blocks/0/w": ModelLeaf(shape, F32, annotation)}, make_mesh(mesh, devices), Rules()
         )
     assert "parameter 'blocks/0/w'" in str(error.value)
-    assert words in str(error.value)
+    assert message in str(error.value)
 
 
-def test_a_leaf_of_small_pieces_that_nothing_divides_stays_whole_and_says_so():
+def test_indivisible_leaf_with_small_shards_is_replicated_with_a_reason():
     placed = place((99, 101), mesh="fsdp=8")
     assert placed.spec == P()
-    assert placed.reason == "small: 8 shards of under 4096 elements, and no dim is divisible by fsdp"
+    assert (
+        placed.reason == "small: 8 shards of under 4096 elements, and no dim is divisible by fsdp"
+    )
 
 
-def test_the_closest_name_is_offered():
+def test_closest_name_is_suggested():
     with pytest.raises(ConfigError, match="Did you mean 'model'"):
         place((64, 64), ("modle", None))
     with pytest.raises(
@@ -175,22 +174,23 @@ def test_the_closest_name_is_offered():
         place((64, 64), path="blocks/0/kernel", rules=Rules(paths=(("blocks/*/kernal", ()),)))
 
 
-def test_all_mistakes_are_told_at_once():
+def test_all_problems_are_reported_at_once():
     leaves = {name: ModelLeaf((7, 64), F32, ("model", None)) for name in ("a", "b", "c")}
     with pytest.raises(ConfigError) as error:
         place_model(leaves, make_mesh("data=4,model=2"), Rules())
     assert [f"parameter '{name}'" in str(error.value) for name in leaves] == [True] * 3
 
 
-def test_an_axis_that_cuts_nothing_is_refused():
+def test_axis_that_shards_nothing_is_refused():
     with pytest.raises(
-        ConfigError, match="mesh axis 'model' \\(size 2\\) shards neither the batch nor any parameter"
+        ConfigError,
+        match="mesh axis 'model' \\(size 2\\) shards neither the batch nor any parameter",
     ):
         place_model({"w": ModelLeaf((64, 64), F32)}, make_mesh("data=4,model=2"), Rules())
     place_model({"w": ModelLeaf((64, 64), F32)}, make_mesh("data=8,model=1"), Rules())
 
 
-def test_rows_are_cut_over_all_batch_axes_and_parameters_are_whole_over_them_where_used():
+def test_examples_are_sharded_and_used_parameters_replicated_over_batch_axes():
     mesh = make_mesh("replica=2,fsdp=2,model=2")
     assert batch_spec(mesh, Rules()) == P(("replica", "fsdp"))
     assert at_use(P("fsdp", "model"), Rules()) == P(None, "model")
@@ -201,7 +201,7 @@ def test_rows_are_cut_over_all_batch_axes_and_parameters_are_whole_over_them_whe
     st.lists(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 64]), min_size=0, max_size=4),
     st.sampled_from([2, 4, 8]),
 )
-def test_automatic_fsdp_stores_exactly_its_share_or_says_why_not(shape, size):
+def test_automatic_fsdp_stores_an_equal_share_or_gives_a_reason(shape, size):
     leaf = ModelLeaf(tuple(shape), F32)
     rules = Rules(fsdp_min_size=16)
     mesh = make_mesh(f"fsdp={size}", jax.devices()[:size])
@@ -214,9 +214,9 @@ def test_automatic_fsdp_stores_exactly_its_share_or_says_why_not(shape, size):
         assert elements // size >= 16
         assert all(dim % size for dim in shape)
         return
-    cut = NamedSharding(mesh, placement.spec).shard_shape(tuple(shape))
+    shard_shape = NamedSharding(mesh, placement.spec).shard_shape(tuple(shape))
     held = 4
-    for dim in cut:
+    for dim in shard_shape:
         held *= dim
     assert placement.bytes_per_device == held
     small = elements < 16 or (elements // size < 16 and all(dim % size for dim in shape))
@@ -254,7 +254,7 @@ def test_factored_and_masked_optimizer_states_follow_their_parameters():
     assert not any(path.endswith("/b") for path in placements)
 
 
-def test_the_longest_path_wins_where_one_parameter_ends_like_another():
+def test_longest_matching_parameter_path_decides():
     mesh = make_mesh("data=4,model=2")
     leaves = {
         "kernel": ModelLeaf((8, 8), F32, ("model", None)),
@@ -268,7 +268,7 @@ def test_the_longest_path_wins_where_one_parameter_ends_like_another():
     assert specs == {"trace/kernel": P("model", None), "trace/a/kernel": P(None, "model")}
 
 
-def test_the_table_shows_layout_reason_and_bytes():
+def test_table_shows_layout_reason_and_bytes():
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(placement_table([place((512, 256), ("embed", "mlp"))], "parameters"))
     text = console.export_text()
@@ -281,21 +281,19 @@ def test_the_table_shows_layout_reason_and_bytes():
     ("mesh", "names", "spec"),
     [
         ("data=4,model=2", ("batch", None, "mlp"), P("data", None, "model")),
-        (
-            "data=2,fsdp=2,model=2",
-            ("batch", None, "embed"),
-            P(("data", "fsdp")),
-        ),  # the batch owns fsdp
+        # The batch owns the axis "fsdp".
+        ("data=2,fsdp=2,model=2", ("batch", None, "embed"), P(("data", "fsdp"))),
         ("data=2,fsdp=2,model=2", ("batch", "model"), P(("data", "fsdp"), "model")),
         ("model=8", ("batch", None, "heads"), P(None, None, "model")),
     ],
 )
-def test_an_activation_goes_where_the_model_says(mesh, names, spec):
+def test_activation_gets_the_sharding_that_the_model_requests(mesh, names, spec):
     mesh = make_mesh(mesh)
     x = jnp.ones((16, 8, 32))
 
+    # A jitted part of the model is traced again for another mesh.
     @jax.jit
-    def inner(x):  # jitted on its own: traced anew for another mesh
+    def inner(x):
         return constrain(x, *names)
 
     def outer(x):
@@ -303,10 +301,10 @@ def test_an_activation_goes_where_the_model_says(mesh, names, spec):
             return inner(x)
 
     assert jax.jit(outer)(x).sharding.is_equivalent_to(NamedSharding(mesh, spec), 3)
-    assert jax.jit(inner)(x).sharding.is_fully_replicated, "outside a step nothing is constrained"
+    assert jax.jit(inner)(x).sharding.is_fully_replicated, "constrained outside a step"
 
 
-def test_a_constraint_that_cannot_be_met_is_refused():
+def test_impossible_constraint_is_refused():
     with activations_on(make_mesh("data=4,model=2"), Rules()):
         with pytest.raises(
             ConfigError, match=r"an activation has shape .16, 9.; .* 9 is not divisible by 2"

@@ -1,4 +1,4 @@
-"""States are described without arrays and created where they live."""
+"""States are described without arrays, and created sharded."""
 
 import re
 
@@ -28,13 +28,14 @@ class Wide(nnx.Module):
         self.down = nnx.Linear(1024, 256, rngs=rngs)
 
 
-def test_no_device_ever_holds_a_whole_parameter_that_is_cut():
+def test_no_device_holds_a_complete_copy_of_a_sharded_parameter():
     spec = abstract_state(Wide, optax.adamw(1e-3), make_mesh("fsdp=4,model=2"))
     state = init_state(spec, 0)
     for name, leaf in named_leaves(state.params).items():
         if name.endswith("kernel"):
-            cut = 8 if name == "up/kernel" else 4
-            assert {shard.data.size for shard in leaf.addressable_shards} == {leaf.size // cut}
+            num_shards = 8 if name == "up/kernel" else 4
+            sizes = {shard.data.size for shard in leaf.addressable_shards}
+            assert sizes == {leaf.size // num_shards}
 
     def create(key):
         _, params, _ = split_module(build_module(Wide, key))
@@ -49,7 +50,7 @@ def test_no_device_ever_holds_a_whole_parameter_that_is_cut():
     assert largest <= 256 * 1024 // 4
 
 
-def test_the_same_seed_gives_the_same_bits_on_every_mesh():
+def test_same_seed_gives_same_bits_on_every_mesh():
     def bits(text, devices):
         spec = abstract_state(Wide, optax.adamw(1e-3), make_mesh(text, jax.devices()[:devices]))
         return {
@@ -68,24 +69,27 @@ def test_the_same_seed_gives_the_same_bits_on_every_mesh():
     "init",
     [nnx.initializers.lecun_normal(), nnx.initializers.normal(), nnx.initializers.xavier_uniform()],
 )
-def test_pieces_narrower_than_a_vector_have_the_bits_of_the_whole(init, shape):
+def test_shards_narrower_than_a_vector_register_have_the_same_bits(init, shape):
     class Narrow(nnx.Module):
         def __init__(self, rngs):
             self.kernel = nnx.Param(
                 init(rngs.params(), shape), out_sharding=(*(None,) * (len(shape) - 1), "model")
             )
 
-    whole, cut = (
+    on_one_device, sharded = (
         init_state(
             abstract_state(Narrow, optax.sgd(0.1), make_mesh(f"model={n}", jax.devices()[:n])), 3
         ).params["kernel"]
         for n in (1, 8)
     )
-    assert np.asarray(whole).tobytes() == np.asarray(cut).tobytes()
+    assert np.asarray(on_one_device).tobytes() == np.asarray(sharded).tobytes()
 
 
-def test_the_description_allocates_nothing_and_says_all():
-    huge = lambda rngs: nnx.Linear(2**20, 2**20, rngs=rngs)  # noqa: E731  4 TiB
+def test_abstract_state_allocates_nothing():
+    # 4 TiB of parameters.
+    def huge(rngs):
+        return nnx.Linear(2**20, 2**20, rngs=rngs)
+
     spec = abstract_state(huge, optax.adamw(1e-3), make_mesh("fsdp=8"))
     assert spec.num_params == 2**40 + 2**20
     assert spec.params["kernel"].bytes_per_device == 2**42 // 8
@@ -94,7 +98,7 @@ def test_the_description_allocates_nothing_and_says_all():
     )
 
 
-def test_variables_of_every_kind_have_their_place():
+def test_variables_of_every_kind_are_assigned_to_a_part_of_the_state():
     class Counter(nnx.Variable):
         pass
 
@@ -119,19 +123,19 @@ def test_variables_of_every_kind_have_their_place():
 
 
 @pytest.mark.parametrize(
-    ("factory", "words"),
+    ("factory", "message"),
     [
         (lambda rngs: nnx.Dropout(0.5, rngs=rngs), "has no nnx.Param"),
         (lambda rngs: None, "returned a NoneType"),
     ],
 )
-def test_what_is_no_model_is_refused(factory, words):
-    with pytest.raises(ConfigError, match=words):
+def test_invalid_model_is_refused(factory, message):
+    with pytest.raises(ConfigError, match=message):
         abstract_state(factory, optax.sgd(0.1), make_mesh("data=8"), Rules())
 
 
-def test_what_was_built_for_no_mode_trains_and_is_evaluated():
-    """NNX refuses to compute where neither the module nor its caller says which; a mode that was chosen stays."""
+def test_modules_without_a_mode_run_in_training_mode():
+    """NNX refuses to run a module without a mode. A mode that was set explicitly is kept."""
 
     class Model(nnx.Module):
         def __init__(self, rngs):

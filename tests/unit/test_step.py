@@ -1,4 +1,4 @@
-"""One step: exact for any split of the batch, safe from bad numbers, compiled once."""
+"""One step: exact for any split of the batch, safe from non-finite values, compiled once."""
 
 import functools
 
@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from shardwise.errors import ConfigError, DataError
 from shardwise.mesh import make_mesh
 from shardwise.metrics import Mean
+from shardwise.models.gpt import GPT, GPTConfig
+from shardwise.models.loss import cross_entropy
 from shardwise.sharding import Rules
 from shardwise.state import abstract_state, init_state
 from shardwise.step import make_train_step
@@ -58,7 +60,7 @@ def one_step(batch, mesh="data=1", loss=weighted_loss, factory=Plain, optimizer=
 
 
 def expected_step(batch):
-    """The weighted mean over the whole batch and one step of gradient descent, written without shardwise."""
+    """Return loss and parameters after one step of gradient descent, without shardwise."""
     model = Plain(nnx.Rngs(jax.random.key(0)))
 
     def loss(model):
@@ -85,7 +87,7 @@ def assert_step(result, batch, tolerance=2e-6):
     ("rows", "mesh", "accumulate"),
     [(13, "data=8", 3), (40, "data=4,fsdp=2", 4), (1, "data=4,fsdp=2", 1)],
 )
-def test_rows_meshes_and_parts_give_the_same_step(rows, mesh, accumulate):
+def test_batch_size_mesh_and_accumulation_do_not_change_the_step(rows, mesh, accumulate):
     batch = make_batch(rows)
     assert_step(one_step(batch, mesh, accumulate=accumulate), batch)
 
@@ -95,31 +97,30 @@ def test_rows_meshes_and_parts_give_the_same_step(rows, mesh, accumulate):
 @given(
     st.integers(1, 40), st.sampled_from(["data=1", "data=8", "data=4,fsdp=2"]), st.integers(1, 4)
 )
-def test_any_number_of_rows_on_any_mesh_in_any_number_of_parts_is_the_same_step(
-    rows, mesh, accumulate
-):
+def test_any_batch_size_mesh_and_accumulation_gives_the_same_step(rows, mesh, accumulate):
     batch = make_batch(rows)
     accumulate = min(accumulate, rows)
     assert_step(one_step(batch, mesh, accumulate=accumulate), batch)
 
 
-def test_rows_without_weight_change_nothing():
+def test_examples_with_weight_zero_have_no_effect():
     batch = make_batch(16)
     batch["w"][5:] = 0
     part = {name: array[:5] for name, array in batch.items()}
     assert_step(one_step(batch, "data=8", accumulate=2), part)
 
 
-def test_padding_enters_neither_the_loss_nor_the_weight():
+def test_padding_changes_neither_loss_nor_weight():
     _, metrics = one_step(make_batch(13), "data=8")
     assert float(metrics["weight"]) == pytest.approx(make_batch(13)["w"].sum(), rel=1e-6)
 
 
-def test_a_scalar_loss_cannot_be_padded_and_the_numbers_are_told():
+def test_batch_with_scalar_loss_is_not_padded():
     batch = make_batch(13, weights=False)
     with pytest.raises(
         ConfigError,
-        match=r"13 examples is not divisible by 8 .* Use a batch size of 8 or 16, or return Mean.* for 'loss'",
+        match=r"13 examples is not divisible by 8 .* Use a batch size of 8 or 16, "
+        r"or return Mean.* for 'loss'",
     ):
         one_step(batch, "data=8", scalar_loss)
     one_step(batch, "data=1", scalar_loss)
@@ -127,7 +128,7 @@ def test_a_scalar_loss_cannot_be_padded_and_the_numbers_are_told():
         one_step(batch, "data=1", scalar_loss, accumulate=2)
 
 
-def test_padding_is_refused_where_it_would_enter_batch_statistics():
+def test_padding_is_refused_if_it_would_change_batch_statistics():
     class Normed(Plain):
         def __init__(self, rngs):
             super().__init__(rngs)
@@ -142,14 +143,13 @@ def test_padding_is_refused_where_it_would_enter_batch_statistics():
     ):
         one_step(make_batch(13), "data=8", factory=Normed)
     state, _ = one_step(make_batch(16), "data=8", factory=Normed)
+    # Statistics are those of the global batch, not of a shard.
     mean = make_batch(16)["x"].mean(0)
-    np.testing.assert_allclose(
-        state.other["norm"]["mean"], 0.01 * mean, atol=1e-6
-    )  # over the whole batch, not a shard
+    np.testing.assert_allclose(state.other["norm"]["mean"], 0.01 * mean, atol=1e-6)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_numbers_that_are_not_finite_leave_the_state_untouched(accumulate):
+def test_nonfinite_values_leave_the_state_unchanged(accumulate):
     good = make_batch(16)
     spec = abstract_state(Plain, optax.adamw(1e-2), make_mesh("data=8"))
     step = make_train_step(spec, weighted_loss, good, accumulate=accumulate)
@@ -168,13 +168,15 @@ def test_numbers_that_are_not_finite_leave_the_state_untouched(accumulate):
         }
         assert not bool(metrics["finite"])
         assert before == after
-        assert int(state.step) == count + 1  # the batch was consumed all the same
+        # The batch is consumed in any case.
+        assert int(state.step) == count + 1
         state, metrics = step(state, step.place(good))
         assert bool(metrics["finite"])
 
 
-def test_a_finite_loss_with_an_infinite_gradient_is_caught():
-    def loss(model, batch):  # sqrt has an infinite derivative at 0, its value is 0
+def test_infinite_gradient_with_finite_loss_is_detected():
+    # The square root has an infinite derivative at 0, where its value is 0.
+    def loss(model, batch):
         return jnp.sqrt(jnp.abs(model.out.kernel[...] * 0).sum()) + scalar_loss(model, batch)
 
     state, metrics = one_step(make_batch(8, weights=False), "data=8", loss)
@@ -183,8 +185,10 @@ def test_a_finite_loss_with_an_infinite_gradient_is_caught():
     assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(state.params))
 
 
-def test_random_streams_depend_on_seed_and_step_and_on_nothing_else():
-    factory = lambda rngs: Plain(rngs, dropout=0.5)  # noqa: E731
+def test_random_streams_depend_on_seed_and_step_only():
+    def factory(rngs):
+        return Plain(rngs, dropout=0.5)
+
     batch = make_batch(16)
 
     @functools.cache
@@ -207,15 +211,15 @@ def test_random_streams_depend_on_seed_and_step_and_on_nothing_else():
         return np.array(out)
 
     one = losses(0, "data=1")
-    assert len(set(one)) == 3  # another mask at each step
+    # Each step has another mask.
+    assert len(set(one)) == 3
     np.testing.assert_allclose(losses(0, "data=4,fsdp=2"), one, rtol=1e-6)
-    np.testing.assert_allclose(
-        losses(0, "data=1", start=1)[:2], one[1:], rtol=1e-6
-    )  # nothing is carried along
+    # Nothing is carried over from the steps before.
+    np.testing.assert_allclose(losses(0, "data=1", start=1)[:2], one[1:], rtol=1e-6)
     assert not np.allclose(losses(1, "data=1"), one)
 
 
-def test_the_second_call_never_compiles_and_the_state_is_donated():
+def test_second_call_does_not_compile_and_state_is_donated():
     batch = make_batch(16)
     spec = abstract_state(
         lambda rngs: Plain(rngs, 0.1),
@@ -239,7 +243,7 @@ def test_the_second_call_never_compiles_and_the_state_is_donated():
     assert jax.tree.map(lambda leaf: leaf.sharding, first) == spec.shardings
 
 
-def test_mixed_precision_keeps_float32_masters():
+def test_mixed_precision_keeps_float32_parameters():
     seen = []
 
     def loss(model, batch):
@@ -258,7 +262,7 @@ def test_mixed_precision_keeps_float32_masters():
     assert np.isfinite(float(metrics["loss"]))
 
 
-def test_further_metrics_are_exact_means_too():
+def test_additional_metrics_are_exact_means():
     def loss(model, batch):
         squares = ((model(batch["x"]) - batch["y"]) ** 2).sum(-1)
         return Mean(squares, jnp.ones_like(squares)), {
@@ -274,7 +278,7 @@ def test_further_metrics_are_exact_means_too():
         )
 
 
-def test_what_is_no_loss_and_no_batch_is_refused():
+def test_invalid_losses_and_batches_are_refused():
     with pytest.raises(ConfigError, match=r"array of shape \(8, 3\) for 'loss'"):
         one_step(make_batch(8), loss=lambda model, batch: model(batch["x"]))
     with pytest.raises(DataError, match="same number of examples"):
@@ -285,3 +289,68 @@ def test_what_is_no_loss_and_no_batch_is_refused():
     step = make_train_step(spec, weighted_loss, make_batch(8))
     with pytest.raises(DataError, match="compiled for 8 examples"):
         step.place(make_batch(16))
+
+
+def test_compiled_step_runs_its_program_and_falls_back_for_other_shapes():
+    batch, longer = make_batch(16), make_batch(24)
+    spec = abstract_state(Plain, optax.sgd(LR), make_mesh("data=8"))
+    step = make_train_step(spec, weighted_loss, batch)
+    compiled = step.compile()
+    assert step.program is None
+    assert compiled.program.memory_analysis() is not None
+    for examples in (batch, longer):
+        placed = jax.device_put(examples, step.layout.sharding)
+        plain, _ = step(init_state(spec, 0), placed)
+        state, metrics = compiled(init_state(spec, 0), placed)
+        assert float(metrics["weight"]) == pytest.approx(examples["w"].sum(), rel=1e-6)
+        jax.tree.map(np.testing.assert_array_equal, state.params, plain.params)
+
+
+def plain_step():
+    spec = abstract_state(Plain, optax.sgd(LR), make_mesh("data=8"))
+    return make_train_step(spec, weighted_loss, make_batch(8))
+
+
+def barrier_step():
+    """A barrier inside a jitted function, where only a recursive search finds it."""
+
+    def loss(model, batch):
+        x = jax.jit(jax.lax.optimization_barrier)(2 * batch["x"])
+        return ((model(x) - batch["y"]) ** 2).mean()
+
+    spec = abstract_state(Plain, optax.sgd(LR), make_mesh("data=8"))
+    return make_train_step(spec, loss, make_batch(8))
+
+
+def gpt_step():
+    config = GPTConfig(vocab_size=64, max_length=8, num_layers=2, num_heads=2, width=16)
+    spec = abstract_state(lambda rngs: GPT(config, rngs), optax.sgd(LR), make_mesh("data=8"))
+    tokens = np.zeros((8, 8), np.int32)
+
+    def loss(model, batch):
+        return Mean(cross_entropy(model(batch["inputs"]), batch["labels"]))
+
+    return make_train_step(spec, loss, {"inputs": tokens, "labels": tokens})
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (plain_step, None),
+        (barrier_step, {"xla_disable_hlo_passes": "cse_barrier_expander"}),
+        (gpt_step, {"xla_disable_hlo_passes": "cse_barrier_expander"}),
+    ],
+)
+def test_barriers_are_kept_only_in_models_that_have_them(make, options, monkeypatch):
+    """The option is for our GPT on CPUs. Other models are compiled as plain JAX compiles them."""
+    jit, passed = jax.jit, []
+
+    def recording_jit(function, **arguments):
+        if function.__name__ == "step":
+            passed.append(arguments["compiler_options"])
+        return jit(function, **arguments)
+
+    monkeypatch.setattr(jax, "jit", recording_jit)
+    step = make()
+    assert passed == [options]
+    assert ("opt-barrier" in step.compile().program.as_text()) == (options is not None)
