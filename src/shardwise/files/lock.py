@@ -117,7 +117,7 @@ def _describe(owner: Json) -> str:
 
 
 def _read_owner(descriptor: int) -> Json:
-    """Return the JSON in a lock file. It is empty if nobody holds the lock, or if it is no JSON."""
+    """Return the JSON in a lock file. It is empty if nobody holds the lock, or if it is not JSON."""
     try:
         content = json.loads(os.pread(descriptor, MAX_LOCK, 0) or b"{}")
     except (ValueError, RecursionError):

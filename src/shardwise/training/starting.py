@@ -22,7 +22,8 @@ from shardwise.optim.read import sample_rates
 from shardwise.run import Prepared, Run, describe_run
 from shardwise.state import StateSpec, TrainState, init_state
 from shardwise.text import Json
-from shardwise.weights.load import check_frozen, describe_frozen, load_initial
+from shardwise.weights.frozen import check_frozen, describe_frozen
+from shardwise.weights.load import load_initial
 
 # Seconds until a directory that one process created must be visible to the others.
 SHARED_DIRECTORY_TIMEOUT = 10

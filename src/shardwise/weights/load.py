@@ -23,8 +23,6 @@ from shardwise.weights.adapters import A, B
 from shardwise.weights.families import family_of_tensors
 from shardwise.weights.families.base import Family, ModelConfig
 from shardwise.weights.frozen import FrozenWeights, merge_step
-from shardwise.weights.frozen import check_frozen as check_frozen
-from shardwise.weights.frozen import describe_frozen as describe_frozen
 from shardwise.weights.hf_config import config_from_shapes
 from shardwise.weights.hub import locate, open_weights, weights_in
 from shardwise.weights.sources import (
