@@ -117,7 +117,7 @@ def _describe(owner: Json) -> str:
 
 
 def _read_owner(descriptor: int) -> Json:
-    """Return the JSON in a lock file. It is empty if nobody holds the lock, or if it is not JSON."""
+    """Return the JSON in a lock file, or an empty dictionary if there is none."""
     try:
         content = json.loads(os.pread(descriptor, MAX_LOCK, 0) or b"{}")
     except (ValueError, RecursionError):
