@@ -1,17 +1,19 @@
-"""One data-parallel step written by hand in three right ways, and the ways in which it goes wrong, in numbers.
+"""Write one data-parallel step by hand, in three correct ways and in several wrong ways.
 
     python examples/data_parallel_by_hand.py
-    shardwise verify examples/data_parallel_by_hand.py      # the last way, with 60 rows, on every mesh
+    shardwise verify examples/data_parallel_by_hand.py      # the last way, with 60 examples
 
-Data parallelism promises that eight devices with an eighth of the batch each make the very update that one device
-would make with all of it. So every way below starts from the same linear model, makes one SGD step on the same rows, and
-is compared with one device: how long its update is beside the true one, and how far off its parameters are.
-Most of the mistakes raise nothing, and the loss may fall all the same.
+Data parallelism promises that eight devices, each with an eighth of the batch, make exactly the
+update that one device would make with the complete batch. Every way below starts from the same
+linear model and makes one SGD step on the same examples. It is compared with one device: the
+length of its update relative to the correct one, and the largest error of a parameter. Most of
+the mistakes raise no error, and the loss may still go down.
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from functools import partial, reduce
+from operator import add
+from typing import Literal, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -32,69 +34,81 @@ from shardwise import (
     use_cpu_devices,
 )
 
-INPUTS, OUTPUTS = 5, 3
+INPUTS = 5
+OUTPUTS = 3
 SGD = optax.sgd(0.05)
-Shards = list[tuple[jax.Array, jax.Array]]  # (x, y) of each device
+
+# The inputs and targets of each device.
+Shards: TypeAlias = list[tuple[jax.Array, jax.Array]]
+# A function that combines the gradients of all devices.
+Combine: TypeAlias = Callable[..., jax.Array]
+Optimizer: TypeAlias = nnx.Optimizer[nnx.Linear]
 
 
 def linear(rngs: nnx.Rngs) -> nnx.Linear:
+    """Return the model."""
     return nnx.Linear(INPUTS, OUTPUTS, rngs=rngs)
 
 
-def fresh() -> tuple[nnx.Linear, nnx.Optimizer]:
+def model_and_optimizer() -> tuple[nnx.Linear, Optimizer]:
+    """Return a new model, always with the same weights, and its optimizer."""
     model = linear(nnx.Rngs(0))
     return model, nnx.Optimizer(model, SGD, wrt=nnx.Param)
 
 
 def loss(model: nnx.Linear, x: jax.Array, y: jax.Array) -> jax.Array:
-    return jnp.mean(
-        (model(x) - y) ** 2
-    )  # over the rows it is given: all of them, or those of one device
+    """Return the mean over the given examples: the complete batch, or the shard of one device."""
+    return jnp.mean((model(x) - y) ** 2)
 
 
 def one_device(x: jax.Array, y: jax.Array) -> nnx.Linear:
-    """What the others must reproduce."""
-    model, optimizer = fresh()
+    """Make the step that all other ways must reproduce."""
+    model, optimizer = model_and_optimizer()
     optimizer.update(model, nnx.grad(loss)(model, x, y))
     return model
 
 
-# ---------------------------------------------------------------- three ways that are right
+# ---------------------------------------------------------------- three correct ways
 
 
 def global_view(mesh: Mesh, x: jax.Array, y: jax.Array) -> nnx.Linear:
-    """Write the step for the whole batch, split the data, and let XLA add what communication that takes.
+    """Write the step for the global batch, shard the data, and let XLA add the communication.
 
-    No line of the step mentions devices, so no line can average over them wrongly. shardwise goes this way.
+    No line of the step mentions devices, so no line can average over them in a wrong way. shardwise
+    uses this way.
     """
-    definition, state = nnx.split(fresh())
+    definition, state = nnx.split(model_and_optimizer())
 
     @jax.jit
-    def step(state: nnx.State, x: jax.Array, y: jax.Array) -> nnx.State:
-        model, optimizer = nnx.merge(
-            definition, state
-        )  # objects live inside the step only; arrays go in and out
+    def step(state: nnx.State, x: jax.Array, y: jax.Array) -> nnx.State:  # type: ignore[type-arg]
+        # NNX objects exist inside the step only. Arrays go in and out.
+        model, optimizer = nnx.merge(definition, state)
         optimizer.update(model, nnx.grad(loss)(model, x, y))
         return nnx.state((model, optimizer))
 
-    state = jax.device_put(state, NamedSharding(mesh, P()))  # a copy on each device
-    x, y = jax.device_put(
-        (x, y), NamedSharding(mesh, P("data"))
-    )  # (64, ...) as eight times (8, ...)
+    # Each device has a copy of the state, and 8 of the 64 examples.
+    state = jax.device_put(state, NamedSharding(mesh, P()))
+    x, y = jax.device_put((x, y), NamedSharding(mesh, P("data")))
     return nnx.merge(definition, step(state, x, y))[0]
 
 
 def shard_mapped(
-    mesh: Mesh, x: jax.Array, y: jax.Array, *, average: str, check_vma: bool = True
+    mesh: Mesh,
+    x: jax.Array,
+    y: jax.Array,
+    *,
+    average: Literal["loss", "gradients"],
+    check_vma: bool = True,
 ) -> nnx.Linear:
-    """Write what one device does with its rows. Now the reduction is yours, and all depends on where it stands.
+    """Write what one device does with its examples. Now you write the reduction yourself.
 
-    With check_vma, the default, JAX knows that the parameters are the same on all devices, and sums their gradient over
-    the devices itself. So average the loss before the gradient is taken. To average the gradients afterwards changes
-    nothing, for they are equal by then, and the sum stands: eight times too much. Without check_vma nothing is summed,
-    and it is the gradients that must be averaged.
+    With `check_vma=True`, the default, JAX knows that the parameters are the same on all devices,
+    and sums their gradient over the devices. So you must average the loss before the gradient is
+    taken. If you average the gradients afterwards, they are equal already, nothing changes, and
+    the sum remains: the update is 8 times too large. With `check_vma=False` nothing is summed,
+    and you must average the gradients.
     """
-    definition, state = nnx.split(fresh())
+    definition, state = nnx.split(model_and_optimizer())
 
     @jax.jit
     @partial(
@@ -104,53 +118,58 @@ def shard_mapped(
         out_specs=P(),
         check_vma=check_vma,
     )
-    def step(state: nnx.State, x: jax.Array, y: jax.Array) -> nnx.State:  # x (8, 5), y (8, 3)
+    def step(state: nnx.State, x: jax.Array, y: jax.Array) -> nnx.State:  # type: ignore[type-arg]
+        # Here x is (8, 5) and y is (8, 3).
         def objective(model: nnx.Linear) -> jax.Array:
             local = loss(model, x, y)
             return jax.lax.pmean(local, "data") if average == "loss" else local
 
         model, optimizer = nnx.merge(definition, state)
         grads = nnx.grad(objective)(model)
-        optimizer.update(model, jax.lax.pmean(grads, "data") if average == "gradients" else grads)
+        if average == "gradients":
+            grads = jax.lax.pmean(grads, "data")
+        optimizer.update(model, grads)
         return nnx.state((model, optimizer))
 
     return nnx.merge(definition, step(state, x, y))[0]
 
 
-def loop_over_shards(shards: Shards, combine: Callable[..., jax.Array]) -> nnx.Linear:
-    """One device plays all eight: the gradient of each shard at the same parameters, combined, then one update."""
-    model, optimizer = fresh()
+def loop_over_shards(shards: Shards, combine: Combine) -> nnx.Linear:
+    """Compute the gradient of each shard at the same parameters, combine them, and update once."""
+    model, optimizer = model_and_optimizer()
     grads = [nnx.grad(loss)(model, x, y) for x, y in shards]
     optimizer.update(model, jax.tree.map(combine, *grads))
     return model
 
 
 def mean(*grads: jax.Array) -> jax.Array:
-    return sum(grads) / len(grads)
+    """Return the mean of the gradients of all shards."""
+    return total(*grads) / len(grads)
 
 
-# ---------------------------------------------------------------- ways that are wrong
+# ---------------------------------------------------------------- wrong ways
 
 
-def add(*grads: jax.Array) -> jax.Array:
-    """Each loss is a mean already; the sum of eight means is a learning rate eight times as high."""
-    return sum(grads)
+def total(*grads: jax.Array) -> jax.Array:
+    """Return the sum of the gradients: each is a mean already, so it is 8 times too large."""
+    return reduce(add, grads)
 
 
 def update_for_each_shard(shards: Shards) -> nnx.Linear:
-    """Eight full steps, one after the other, on small batches."""
-    model, optimizer = fresh()
+    """Make eight complete steps on small batches."""
+    model, optimizer = model_and_optimizer()
     for x, y in shards:
         optimizer.update(model, nnx.grad(loss)(model, x, y))
     return model
 
 
 def jit_of_objects(x: jax.Array, y: jax.Array) -> nnx.Linear:
-    """`jax.jit` accepts NNX objects, but passes copies: it is the copy that learns. (`nnx.jit` would write it back.)"""
-    model, optimizer = fresh()
+    """Pass NNX objects to `jax.jit`, which updates copies of them. (`nnx.jit` would work.)"""
+    model, optimizer = model_and_optimizer()
 
     @jax.jit
-    def step(model: nnx.Linear, optimizer: nnx.Optimizer, x: jax.Array, y: jax.Array) -> jax.Array:
+    def step(model: nnx.Linear, optimizer: Optimizer, x: jax.Array, y: jax.Array) -> jax.Array:
+        value: jax.Array
         value, grads = nnx.value_and_grad(loss)(model, x, y)
         optimizer.update(model, grads)
         return value
@@ -159,35 +178,48 @@ def jit_of_objects(x: jax.Array, y: jax.Array) -> nnx.Linear:
     return model
 
 
-# ---------------------------------------------------------------- shards of unequal length
+# ---------------------------------------------------------------- shards of unequal size
 
 
-def weighted_mean(shards: Shards) -> Callable[..., jax.Array]:
-    """Every row counts the same, so a shard counts by its rows."""
-    rows = [len(x) for x, _ in shards]
-    return lambda *grads: sum(n * g for n, g in zip(rows, grads, strict=True)) / sum(rows)
+def weighted_mean(shards: Shards) -> Combine:
+    """Return a mean in which every example counts the same, so a shard counts by its size."""
+    sizes = [len(x) for x, _ in shards]
+
+    def combine(*grads: jax.Array) -> jax.Array:
+        weighted = [size * grad for size, grad in zip(sizes, grads, strict=True)]
+        return total(*weighted) / sum(sizes)
+
+    return combine
 
 
-def row_loss(model: nnx.Linear, batch: dict[str, jax.Array]) -> Mean:
-    """`Mean` keeps total and weight of each row apart, so shardwise can pad the batch and leave the padding out."""
-    squares = (model(batch["x"]) - batch["y"]) ** 2  # (rows, 3)
+def mean_loss(model: nnx.Linear, batch: dict[str, jax.Array]) -> Mean:
+    """Return the loss as a `Mean`, which keeps the total and the weight of each example.
+
+    So shardwise can pad the batch and ignore the padding.
+    """
+    squares = (model(batch["x"]) - batch["y"]) ** 2  # (B, 3)
     return Mean(squares, jnp.ones_like(squares))
 
 
 def shardwise_step(mesh: Mesh, x: jax.Array, y: jax.Array) -> nnx.Linear:
+    """Make the step with shardwise."""
     batch = {"x": np.asarray(x), "y": np.asarray(y)}
     spec = abstract_state(linear, SGD, mesh)
-    step = make_train_step(spec, row_loss, batch)
+    step = make_train_step(spec, mean_loss, batch)
     state, _ = step(init_state(spec, seed=0), step.place(batch))
-    return spec.definition.merge(state.params, state.other, jax.random.key(0))
+    return cast(nnx.Linear, spec.definition.merge(state.params, state.other, jax.random.key(0)))
 
 
 def recipe(mesh: str = "data=-1") -> Run:
-    """The same step in a whole run: 60 rows a batch, whatever the number of devices."""
-    x, y = make_rows()
+    """Train the same model in a complete run, with 60 examples per batch on any number of devices.
+
+    Args:
+        mesh: Mesh axes and sizes. -1 stands for all remaining devices.
+    """
+    x, y = make_data()
     return Run(
         model=linear,
-        loss=row_loss,
+        loss=mean_loss,
         optimizer=SGD,
         data=Batches({"x": x, "y": y}, batch_size=60),
         steps=20,
@@ -198,7 +230,8 @@ def recipe(mesh: str = "data=-1") -> Run:
 # ---------------------------------------------------------------- the table
 
 
-def error_of(mistake: Callable[[], Any]) -> str:
+def error_of(mistake: Callable[[], object]) -> str:
+    """Return the error that a mistake raises."""
     try:
         mistake()
     except (TypeError, ValueError) as error:
@@ -206,30 +239,38 @@ def error_of(mistake: Callable[[], Any]) -> str:
     return "no error"
 
 
-def vector(model: nnx.Linear) -> np.ndarray:
-    return np.concatenate([np.ravel(model.kernel[...]), np.ravel(model.bias[...])])
+def flatten(model: nnx.Linear) -> np.ndarray:
+    """Return all parameters as one vector."""
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(nnx.state(model))])
 
 
-def make_rows() -> tuple[jax.Array, jax.Array]:
+def make_data() -> tuple[jax.Array, jax.Array]:
+    """Return random inputs (64, 5) and targets (64, 3)."""
     keys = jax.random.split(jax.random.key(1), 2)
     return jax.random.normal(keys[0], (64, INPUTS)), jax.random.normal(keys[1], (64, OUTPUTS))
 
 
-def main() -> dict[str, Any]:
-    """{way: (length of the update beside the true one, largest deviation of a parameter)}, and {mistake: error}."""
-    mesh = make_mesh("data=8", jax.devices()[:8])
-    x, y = make_rows()
-    start, figures = vector(fresh()[0]), {}
+Figures: TypeAlias = dict[str, tuple[float, float]]
 
-    def compare(truth: nnx.Linear, ways: dict[str, nnx.Linear]) -> None:
-        for name, model in ways.items():
-            length = np.linalg.norm(vector(model) - start) / np.linalg.norm(vector(truth) - start)
-            figures[name] = float(length), float(np.abs(vector(model) - vector(truth)).max())
-            print(f"  {name:52} {figures[name][0]:8.4f}x {figures[name][1]:10.1e}")
 
-    print(f"{'64 rows, 8 on each of 8 devices':54} {'update':>9} {'deviation':>10}")
+def compare(expected: nnx.Linear, ways: dict[str, nnx.Linear]) -> Figures:
+    """Print and return the relative length of each update and its largest error."""
+    start = flatten(model_and_optimizer()[0])
+    figures: Figures = {}
+    for name, model in ways.items():
+        update = flatten(model) - start
+        length = np.linalg.norm(update) / np.linalg.norm(flatten(expected) - start)
+        error = np.abs(flatten(model) - flatten(expected)).max()
+        figures[name] = float(length), float(error)
+        print(f"  {name:52} {length:8.4f}x {error:10.1e}")
+    return figures
+
+
+def compare_equal_shards(mesh: Mesh, x: jax.Array, y: jax.Array) -> Figures:
+    """Compare all ways on 64 examples."""
     shards = [(x[i : i + 8], y[i : i + 8]) for i in range(0, 64, 8)]
-    right = {
+    print(f"{'64 examples, 8 on each of 8 devices':54} {'update':>9} {'error':>10}")
+    correct = {
         "jax.jit of the global view": global_view(mesh, x, y),
         "shard_map, gradient of pmean(loss)": shard_mapped(mesh, x, y, average="loss"),
         "shard_map unchecked, pmean(gradients)": shard_mapped(
@@ -242,29 +283,47 @@ def main() -> dict[str, Any]:
         "WRONG: shard_map unchecked, gradient of pmean(loss)": shard_mapped(
             mesh, x, y, average="loss", check_vma=False
         ),
-        "WRONG: loop over shards, sum of gradients": loop_over_shards(shards, add),
+        "WRONG: loop over shards, sum of gradients": loop_over_shards(shards, total),
         "WRONG: loop over shards, an update for each": update_for_each_shard(shards),
         "WRONG: jax.jit of NNX objects": jit_of_objects(x, y),
     }
-    compare(one_device(x, y), right | wrong)
+    return compare(one_device(x, y), correct | wrong)
 
-    print("60 rows, 4 on the last device")
-    x, y, shards = x[:60], y[:60], [*shards[:7], (x[56:60], y[56:60])]
-    unequal = {
+
+def compare_unequal_shards(mesh: Mesh, x: jax.Array, y: jax.Array) -> Figures:
+    """Compare three ways on 60 examples, which 8 devices do not divide."""
+    shards = [(x[i : i + 8], y[i : i + 8]) for i in range(0, 60, 8)]
+    print("60 examples, 4 on the last device")
+    ways = {
         "weighted mean of gradients": loop_over_shards(shards, weighted_mean(shards)),
         "shardwise, padded": shardwise_step(mesh, x, y),
         "WRONG: mean of means": loop_over_shards(shards, mean),
     }
-    compare(one_device(x, y), unequal)
+    return compare(one_device(x, y), ways)
 
-    print("mistakes that are reported")
+
+def main() -> dict[str, tuple[float, float] | str]:
+    """Print a table of all ways.
+
+    Returns:
+        For each way, the length of its update relative to the correct one and its largest error;
+        for each mistake that is reported, the message.
+    """
+    mesh = make_mesh("data=8", jax.devices()[:8])
+    x, y = make_data()
+    figures = compare_equal_shards(mesh, x, y)
+    x, y = x[:60], y[:60]
+    figures |= compare_unequal_shards(mesh, x, y)
+    print("mistakes that raise an error")
     errors = {
-        "no wrt": error_of(lambda: nnx.Optimizer(linear(nnx.Rngs(0)), SGD)),
-        "60 rows over 8 devices": error_of(lambda: shard_mapped(mesh, x, y, average="loss")),
+        "no wrt": error_of(
+            lambda: nnx.Optimizer(linear(nnx.Rngs(0)), SGD)  # type: ignore[call-arg]
+        ),
+        "60 examples over 8 devices": error_of(lambda: shard_mapped(mesh, x, y, average="loss")),
     }
     for name, error in errors.items():
         print(f"  {name}: {error.splitlines()[0]}")
-    return figures | errors
+    return {**figures, **errors}
 
 
 if __name__ == "__main__":

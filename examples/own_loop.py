@@ -1,11 +1,11 @@
-"""Your own training loop: shardwise makes the state and the step, the `for` statement stays yours.
+"""Write your own training loop: shardwise provides the state and the step.
 
     python examples/own_loop.py
-    shardwise verify examples/own_loop.py   # the same numbers on every mesh, leaf by leaf
+    shardwise verify examples/own_loop.py   # the same results on every mesh, leaf by leaf
 
-There are no callbacks to learn: logging, evaluation and early stopping are the body of the loop. Here a net that is
-too large for its 300 digits is trained until the held-out loss has not improved for a while, and its best parameters
-are kept.
+There are no callbacks to learn: logging, evaluation and early stopping are the body of a `for`
+loop. This example trains a net that is too large for its 300 digits. It stops when the validation
+loss has not improved for a while, and keeps the best parameters.
 """
 
 import jax
@@ -31,71 +31,111 @@ from shardwise import (
     use_cpu_devices,
 )
 
-
-def mlp(rngs: nnx.Rngs) -> nnx.Module:
-    """Not annotated at all: over a mesh axis named "fsdp", large arrays are cut automatically."""
-    hidden = nnx.Linear(64, 512, rngs=rngs), nnx.relu, nnx.Linear(512, 512, rngs=rngs), nnx.relu
-    return nnx.Sequential(*hidden, nnx.Linear(512, 10, rngs=rngs))
+# The first images are for training, the others for validation.
+NUM_TRAIN = 300
+MAX_STEPS = 2000
 
 
-def loss(model: nnx.Module, batch: dict[str, jax.Array]) -> tuple[Mean, dict[str, Mean]]:
+def mlp(rngs: nnx.Rngs) -> nnx.Sequential:
+    """Return a model without sharding annotations.
+
+    A mesh axis named "fsdp" shards large arrays automatically.
+    """
+    return nnx.Sequential(
+        nnx.Linear(64, 512, rngs=rngs),
+        nnx.relu,
+        nnx.Linear(512, 512, rngs=rngs),
+        nnx.relu,
+        nnx.Linear(512, 10, rngs=rngs),
+    )
+
+
+def loss(model: nnx.Sequential, batch: dict[str, jax.Array]) -> tuple[Mean, dict[str, Mean]]:
+    """Return the loss and the accuracy, with one entry and one weight per image."""
     logits = model(batch["pixels"])  # (B, 10)
     nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])  # (B,)
-    correct, one = logits.argmax(-1) == batch["label"], jnp.ones_like(nats)  # (B,)
-    return Mean(nats, one), {"accuracy": Mean(correct, one)}
+    is_correct = logits.argmax(-1) == batch["label"]  # (B,)
+    weights = jnp.ones_like(nats)
+    return Mean(nats, weights), {"accuracy": Mean(is_correct, weights)}
 
 
 def load_data() -> tuple[np.ndarray, np.ndarray]:
+    """Return pixels (1797, 64) and labels (1797,)."""
     digits = load_digits()
-    return (digits.data / 16).astype("float32"), digits.target  # (1797, 64) and (1797,)
+    return (digits.data / 16).astype("float32"), digits.target
+
+
+def train_batches(pixels: np.ndarray, label: np.ndarray) -> Batches:
+    """Return the training data."""
+    return Batches({"pixels": pixels[:NUM_TRAIN], "label": label[:NUM_TRAIN]}, batch_size=64)
 
 
 def recipe(mesh: str = "fsdp=-1") -> Run:
-    """The same training for shardwise's own loop, and for `shardwise verify`."""
-    pixels, label = load_data()
-    train = Batches({"pixels": pixels[:300], "label": label[:300]}, batch_size=64)
-    return Run(model=mlp, loss=loss, optimizer=optax.adamw(1e-3), data=train, steps=2000, mesh=mesh)
+    """Train the same model with the loop of shardwise, for example for `shardwise verify`.
+
+    Args:
+        mesh: Mesh axes and sizes. -1 stands for all remaining devices.
+    """
+    return Run(
+        model=mlp,
+        loss=loss,
+        optimizer=optax.adamw(1e-3),
+        data=train_batches(*load_data()),
+        steps=MAX_STEPS,
+        mesh=mesh,
+    )
 
 
 def main(mesh: str = "fsdp=-1", eval_every: int = 10, patience: int = 5) -> dict[str, float]:
-    """The figures of the best step; training stops when `patience` evaluations in a row have not beaten it."""
+    """Train until the validation loss stops improving.
+
+    Args:
+        mesh: mesh axes and sizes.
+        eval_every: the number of steps between evaluations.
+        patience: stop after this many evaluations without improvement.
+
+    Returns:
+        The metrics of the best step.
+    """
     pixels, label = load_data()
-    train = Batches({"pixels": pixels[:300], "label": label[:300]}, batch_size=64)
-    held_out = Batches({"pixels": pixels[300:], "label": label[300:]}, batch_size=512)
+    train = train_batches(pixels, label)
+    test_pixels, test_label = pixels[NUM_TRAIN:], label[NUM_TRAIN:]
+    validation = Batches({"pixels": test_pixels, "label": test_label}, batch_size=512)
 
-    # First a description: shapes, dtypes and layouts, but no arrays. Look at it before anything is allocated.
+    # First a description of the state: shapes, dtypes and shardings, but no arrays. You can inspect
+    # it before anything is allocated.
     spec = abstract_state(mlp, optax.adamw(1e-3), make_mesh(mesh))
-    Console().print(
-        placement_table(spec.params.values(), title=f"parameters on {dict(spec.mesh.shape)}")
-    )
+    title = f"parameters on {dict(spec.mesh.shape)}"
+    Console().print(placement_table(spec.params.values(), title=title))
 
-    # Then the two steps, for batches like these. Nothing is compiled until they are first called.
+    # Then the two steps, for batches of this shape. They are compiled when they are first called.
     train_step = make_train_step(spec, loss, train(0))
-    eval_step = make_eval_step(spec, loss, held_out(0))
+    eval_step = make_eval_step(spec, loss, validation(0))
     best: dict[str, float] = {"loss": float("inf")}
-    for n, state, metrics in steps(train_step, init_state(spec, seed=0), train, until=2000):
+    for n, state, metrics in steps(train_step, init_state(spec, seed=0), train, until=MAX_STEPS):
+        # Reading the metrics waits for the devices. If you skip it, they work ahead.
         if n % eval_every:
-            continue  # reading the metrics waits for the devices; leave them alone and they work ahead
-        scores = evaluate(
-            eval_step, state, held_out
-        )  # exact over all 1497 rows, though 512 does not divide them
+            continue
+        # 512 does not divide the 1497 images. The means are exact anyway.
+        scores = evaluate(eval_step, state, validation)
         print(
-            f"step {n:4d}: loss {metrics['loss']:.4f}, held out: loss {scores['loss']:.4f}, accuracy {scores['accuracy']:.2%}"
+            f"step {n:4d}: loss {metrics['loss']:.4f}, validation loss {scores['loss']:.4f}, "
+            f"accuracy {scores['accuracy']:.2%}"
         )
         if scores["loss"] < best["loss"]:
             best = {"step": n, **scores}
-            best_params = jax.tree.map(
-                jnp.copy, state.params
-            )  # a copy, because the next step reuses this state's memory
+            # Copied, because the next step reuses the memory of this state.
+            best_params = jax.tree.map(jnp.copy, state.params)
         elif n >= best["step"] + patience * eval_every:
             break
 
-    # What came out are dictionaries of arrays; with them the model is an ordinary NNX module again.
+    # The results are dictionaries of arrays. `merge` makes an ordinary NNX module from them.
     trained = spec.definition.merge(best_params, state.other, jax.random.key(0))
     trained.eval()
-    accuracy = float(np.mean(trained(pixels[300:]).argmax(-1) == label[300:]))
+    accuracy = float(np.mean(trained(test_pixels).argmax(-1) == test_label))
     print(
-        f"stopped after step {n}; the best was step {best['step']}: held-out loss {best['loss']:.4f}, accuracy {accuracy:.2%}"
+        f"stopped after step {n}; the best was step {best['step']}: "
+        f"validation loss {best['loss']:.4f}, accuracy {accuracy:.2%}"
     )
     return {**best, "stopped": n, "accuracy_of_module": accuracy}
 

@@ -1,17 +1,21 @@
-"""A sharded model without shardwise's step or loop: take the state, write the rest in plain JAX.
+"""Shard a model without the step or the loop of shardwise: use its state, and plain JAX.
 
     python examples/sharded_model.py
-    shardwise verify examples/sharded_model.py  # the model in shardwise's own step, on meshes that its annotations know
+    shardwise verify examples/sharded_model.py  # the same model in the step of shardwise
 
-Annotations say what a dim of a parameter is; the mesh decides what is cut. `abstract_state` makes a layout for each
-array of it, and `init_state` creates model and optimizer in that layout, so that no device ever holds a whole array
-that is cut. From there on it is `jax.jit` over dictionaries of arrays. The same training with NNX's own optimizer on
-one device checks the result.
+Annotations name the dimensions of a parameter, and the mesh decides which of them are sharded.
+`abstract_state` chooses a sharding for each array, and `init_state` creates model and optimizer
+in these shardings, so that no device ever holds a complete array that is sharded. From there on
+it is `jax.jit` over dictionaries of arrays. The same training with NNX's own optimizer on one
+device checks the result.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -26,105 +30,150 @@ from shardwise import (
     make_mesh,
     use_cpu_devices,
 )
+from shardwise.sharding import Placement
+from shardwise.tree import Params
 
 
 class MLP(nnx.Module):
-    """Shapes: B rows, D = 64 width, F = 256 hidden, C = 8 classes."""
+    """A residual MLP. Shapes: B examples, D = 64 width, F = 256 hidden width, C = 8 classes."""
 
     def __init__(self, rngs: nnx.Rngs):
-        kernel, zeros, cut = (
-            nnx.initializers.lecun_normal(),
-            nnx.initializers.zeros,
-            nnx.with_partitioning,
-        )
-        # Logical names: `shardwise.Rules` maps "mlp" to the mesh axis "model" and "embed" to "fsdp", where the mesh has
-        # them. On data=4,model=2 "up" is cut by columns and "down" by rows: what is between them stays cut.
+        """Create the parameters with sharding annotations."""
+        kernel_init = nnx.initializers.lecun_normal()
+        bias_init = nnx.initializers.zeros
+        annotate = nnx.with_partitioning
+        # Logical names: `shardwise.Rules` maps "mlp" to the mesh axis "model" and "embed" to
+        # "fsdp", if the mesh has them. On data=4,model=2, "up" is sharded by columns and "down"
+        # by rows, so the values between them stay sharded.
         self.up = nnx.Linear(
             64,
             256,
-            kernel_init=cut(kernel, ("embed", "mlp")),
-            bias_init=cut(zeros, ("mlp",)),
+            kernel_init=annotate(kernel_init, ("embed", "mlp")),
+            bias_init=annotate(bias_init, ("mlp",)),
             rngs=rngs,
-        )  # (D, F)
+        )
         self.down = nnx.Linear(
-            256, 64, kernel_init=cut(kernel, ("mlp", "embed")), rngs=rngs
-        )  # (F, D)
-        # A mesh axis can be named directly, too.
-        self.head = nnx.Linear(64, 8, kernel_init=cut(kernel, (None, "model")), rngs=rngs)  # (D, C)
+            256, 64, kernel_init=annotate(kernel_init, ("mlp", "embed")), rngs=rngs
+        )
+        # An annotation can also name a mesh axis directly.
+        self.head = nnx.Linear(64, 8, kernel_init=annotate(kernel_init, (None, "model")), rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.head(x + self.down(nnx.gelu(self.up(x))))  # (B, D) -> (B, C)
+        """Return the logits (B, C) of inputs (B, D)."""
+        hidden = nnx.gelu(self.up(x))  # (B, F)
+        return self.head(x + self.down(hidden))
 
 
 def loss(logits: jax.Array, label: jax.Array) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(
-        logits, label
-    ).mean()  # (B, C), (B,) -> ()
+    """Return the mean cross entropy of logits (B, C) and labels (B,)."""
+    losses: jax.Array = optax.softmax_cross_entropy_with_integer_labels(logits, label)  # (B,)
+    return losses.mean()
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The result of `train_sharded`.
+
+    Attributes:
+        params: the trained parameters.
+        state: the complete training state.
+        placements: the sharding of each parameter, and the reason for it.
+        losses: the loss of each step.
+        logits: the logits of the training data.
+        program: the compiled forward pass as text.
+    """
+
+    params: Params
+    state: TrainState
+    placements: dict[str, Placement]
+    losses: list[float]
+    logits: jax.Array
+    program: str
 
 
 def train_sharded(
     optimizer: optax.GradientTransformation, x: np.ndarray, label: np.ndarray, num_steps: int
-):
+) -> Trained:
+    """Train on 8 devices with a step written in plain JAX."""
     mesh = make_mesh("data=4,model=2")
     spec = abstract_state(MLP, optimizer, mesh)
-    state = init_state(
-        spec, seed=0
-    )  # .step, .params, .other, .opt_state: dictionaries of arrays, already in pieces
-    x, label = jax.device_put(
-        (x, label), NamedSharding(mesh, PartitionSpec("data"))
-    )  # rows over "data"
+    # .step, .params, .other and .opt_state are dictionaries of arrays that are already sharded.
+    state = init_state(spec, seed=0)
+    # Examples are sharded over "data".
+    inputs, labels = jax.device_put((x, label), NamedSharding(mesh, PartitionSpec("data")))
 
-    def logits(params: dict, other: dict, x: jax.Array) -> jax.Array:
-        model = spec.definition.merge(
+    def logits(params: Params, other: Params, x: jax.Array) -> jax.Array:
+        # An NNX module again. The key would be used by layers such as dropout.
+        model: Callable[[jax.Array], jax.Array] = spec.definition.merge(
             params, other, jax.random.key(0)
-        )  # an NNX module again; the key is for dropout and its like
+        )
         return model(x)
 
-    # The layouts of the result are said, not guessed: what comes out of a step must fit into the next one.
+    # The shardings of the result are set explicitly, because the result of one step is the input of
+    # the next.
     @partial(jax.jit, donate_argnums=0, out_shardings=(spec.shardings, None))
     def step(state: TrainState, x: jax.Array, label: jax.Array) -> tuple[TrainState, jax.Array]:
-        value, grads = jax.value_and_grad(
-            lambda params: loss(logits(params, state.other, x), label)
-        )(state.params)
+        def objective(params: Params) -> jax.Array:
+            return loss(logits(params, state.other, x), label)
+
+        value, grads = jax.value_and_grad(objective)(state.params)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        return TrainState(
-            state.step + 1, optax.apply_updates(state.params, updates), state.other, opt_state
-        ), value
+        params = optax.apply_updates(state.params, updates)
+        return TrainState(state.step + 1, params, state.other, opt_state), value
 
     losses = []
     for _ in range(num_steps):
-        state, value = step(state, x, label)
+        state, value = step(state, inputs, labels)
         losses.append(float(value))
-    forward = jax.jit(logits).lower(state.params, state.other, x).compile()
-    return spec, state, losses, forward(state.params, state.other, x), forward.as_text()
+    forward = jax.jit(logits).lower(state.params, state.other, inputs).compile()
+    return Trained(
+        params=state.params,
+        state=state,
+        placements=dict(spec.params),
+        losses=losses,
+        logits=forward(state.params, state.other, inputs),
+        program=forward.as_text() or "",
+    )
 
 
 def train_on_one_device(
     optimizer: optax.GradientTransformation, x: np.ndarray, label: np.ndarray, num_steps: int
-):
-    with nnx.use_eager_sharding(False):  # here the annotations are to be notes, not orders
+) -> tuple[MLP, list[float]]:
+    """Train with NNX's own optimizer, and return the model and the loss of each step."""
+    # Here the annotations are only metadata. NNX must not shard the arrays.
+    with nnx.use_eager_sharding(False):
         model = MLP(nnx.Rngs(0))
         nnx_optimizer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
 
         @nnx.jit
         def step(
-            model: MLP, nnx_optimizer: nnx.Optimizer, x: jax.Array, label: jax.Array
+            model: MLP, nnx_optimizer: nnx.Optimizer[MLP], x: jax.Array, label: jax.Array
         ) -> jax.Array:
-            value, grads = nnx.value_and_grad(lambda model: loss(model(x), label))(model)
+            def objective(model: MLP) -> jax.Array:
+                return loss(model(x), label)
+
+            value: jax.Array
+            value, grads = nnx.value_and_grad(objective)(model)
             nnx_optimizer.update(model, grads)
             return value
 
-        losses = [float(step(model, nnx_optimizer, x, label)) for _ in range(num_steps)]
+        inputs, labels = jnp.asarray(x), jnp.asarray(label)
+        losses = [float(step(model, nnx_optimizer, inputs, labels)) for _ in range(num_steps)]
     return model, losses
 
 
 def make_data() -> tuple[np.ndarray, np.ndarray]:
+    """Return random inputs (128, 64) and labels (128,)."""
     random = np.random.default_rng(0)
     return random.normal(size=(128, 64)).astype("float32"), random.integers(0, 8, 128)
 
 
 def recipe(mesh: str = "data=-1") -> Run:
-    """The same model for shardwise's step and loop."""
+    """Train the same model with the step and the loop of shardwise.
+
+    Args:
+        mesh: Mesh axes and sizes. -1 stands for all remaining devices.
+    """
     x, label = make_data()
     return Run(
         model=MLP,
@@ -136,38 +185,53 @@ def recipe(mesh: str = "data=-1") -> Run:
     )
 
 
+def max_difference(a: jax.Array, b: jax.Array) -> float:
+    """Return the largest absolute difference of two arrays."""
+    return float(np.abs(np.asarray(a) - np.asarray(b)).max())
+
+
+def print_parameters(trained: Trained, model: MLP) -> float:
+    """Print the sharding of each parameter; return the largest difference from one device."""
+    print(
+        f"{'parameter':12} {'shape':>10} {'shard':>10}  {'sharding':25} difference from one device"
+    )
+    largest = 0.0
+    for path, placement in trained.placements.items():
+        layer, name = path.split("/")
+        array = trained.params[layer][name]
+        difference = max_difference(array, getattr(getattr(model, layer), name)[...])
+        largest = max(largest, difference)
+        shard = array.addressable_shards[0].data.shape
+        print(
+            f"{path:12} {array.shape!s:>10} {shard!s:>10}  {array.sharding.spec!s:25} "
+            f"{difference:.1e}  ({placement.reason})"
+        )
+    return largest
+
+
 def main(num_steps: int = 20) -> dict[str, float]:
+    """Train on 8 devices and on one, and return how much the results differ."""
     x, label = make_data()
     optimizer = optax.adamw(1e-2)
-    spec, state, losses, logits, compiled = train_sharded(optimizer, x, label, num_steps)
+    trained = train_sharded(optimizer, x, label, num_steps)
     model, expected_losses = train_on_one_device(optimizer, x, label, num_steps)
-
-    print(
-        f"{'parameter':12} {'whole':>10} {'a piece':>10}  layout                    difference from one device"
-    )
-    differences = []
-    for path, placement in spec.params.items():
-        layer, name = path.split("/")
-        array, expected = state.params[layer][name], getattr(getattr(model, layer), name)[...]
-        differences.append(float(abs(np.asarray(array) - np.asarray(expected)).max()))
-        piece = array.addressable_shards[0].data.shape
-        print(
-            f"{path:12} {array.shape!s:>10} {piece!s:>10}  {array.sharding.spec!s:25} {differences[-1]:.1e}  ({placement.reason})"
-        )
-    arrays = jax.tree.leaves(state)
+    max_param_difference = print_parameters(trained, model)
+    arrays = jax.tree.leaves(trained.state)
+    bytes_per_device = sum(array.addressable_shards[0].data.nbytes for array in arrays)
     figures = {
-        "share_of_state": sum(a.addressable_shards[0].data.nbytes for a in arrays)
-        / sum(a.nbytes for a in arrays),
-        "sums_in_forward": compiled.count(
-            " all-reduce("
-        ),  # only the output of "down" is summed, over "model"
-        "loss": losses[-1],
-        "max_loss_difference": float(np.abs(np.subtract(losses, expected_losses)).max()),
-        "max_param_difference": max(differences),
-        "max_logit_difference": float(abs(np.asarray(logits) - np.asarray(model(x))).max()),
+        "share_of_state": bytes_per_device / sum(array.nbytes for array in arrays),
+        # Only the output of "down" is summed, over "model".
+        "sums_in_forward": trained.program.count(" all-reduce("),
+        "loss": trained.losses[-1],
+        "max_loss_difference": float(np.abs(np.subtract(trained.losses, expected_losses)).max()),
+        "max_param_difference": max_param_difference,
+        "max_logit_difference": max_difference(trained.logits, model(jnp.asarray(x))),
     }
+    sharding = trained.logits.sharding
+    assert isinstance(sharding, NamedSharding)
     print(
-        f"logits {logits.shape} leave as {logits.sharding.spec}; the optimizer's arrays are cut like their parameters"
+        f"logits {trained.logits.shape} are sharded as {sharding.spec}; "
+        "the optimizer state is sharded like the parameters"
     )
     print("\n".join(f"{name:22}{value:.3g}" for name, value in figures.items()))
     return figures

@@ -1,10 +1,12 @@
-"""The GPT-2 family, from 124 million parameters to 70 billion: to plan, to time, and to train on prepared tokens.
+r"""The GPT-2 family, from 124 million to 70 billion parameters: plan, time, and train.
 
     shardwise plan recipes/gpt2.py --preset gpt2-xl --on v5e:4x4 --search
-    shardwise plan recipes/gpt2.py --preset gpt-7b --on v5p:8x8x8 --mesh fsdp=512 --batch-size 512 --remat block
+    shardwise plan recipes/gpt2.py --preset gpt-7b --on v5p:8x8x8 --mesh fsdp=512 \
+        --batch-size 512 --remat block
     shardwise train recipes/gpt2.py --data data --steps 1000
 
-Without --data the tokens are random ones, which is enough to plan and to time a run. A step sees batch_size x length tokens.
+Without --data, the recipe uses random tokens, which is enough to plan and time a run. A step
+processes batch_size x length tokens.
 """
 
 from dataclasses import replace
@@ -15,8 +17,15 @@ import jax
 import numpy as np
 
 from shardwise import Batches, Mean, Rules, Run, Tokens, open_tokens, optim
-from shardwise.models.loss import chunked_cross_entropy, linear_cross_entropy
+from shardwise.kernels.cross_entropy import chunked_cross_entropy, linear_cross_entropy
 from shardwise.models.gpt import GPT, PRESETS
+
+Preset = Literal["byte", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt-7b", "gpt-70b"]
+
+
+def random_tokens(count: int) -> np.ndarray:
+    """Return random tokens below 256."""
+    return np.random.default_rng(0).integers(0, 256, count).astype(np.uint16)
 
 
 def recipe(
@@ -25,9 +34,7 @@ def recipe(
     mesh: str = "data=-1",
     out: Path | None = None,
     seed: int = 0,
-    preset: Literal[
-        "byte", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt-7b", "gpt-70b"
-    ] = "gpt2",
+    preset: Preset = "gpt2",
     batch_size: int = 32,
     length: int = 1024,
     accumulate: int = 1,
@@ -38,41 +45,55 @@ def recipe(
     loss_chunks: int = 1,
     save_every: int = 0,
 ) -> Run:
-    """loss_chunks: in how many parts the logits are computed, one after the other; 1 keeps them whole.
-    scan_layers: one compiled block for all layers. Without it a GPU takes longer to compile and less for each step."""
+    """Train a GPT-2 on prepared tokens, or on random ones.
+
+    Args:
+        data: Directory written by `shardwise data prepare`. None uses random tokens.
+        steps: Number of training steps.
+        mesh: Mesh axes and sizes. -1 stands for all remaining devices.
+        out: Run directory. None writes no files.
+        seed: Seed of the initial weights and the data order.
+        preset: Size of the model.
+        batch_size: Sequences per step.
+        length: Tokens per sequence.
+        accumulate: Number of micro-batches per step.
+        lr: Peak learning rate.
+        compute_dtype: Dtype of the computation. None uses that of the parameters.
+        remat: What the backward pass recomputes: nothing, blocks, or all but matmuls and attention.
+        scan_layers: Compile one block for all layers: faster to compile, but slower to run on GPUs.
+        loss_chunks: Number of chunks in which the logits are computed, to save memory.
+        save_every: Steps between checkpoints. 0 saves only at the end.
+    """
     config = replace(PRESETS[preset], max_length=length, remat=remat, scan_layers=scan_layers)
-    tokens = (
-        np.random.default_rng(0).integers(0, 256, 2 * batch_size * length + 1).astype(np.uint16)
-        if data is None
-        else open_tokens(data)
-    )
+    if data is None:
+        source = Tokens(random_tokens(2 * batch_size * length + 1), length)
+    else:
+        source = Tokens(open_tokens(data), length)
 
     def loss(model: GPT, batch: dict[str, jax.Array]) -> Mean:
-        """Nats for each token."""
-        inputs, labels = batch["inputs"], batch["labels"]
+        """Return the loss of each token, in nats."""
+        features, table = model.features(batch["inputs"])
+        labels = batch["labels"]
         if loss_chunks == 1:
-            return Mean(linear_cross_entropy(*model.features(inputs), labels))
-        return Mean(
-            chunked_cross_entropy(*model.features(inputs), labels.reshape(-1), loss_chunks),
-            labels.size,
-        )
+            return Mean(linear_cross_entropy(features, table, labels))
+        total = chunked_cross_entropy(features, table, labels.reshape(-1), loss_chunks)
+        return Mean(total, labels.size)
 
-    # Few numbers, and no dim of them is divisible by hundreds of chips.
-    whole = (
-        ((f"blocks/{'' if scan_layers else '*/'}attn/qkv/bias", ()),)
-        if config.width >= 4096
-        else ()
-    )
+    # Replicate these biases in large models: they are small, and hundreds of chips divide none of
+    # their dimensions.
+    replicated: tuple[tuple[str, tuple[()]], ...] = ()
+    if config.width >= 4096:
+        layer = "" if scan_layers else "*/"
+        replicated = ((f"blocks/{layer}attn/qkv/bias", ()),)
+    schedule = optim.cosine(lr, steps, warmup=0.05, end=lr / 10)
     return Run(
         model=lambda rngs: GPT(config, rngs),
         loss=loss,
-        optimizer=optim.adamw(
-            optim.cosine(lr, steps, warmup=0.05, end=lr / 10), b2=0.95, weight_decay=0.1, clip=1.0
-        ),
-        data=Batches(Tokens(tokens, length), batch_size, seed=seed),
+        optimizer=optim.adamw(schedule, b2=0.95, weight_decay=0.1, clip=1.0),
+        data=Batches(source, batch_size, seed=seed),
         steps=steps,
         mesh=mesh,
-        rules=Rules(paths=whole),
+        rules=Rules(paths=replicated),
         seed=seed,
         accumulate=accumulate,
         compute_dtype=compute_dtype,

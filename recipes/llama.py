@@ -1,74 +1,102 @@
-"""Llama 2 and 3, from a toy to 405 billion parameters; on random tokens, to plan and to time, unless --data is given:
+r"""Llama 2 and 3, from a toy to 405 billion parameters: plan, time, and train.
 
     shardwise train recipes/llama.py
-    shardwise train recipes/llama.py --size 8b --mesh fsdp=-1 --batch-size 64 --length 8192 --remat block
-    shardwise train recipes/llama.py --data data --size 8b --mesh fsdp=-1 --remat block --keep qkv --loss-chunks 8
+    shardwise train recipes/llama.py --size 8b --mesh fsdp=-1 --batch-size 64 --length 8192 \
+        --remat block
+    shardwise train recipes/llama.py --data data --size 8b --mesh fsdp=-1 --remat block \
+        --keep qkv --loss-chunks 8
 
-A step sees batch_size x length tokens. What the backward pass needs of a block is computed again with --remat block, but for
-what --keep and --offload name: "input" of the block, "qkv" (after the rotation), "attention" (the heads' outputs), "out" (their
-projection), "up" (both products that enter the MLP's middle), "down" (the MLP's output). Offloaded values wait in the host's memory.
+Without --data, the recipe uses random tokens, which is enough to plan and time a run. A step
+processes batch_size x length tokens.
+
+With --remat block, the backward pass recomputes each block, except the values that --keep and
+--offload name: "input" of the block, "qkv" (after the rotation), "attention" (the outputs of the
+heads), "out" (their projection), "up" (both matmuls before the SwiGLU), "down" (the output of the
+MLP). Offloaded values wait in host memory.
 """
 
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import numpy as np
 
 from shardwise import Batches, InitFrom, Mean, Run, Tokens, constrain, open_tokens, optim
-from shardwise.models.loss import cross_entropy
+from shardwise.kernels.cross_entropy import cross_entropy
 from shardwise.models.llama import SIZES, Kept, Llama, matmul
 
 Array = jax.Array
 
+# The vocabulary is rounded up to a multiple of this, so that meshes and matrix units divide it.
+VOCAB_MULTIPLE = 128
+
 
 def loss(model: Llama, batch: dict[str, Array], chunks: int = 1) -> Mean:
-    """Nats for each token. In several chunks, the logits of one of them exist at a time, and are computed again for the gradient."""
-    tokens, labels = batch["inputs"], batch["labels"]
-    x, kernel = model.features(tokens), model.output()
-    rows, length = tokens.shape
-    if length % chunks:
-        raise ValueError(f"rows of {length} tokens cannot be cut into {chunks} chunks for the loss")
+    """Return the loss of each token, in nats.
 
-    def nats(part: tuple[Array, Array]) -> Array:
-        x, labels = part
-        return cross_entropy(matmul(constrain(x, "batch"), kernel), labels)
+    Args:
+        model: the model.
+        batch: `inputs` and `labels`, both (B, T).
+        chunks: with several chunks, the logits of only one of them exist at a time. They are
+            recomputed for the gradient.
+
+    Raises:
+        ValueError: if `chunks` does not divide T.
+    """
+    tokens, labels = batch["inputs"], batch["labels"]
+    features, kernel = model.features(tokens), model.output()
+    batch_size, length = tokens.shape
+    if length % chunks:
+        raise ValueError(
+            f"sequences of {length} tokens are not divisible by chunks={chunks}. Use a number of "
+            "chunks that divides the length."
+        )
+
+    def nats(chunk: tuple[Array, Array]) -> Array:
+        features, labels = chunk
+        return cross_entropy(matmul(constrain(features, "batch"), kernel), labels)
+
+    def split(x: Array) -> Array:
+        """Reshape (B, T, ...) to (chunks, B, T / chunks, ...)."""
+        return x.reshape(batch_size, chunks, length // chunks, *x.shape[2:]).swapaxes(0, 1)
 
     if chunks == 1:
-        return Mean(nats((x, labels)))
-    cut = lambda value: value.reshape(rows, chunks, length // chunks, *value.shape[2:]).swapaxes(
-        0, 1
-    )  # noqa: E731
-    parts = cut(x), cut(labels)
-    return Mean(jax.lax.map(jax.checkpoint(nats), parts).swapaxes(0, 1).reshape(rows, length))
+        return Mean(nats((features, labels)))
+    losses = jax.lax.map(jax.checkpoint(nats), (split(features), split(labels)))
+    return Mean(losses.swapaxes(0, 1).reshape(batch_size, length))
 
 
 @dataclass(frozen=True)
 class RandomTokens:
-    """Rows without meaning: the same for the same index, whatever is asked for with it."""
+    """A source of random sequences. Each depends on its index alone.
+
+    Attributes:
+        vocab_size: the tokens are below this number.
+        length: the number of tokens in a sequence.
+        num_examples: the number of sequences.
+    """
 
     vocab_size: int
     length: int
-    num_rows: int = 1 << 20
+    num_examples: int = 1 << 20
 
     def __len__(self) -> int:
-        return self.num_rows
+        return self.num_examples
 
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        windows = np.stack(
-            [
-                np.random.default_rng(int(i)).integers(
-                    self.vocab_size, size=self.length + 1, dtype=np.int32
-                )
-                for i in indices
-            ]
-        )
+        """Return the inputs and labels of the sequences at `indices`."""
+        windows = np.stack([self._window(int(i)) for i in indices])
         return {"inputs": windows[:, :-1], "labels": windows[:, 1:]}
 
-    def fingerprint(self) -> dict[str, Any]:
-        return {"random": [self.vocab_size, self.length, self.num_rows]}
+    def _window(self, index: int) -> np.ndarray:
+        random = np.random.default_rng(index)
+        return random.integers(self.vocab_size, size=self.length + 1, dtype=np.int32)
+
+    def fingerprint(self) -> dict[str, list[int]]:
+        """Return what identifies these sequences when a run resumes."""
+        return {"random": [self.vocab_size, self.length, self.num_examples]}
 
 
 def recipe(
@@ -95,34 +123,61 @@ def recipe(
     loss_chunks: int = 1,
     save_every: int = 0,
 ) -> Run:
-    tokens = open_tokens(data) if data is not None else None
-    known = (
-        vocab
-        or (tokens.info.get("vocab_size") if tokens is not None else None)
-        or SIZES[size].vocab_size
-    )
-    vocabulary = -(-known // 128) * 128  # so that meshes and matrix units divide it
+    """Train a Llama on prepared tokens, or on random ones.
+
+    Args:
+        steps: Number of training steps.
+        mesh: Mesh axes and sizes. -1 stands for all remaining devices.
+        out: Run directory. None writes no files.
+        data: Directory written by `shardwise data prepare`. None uses random tokens.
+        init_from: Start from the weights of another run, or of a Llama as `transformers` saves it.
+        seed: Seed of the initial weights and the data order.
+        size: Size of the model.
+        vocab: Vocabulary size. None uses that of the data, or of the published model.
+        mlp_width: Hidden width of the MLP. None uses that of the published model.
+        tied: Use the transposed embedding as the output layer.
+        batch_size: Sequences per step.
+        length: Tokens per sequence.
+        accumulate: Number of micro-batches per step.
+        lr: Peak learning rate.
+        compute_dtype: Dtype of the computation. None uses that of the parameters.
+        param_dtype: Dtype of the parameters.
+        remat: What the backward pass recomputes: nothing, blocks, or everything but matmuls.
+        keep: Values that --remat block does not recompute.
+        offload: Values that --remat block moves to host memory instead of recomputing them.
+        scan_layers: Compile one block for all layers: faster to compile, but slower to run on GPUs.
+        loss_chunks: Number of chunks in which the logits are computed, to save memory.
+        save_every: Steps between checkpoints. 0 saves only at the end.
+    """
+    base = SIZES[size]
+    if data is None:
+        vocab_size = vocab or base.vocab_size
+        source: RandomTokens | Tokens = RandomTokens(vocab_size, length)
+    else:
+        tokens = open_tokens(data)
+        vocab_size = vocab or tokens.info.get("vocab_size") or base.vocab_size
+        source = Tokens(tokens, length)
     config = replace(
-        SIZES[size],
-        vocab_size=vocabulary,
-        mlp_width=mlp_width or SIZES[size].mlp_width,
+        base,
+        vocab_size=-(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
+        mlp_width=mlp_width or base.mlp_width,
+        max_length=length,
         tied=tied,
         param_dtype=param_dtype,
+        scan_layers=scan_layers,
+        remat=remat,
+        keep=keep,
+        offload=offload,
     )
-    config = replace(
-        config, scan_layers=scan_layers, remat=remat, keep=keep, offload=offload, max_length=length
-    )
-    source = RandomTokens(known, length) if tokens is None else Tokens(tokens, length)
+    schedule = optim.cosine(lr, steps, warmup=0.05, end=lr / 10)
     return Run(
         model=lambda rngs: Llama(config, rngs),
         loss=partial(loss, chunks=loss_chunks),
-        optimizer=optim.adamw(
-            optim.cosine(lr, steps, warmup=0.05, end=lr / 10), b2=0.95, weight_decay=0.1, clip=1.0
-        ),
+        optimizer=optim.adamw(schedule, b2=0.95, weight_decay=0.1, clip=1.0),
         data=Batches(source, batch_size, seed=seed),
         steps=steps,
         mesh=mesh,
-        init_from=InitFrom(init_from, cast=True) if init_from is not None else None,
+        init_from=None if init_from is None else InitFrom(init_from, cast=True),
         seed=seed,
         accumulate=accumulate,
         compute_dtype=compute_dtype,

@@ -1,10 +1,10 @@
-"""A small byte-level GPT learns Python from the standard library's own source code.
+"""Train a small byte-level GPT on the source code of the Python standard library.
 
     shardwise train recipes/stdlib_gpt.py
     shardwise train recipes/stdlib_gpt.py --mesh data=4,model=2 --cpu-devices 8
     shardwise train recipes/stdlib_gpt.py --compute-dtype bfloat16 --remat block --scan-layers
 
-A step sees batch_size x length = 16 x 128 = 2,048 bytes.
+A step processes batch_size x length = 16 x 128 = 2,048 bytes.
 """
 
 from dataclasses import replace
@@ -15,27 +15,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 
 from shardwise import Batches, Mean, Run, Tokens, optim, stdlib_bytes
-from shardwise.models.loss import linear_cross_entropy
+from shardwise.kernels.cross_entropy import linear_cross_entropy
 from shardwise.models.gpt import GPT, PRESETS
 from shardwise.models.sampling import generate
 
-
-def loss(model: GPT, batch: dict[str, jax.Array]) -> Mean:
-    """Nats for each byte: an entry for each of them, so that padding and micro-batches cannot change the mean."""
-    return Mean(linear_cross_entropy(*model.features(batch["inputs"]), batch["labels"]))
-
-
-def sample(model: GPT, prompt: str = "def ", num_bytes: int = 300) -> str:
-    tokens = jnp.array([list(prompt.encode())])
-    written = generate(model, tokens, num_bytes, jax.random.key(0))
-    return bytes(np.asarray(written[0], np.uint8)).decode(errors="replace")
-
-
 Optimizer = Literal["adamw", "sgd", "lion", "adafactor", "muon", "schedule_free", "prodigy"]
+
+# Muon trains matrices. It leaves these embedding tables to Adam.
 TABLES = ("tokens", "positions")
-LEARNING_RATES = {
+
+# The peak learning rate that suits each optimizer.
+LEARNING_RATES: dict[Optimizer, float] = {
     "adamw": 4e-3,
     "sgd": 0.1,
     "lion": 3e-4,
@@ -46,10 +39,32 @@ LEARNING_RATES = {
 }
 
 
+def loss(model: GPT, batch: dict[str, jax.Array]) -> Mean:
+    """Return the loss of each byte, in nats.
+
+    With one entry per byte, padding and gradient accumulation cannot change the mean.
+    """
+    features, table = model.features(batch["inputs"])
+    return Mean(linear_cross_entropy(features, table, batch["labels"]))
+
+
+def sample(model: nnx.Module, prompt: str = "def ", num_bytes: int = 300) -> str:
+    """Return the prompt and a continuation of it."""
+    tokens = jnp.array([list(prompt.encode())])
+    text = generate(model, tokens, num_bytes, jax.random.key(0))
+    return bytes(np.asarray(text[0], np.uint8)).decode(errors="replace")
+
+
 def make_optimizer(
     name: Optimizer, steps: int, lr: float | None = None
 ) -> optax.GradientTransformation:
-    """Each with the learning rate and the schedule that suit it."""
+    """Return an optimizer with the learning rate and the schedule that suit it.
+
+    Args:
+        name: the name of the optimizer.
+        steps: the number of training steps.
+        lr: the peak learning rate; None uses the one in `LEARNING_RATES`.
+    """
     peak = lr or LEARNING_RATES[name]
     schedule = optim.cosine(peak, steps, warmup=0.05, end=peak / 10)
     match name:
@@ -64,9 +79,8 @@ def make_optimizer(
         case "muon":
             return optim.muon(schedule, adam=TABLES, weight_decay=0.1, clip=1.0)
         case "schedule_free":
-            return optim.schedule_free(
-                optim.constant(peak, steps, warmup=0.05), b1=0.95, weight_decay=0.1, clip=1.0
-            )
+            constant = optim.constant(peak, steps, warmup=0.05)
+            return optim.schedule_free(constant, b1=0.95, weight_decay=0.1, clip=1.0)
         case "prodigy":
             return optim.prodigy(schedule, b2=0.99, weight_decay=0.1)
 
@@ -89,7 +103,27 @@ def recipe(
     eval_every: int = 250,
     save_every: int = 0,
 ) -> Run:
-    train, held_out = stdlib_bytes()
+    """Train a small byte-level GPT on the source code of the Python standard library.
+
+    Args:
+        steps: Number of training steps.
+        mesh: Mesh axes and sizes. -1 stands for all remaining devices.
+        out: Run directory. None writes no files.
+        seed: Seed of the initial weights, the data order and dropout.
+        batch_size: Sequences per step.
+        length: Bytes per sequence.
+        accumulate: Number of micro-batches per step.
+        optimizer: Optimizer.
+        lr: Peak learning rate. None uses the one that suits the optimizer.
+        dropout: Dropout rate.
+        compute_dtype: Dtype of the computation, such as bfloat16. None uses that of the parameters.
+        remat: What the backward pass recomputes: nothing, blocks, or all but matmuls and attention.
+        scan_layers: Compile one block for all layers.
+        norms: Also log the norms of updates and parameters.
+        eval_every: Steps between evaluations. 0 evaluates only at the end.
+        save_every: Steps between checkpoints. 0 saves only at the end.
+    """
+    train, validation = stdlib_bytes()
     config = replace(
         PRESETS["byte"], max_length=length, dropout=dropout, remat=remat, scan_layers=scan_layers
     )
@@ -98,7 +132,7 @@ def recipe(
         loss=loss,
         optimizer=make_optimizer(optimizer, steps, lr),
         data=Batches(Tokens(train, length), batch_size, seed=seed),
-        eval_data=Batches(Tokens(held_out[: 64 * 1024], length), batch_size),
+        eval_data=Batches(Tokens(validation[: 64 * 1024], length), batch_size),
         steps=steps,
         mesh=mesh,
         seed=seed,

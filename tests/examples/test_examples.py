@@ -95,10 +95,10 @@ def test_data_parallel_by_hand_right_and_wrong():
     assert len(ways) - len(right) == 6
 
     assert figures["no wrt"].startswith("TypeError: Missing required argument `wrt`")
-    assert figures["60 rows over 8 devices"].startswith(
+    assert figures["60 examples over 8 devices"].startswith(
         "ValueError: shard_map applied to the function 'step'"
     )
-    assert "not evenly divisible" in figures["60 rows over 8 devices"]
+    assert "not evenly divisible" in figures["60 examples over 8 devices"]
 
 
 @pytest.mark.slow

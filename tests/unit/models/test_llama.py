@@ -260,7 +260,7 @@ def test_all_that_is_not_implemented_is_refused_at_once():
 
 def test_rows_that_cannot_be_cut_are_refused():
     config = tiny()
-    with pytest.raises(ValueError, match="rows of 23 tokens cannot be cut into 4 chunks"):
+    with pytest.raises(ValueError, match="sequences of 23 tokens are not divisible by chunks=4"):
         jax.eval_shape(lambda params: loss_of(config, params, chunks=4), abstract(config)[1])
 
 
