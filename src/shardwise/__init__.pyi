@@ -22,7 +22,6 @@ from .data import parquet as parquet
 from .data import split as split
 from .data import stdlib_bytes as stdlib_bytes
 from .data import text_lines as text_lines
-from .early_stop import EarlyStop as EarlyStop
 from .errors import ShardwiseError as ShardwiseError
 from .explanation.explain import Explanation as Explanation
 from .explanation.explain import explain as explain
@@ -31,9 +30,10 @@ from .loop import steps as steps
 from .mesh import make_mesh as make_mesh
 from .mesh import mesh_text as mesh_text
 from .mesh import use_cpu_devices as use_cpu_devices
+from .metrics import EarlyStop as EarlyStop
 from .metrics import Mean as Mean
-from .plan.plan import Plan as Plan
 from .plan.compile import plan_run as plan_run
+from .plan.plan import Plan as Plan
 from .plan.target import find_target as find_target
 from .run import Run as Run
 from .sharding import Rules as Rules

@@ -56,11 +56,11 @@ def count_kernels(jaxpr: core.Jaxpr) -> dict[str, float]:
     return flops
 
 
-def has_primitive(jaxpr: core.Jaxpr, name: str) -> bool:
-    """Return whether `jaxpr`, or a jaxpr nested in it, contains the primitive `name`."""
+def calls_function(jaxpr: core.Jaxpr, name: str) -> bool:
+    """Return whether `jaxpr`, or a jaxpr nested in it, calls a jitted function of this name."""
     return any(
-        equation.primitive.name == name
-        or any(has_primitive(inner, name) for inner in inner_jaxprs(equation.params))
+        equation.params.get("name") == name
+        or any(calls_function(inner, name) for inner in inner_jaxprs(equation.params))
         for equation in jaxpr.eqns
     )
 

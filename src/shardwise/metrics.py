@@ -1,9 +1,9 @@
-"""Means that can be summed exactly, and the log of a run with one JSON object per line."""
+"""Means that can be summed exactly, the log of a run, and early stopping on a metric."""
 
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from shardwise.errors import ConfigError
 from shardwise.text import Json
 
 Mask: TypeAlias = jax.Array | np.ndarray
@@ -146,3 +147,57 @@ def read_metrics(path: Path) -> list[Json]:
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             records.append(record)
     return records
+
+
+@dataclass(frozen=True)
+class EarlyStop:
+    """Stop after `patience` consecutive evaluations without improvement.
+
+    The decision is a function of all evaluations so far. No state is kept, so a resumed run decides
+    as a run that was never interrupted.
+
+    Attributes:
+        metric: a metric of an evaluation, by its name in `metrics.jsonl`.
+        patience: the number of consecutive evaluations without improvement after which the run
+            stops.
+        min_delta: a value counts as an improvement if it is better than the best one by more than
+            this.
+        largest: whether larger values are better.
+
+    Example:
+        >>> Run(..., eval_every=100, stop_when=EarlyStop("eval_accuracy", patience=5, largest=True))
+    """
+
+    metric: str = "eval_loss"
+    patience: int = 3
+    min_delta: float = 0.0
+    largest: bool = False
+
+    def __post_init__(self) -> None:
+        # `not >=` also refuses NaN.
+        if self.patience < 1 or not self.min_delta >= 0:
+            raise ConfigError(f"{self}: `patience` must be at least 1 and `min_delta` at least 0.")
+
+    def why(self, evaluations: Sequence[tuple[int, float]]) -> str | None:
+        """Return why the run stops after the last evaluation, or None if it continues.
+
+        Args:
+            evaluations: `(step, value)` of each evaluation, in order.
+        """
+        best, best_step, count = math.nan, 0, 0
+        for step, value in evaluations:
+            gain = value - best if self.largest else best - value
+            # `not <=` is also true for the first finite value, when `best` is NaN.
+            if math.isfinite(value) and not gain <= self.min_delta:
+                best, best_step, count = value, step, 0
+            else:
+                count += 1
+        if count < self.patience:
+            return None
+        if not best_step:
+            return f"{self.metric} has not been finite for {count} evaluations"
+        margin = f" by more than {self.min_delta:g}" if self.min_delta else ""
+        return (
+            f"{self.metric} has not improved on {best:.6g} (step {best_step}){margin} "
+            f"for {count} evaluations"
+        )

@@ -21,10 +21,10 @@ from shardwise.checkpoint.init_from import InitFrom
 from shardwise.checkpoint.store import Keep
 from shardwise.data import Batches, as_batches
 from shardwise.data.batches import is_plain
-from shardwise.early_stop import EarlyStop
 from shardwise.errors import ConfigError, ShardwiseError, where
 from shardwise.hardware import find_chip
 from shardwise.mesh import mesh_text
+from shardwise.metrics import EarlyStop
 from shardwise.module import ModelFactory, describe_model
 from shardwise.optim.read import read_chains, sample_rates
 from shardwise.sharding import Rules

@@ -27,10 +27,15 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from shardwise.batch_layout import BatchLayout as BatchLayout
-from shardwise.batch_layout import batch_shapes
-from shardwise.batch_layout import num_rows as num_rows
+from shardwise.data.layout import BatchLayout as BatchLayout
+from shardwise.data.layout import batch_shapes
+from shardwise.data.layout import num_rows as num_rows
 from shardwise.errors import ConfigError, DataError
+from shardwise.loss import Loss as Loss
+from shardwise.loss import LossValue as LossValue
+from shardwise.loss import TracedLoss as TracedLoss
+from shardwise.loss import as_means as as_means
+from shardwise.loss import trace_loss
 from shardwise.metrics import Mask, Mean
 from shardwise.module import AccessHook, Pure
 from shardwise.optim.parts import evaluation_params, leaf_changes, live_values, norm
@@ -38,11 +43,6 @@ from shardwise.optim.read import read_chains
 from shardwise.precision import sums_in_float32
 from shardwise.sharding import activations_on, batch_spec, num_batch_shards, put
 from shardwise.state import StateSpec, TrainState
-from shardwise.traced_loss import Loss as Loss
-from shardwise.traced_loss import LossValue as LossValue
-from shardwise.traced_loss import TracedLoss as TracedLoss
-from shardwise.traced_loss import as_means as as_means
-from shardwise.traced_loss import trace_loss
 from shardwise.tree import Batch as Batch
 from shardwise.tree import Params, PyTree, named_leaves
 
@@ -275,10 +275,10 @@ class _StepFunctions:
 #
 # cpu: the pass `cse_barrier_expander` removes `optimization_barrier` before XLA fuses. XLA then
 # computes everything before the barrier again in each fusion that reads it, and the work of a GPT
-# grows with the square of its layers (see `cpu_layer_norm`). The option is used only for a loss
-# that contains a barrier: other models are compiled exactly as plain JAX compiles them. Known
-# limit: XLA for CPUs (jax 0.12.0) cannot compile a barrier that it keeps inside a small loop, such
-# as a scan over a few numbers ("Unhandled opcode for elemental IR emission: opt-barrier").
+# grows with the square of its layers (see `kernels.norm.stream_barrier`). The option is used only
+# for a loss that calls that function: other models, also with barriers of their own, are compiled
+# exactly as plain JAX compiles them. XLA for CPUs (jax 0.12.0) cannot compile a barrier that it
+# keeps inside a small loop ("Unhandled opcode for elemental IR emission: opt-barrier").
 COMPILER_OPTIONS: dict[str, dict[str, bool | str]] = {
     "gpu": {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_dynamic_slice_fusion": False},
     "cpu": {"xla_disable_hlo_passes": "cse_barrier_expander"},

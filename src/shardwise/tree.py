@@ -93,8 +93,8 @@ def num_bytes(shape: tuple[int, ...], dtype: DType) -> int:
     """Return the size of an array in bytes. Typed random keys count with their key data."""
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         key_bits = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
-        return math.prod(shape) * key_bits.size * key_bits.dtype.itemsize
-    return math.prod(shape) * dtype.itemsize
+        return math.prod(shape) * int(key_bits.size * key_bits.dtype.itemsize)
+    return math.prod(shape) * int(dtype.itemsize)
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -213,7 +213,7 @@ def test_mistakes_and_bad_data_are_named(tmp_path, tokenizer_json):
         (
             ["prepare", "empty.txt", "--out", "o6"],
             3,
-            "there is no text in the 1 inputs (0 bytes), beginning with 'empty.txt'",
+            "there is no text in the 1 inputs (0 bytes); the first is 'empty.txt'",
         ),
         (["prepare", "corpus.txt.gz", "--out", "o7"], 3, "'corpus.txt.gz' is compressed"),
         (["prepare", "nothing", "--out", "o8"], 3, "no files below 'nothing'"),
@@ -326,7 +326,7 @@ def test_a_prepare_begun_with_other_arguments_is_refused_and_two_at_once_too(tmp
         assert process.poll() is None
         time.sleep(0.01)
     code, _, err = data(tmp_path, "prepare", "slow.jsonl", "--out", "out")
-    assert (code, "another prepare is writing to 'out'" in err) == (7, True)
+    assert (code, "another process is preparing 'out'" in err) == (7, True)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     code, _, err = data(tmp_path, "prepare", "a.txt", "--out", "out")

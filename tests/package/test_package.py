@@ -199,7 +199,7 @@ def test_the_wheel_works_in_an_empty_environment(version, wheel, tmp_path):
     bin = tmp_path / "venv" / "bin"
     run(bin / "python", "-m", "pip", "install", "--quiet", wheel)
     assert run(bin / "shardwise", "--version") == f"shardwise {PROJECT['version']}\n"
-    assert run(bin / "shardwise", "--help").startswith("shardwise trains any Flax NNX model")
+    assert "trains any Flax NNX model" in run(bin / "shardwise", "--help")
     said, place = run(bin / "python", "-c", IMPORT_ALL).split()
     assert said == PROJECT["version"]
     assert Path(place).is_relative_to(tmp_path)

@@ -14,8 +14,8 @@ ROOT = Path(shardwise.__file__).parent
 # From the bottom up. A module belongs to the band of its file or package in `src/shardwise`.
 BANDS = {
     "base": "errors text console runtime files tree metrics hardware flops precision",
-    "parts": "axes sharding kernels models data optim cluster trackers rundir early_stop",
-    "step": "mesh module state batch_layout traced_loss step loop",
+    "parts": "axes sharding kernels models data optim cluster trackers rundir",
+    "step": "mesh module state loss step loop",
     "run": "checkpoint weights run recipe",
     "tools": "plan verification explanation report doctor",
     "training": "training",

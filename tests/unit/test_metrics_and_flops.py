@@ -7,7 +7,7 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.flops import count_flops, has_primitive
+from shardwise.flops import calls_function, count_flops
 from shardwise.metrics import Mean, MetricsLog, read_metrics
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.module import build_module
@@ -92,7 +92,7 @@ def test_convolutions_count_every_multiplication():
     assert count_flops(conv, images) == 2 * (2 * 16 * 16 * 8) * 5 * 5 * 3
 
 
-def test_primitives_are_found_in_nested_functions():
+def test_calls_are_found_in_nested_functions():
     def function(x):
         def body(x, _):
             return jax.jit(jnp.sin)(x), None
@@ -100,8 +100,8 @@ def test_primitives_are_found_in_nested_functions():
         return jax.lax.scan(body, x, None, length=3)[0]
 
     jaxpr = jax.make_jaxpr(function)(1.0).jaxpr
-    assert has_primitive(jaxpr, "sin")
-    assert not has_primitive(jaxpr, "cos")
+    assert calls_function(jaxpr, "sin")
+    assert not calls_function(jaxpr, "cos")
 
 
 def test_lines_of_a_log_that_are_not_records_are_skipped(tmp_path):

@@ -85,7 +85,7 @@ def test_impossible_mixes_are_refused():
         Mix([])
     with pytest.raises(DataError, match=r"have the same arrays:\n  a: .*\n  b: "):
         Mix({"a": (numbers(0, 5), 1), "b": ({"x": np.zeros((5, 2))}, 1)})
-    with pytest.raises(DataError, match="'b' of the mix has no rows"):
+    with pytest.raises(DataError, match="'b' of the mix has no examples"):
         Mix({"a": (numbers(0, 5), 1), "b": (numbers(0, 0), 1)})
     with pytest.raises(DataError, match="source '1' has 1e-06 of the weights"):
         Mix([(numbers(0, 5), 1), (numbers(0, 5), 1e-6)])

@@ -77,7 +77,7 @@ def test_files_that_are_no_tokens_are_refused_by_name(folder):
         "tokens.bim": (None, "no data file 'tokens.bim'. Did you mean 'tokens.bin'"),
         "nowhere/tokens.bin": (None, "there is no directory 'nowhere'"),
         "tokens.bin": (None, "no 'tokens.json' next to it that gives its dtype"),
-        "odd.bin": ("uint16", "'odd.bin' has 3 bytes, and tokens of uint16 have 2 bytes each"),
+        "odd.bin": ("uint16", "'odd.bin' has 3 bytes, but tokens of uint16 have 2 bytes each"),
         "empty.bin": ("uint16", "'empty.bin' is empty"),
         "table.npy": (None, r"float64 of shape \(3, 4\)"),
         "objects.npy": (None, "'objects.npy' .* cannot be read as an array"),
@@ -264,7 +264,7 @@ def test_a_truncated_file_is_named(folder, kind):
     ):
         opened.rows(np.array([0, 39]))
     fresh = source_of("a.jsonl")
-    with pytest.raises(BadRecord, match=rf"'a.jsonl', record {len(fresh) - 1}: .* begins at byte"):
+    with pytest.raises(BadRecord, match=rf"'a.jsonl', record {len(fresh) - 1}: .* starts at byte"):
         fresh.rows(np.arange(len(fresh)))
 
 

@@ -1,4 +1,4 @@
-"""The kernel for TPUs, carried out here step by step, and the code for CPUs, against JAX's own attention; and the choice between them."""
+"""Tests of the attention kernels for TPUs (interpreted) and CPUs against the attention of JAX."""
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,10 @@ from shardwise.kernels.platform import platform
 TPU = AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
 
 
-def inputs(rows, length, heads, kv_heads, width, dtype=jnp.float32):
+def inputs(sequences, length, heads, kv_heads, width, dtype=jnp.float32):
     rng = np.random.default_rng(0)
     return tuple(
-        jnp.array(rng.normal(size=(rows, length, n, width)), dtype)
+        jnp.array(rng.normal(size=(sequences, length, n, width)), dtype)
         for n in (heads, kv_heads, kv_heads)
     )
 
@@ -39,11 +39,9 @@ def kernel(q, k, v, segment_ids):
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "width", "packed"),
     [(4, 2, 64, False), (2, 2, 128, True)],
-    ids=["grouped, narrow heads", "packed rows"],
+    ids=["grouped, narrow heads", "packed sequences"],
 )
-def test_the_kernel_gives_the_values_and_gradients_of_plain_attention(
-    heads, kv_heads, width, packed
-):
+def test_tpu_kernel_matches_plain_attention(heads, kv_heads, width, packed):
     args = inputs(2, 256, heads, kv_heads, width)
     segment_ids = (
         jnp.array(np.sort(np.random.default_rng(1).integers(0, 3, (2, 256)), axis=1))
@@ -68,7 +66,7 @@ def plain(q, k, v, segment_ids):
 
 
 @pytest.mark.parametrize(
-    ("rows", "length", "kv_heads", "groups", "width", "packed"),
+    ("sequences", "length", "kv_heads", "groups", "width", "packed"),
     [
         (1, 1, 1, 1, 1, False),
         (2, 40, 1, 3, 24, False),
@@ -76,32 +74,30 @@ def plain(q, k, v, segment_ids):
         (2, 33, 2, 1, 8, True),
     ],
 )
-def test_on_cpus_values_and_gradients_are_those_of_jax(
-    rows, length, kv_heads, groups, width, packed
-):
-    check_against_jax(rows, length, kv_heads, groups, width, packed)
+def test_cpu_attention_matches_jax(sequences, length, kv_heads, groups, width, packed):
+    check_against_jax(sequences, length, kv_heads, groups, width, packed)
 
 
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
-    rows=st.integers(1, 3),
+    sequences=st.integers(1, 3),
     length=st.integers(1, 40),
     kv_heads=st.sampled_from([1, 2]),
     groups=st.sampled_from([1, 3]),
     width=st.sampled_from([1, 8, 24]),
     packed=st.booleans(),
 )
-def test_on_cpus_values_and_gradients_are_those_of_jax_for_any_shape(
-    rows, length, kv_heads, groups, width, packed
+def test_cpu_attention_matches_jax_for_any_shape(
+    sequences, length, kv_heads, groups, width, packed
 ):
-    check_against_jax(rows, length, kv_heads, groups, width, packed)
+    check_against_jax(sequences, length, kv_heads, groups, width, packed)
 
 
-def check_against_jax(rows, length, kv_heads, groups, width, packed):
-    args = inputs(rows, length, kv_heads * groups, kv_heads, width)
+def check_against_jax(sequences, length, kv_heads, groups, width, packed):
+    args = inputs(sequences, length, kv_heads * groups, kv_heads, width)
     segment_ids = (
-        jnp.array(np.sort(np.random.default_rng(1).integers(0, 3, (rows, length)), axis=1))
+        jnp.array(np.sort(np.random.default_rng(1).integers(0, 3, (sequences, length)), axis=1))
         if packed
         else None
     )
@@ -113,7 +109,7 @@ def check_against_jax(rows, length, kv_heads, groups, width, packed):
         np.testing.assert_allclose(ours, theirs, atol=3e-5)
 
 
-def test_on_cpus_large_scores_overflow_nothing_and_half_precision_stays():
+def test_cpu_attention_handles_large_scores_and_keeps_half_precision():
     q, k, v = inputs(2, 32, 2, 2, 16)
     for ours, theirs in zip(
         value_and_grads(causal_attention, (100 * q, k, v)),
@@ -130,12 +126,12 @@ def test_on_cpus_large_scores_overflow_nothing_and_half_precision_stays():
 
 
 @pytest.mark.parametrize(
-    ("rows", "kv_heads", "over"),
+    ("sequences", "kv_heads", "over"),
     [(2, 2, "fsdp"), (1, 1, None)],
-    ids=["rows and heads for each device", "one for both"],
+    ids=["sharded sequences and heads", "replicated"],
 )
-def test_each_device_of_a_mesh_works_on_its_rows_and_heads(rows, kv_heads, over):
-    args = inputs(rows, 128, 4, kv_heads, 64)
+def test_each_device_works_on_its_own_sequences_and_heads(sequences, kv_heads, over):
+    args = inputs(sequences, 128, 4, kv_heads, 64)
     mesh = make_mesh("fsdp=2,model=2", jax.devices()[:4])
     where = NamedSharding(mesh, PartitionSpec(over, None, "model"))
 
@@ -149,7 +145,7 @@ def test_each_device_of_a_mesh_works_on_its_rows_and_heads(rows, kv_heads, over)
         np.testing.assert_allclose(one, plain, atol=3e-5)
 
 
-def test_the_choice_follows_the_mesh_that_is_traced_for():
+def test_kernel_is_chosen_for_the_mesh_of_the_trace():
     mesh = AbstractMesh((2,), ("data",), (AxisType.Auto,), abstract_device=TPU)
     args = inputs(2, 256, 2, 2, 64, jnp.bfloat16)
     assert platform() == "cpu"
@@ -157,7 +153,8 @@ def test_the_choice_follows_the_mesh_that_is_traced_for():
     with jax.sharding.use_abstract_mesh(mesh):
         assert platform() == "tpu"
         assert "pallas_call" in str(jax.make_jaxpr(causal_attention)(*args))
-        odd = inputs(2, 100, 2, 2, 64)  # a length that the kernel does not take
+        # The kernel does not support this length.
+        odd = inputs(2, 100, 2, 2, 64)
         assert "pallas_call" not in str(jax.make_jaxpr(causal_attention)(*odd))
         with pytest.raises(ValueError, match=r"sequence length 100 is not a multiple of 128"):
             tpu_attention(*odd)

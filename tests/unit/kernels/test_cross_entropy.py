@@ -1,4 +1,7 @@
-"""The kernels of the GELU and of the loss against JAX's and Optax's own, in Pallas' interpreter; on a GPU the same code is compiled."""
+"""Tests of the GELU and loss kernels against JAX and Optax, in the interpreter of Pallas.
+
+On a GPU the same code is compiled.
+"""
 
 import re
 
@@ -35,34 +38,34 @@ def jax_gelu(x, bias):
 
 @pytest.mark.parametrize("gelu", [fused_bias_gelu, plain_bias_gelu])
 @settings(max_examples=3)
-@given(rows=st.integers(1, 70), width=st.sampled_from([1, 96, 300]), seed=st.integers(0, 2**31))
-def test_gelu_is_that_of_jax_for_any_shape(gelu, rows, width, seed):
+@given(tokens=st.integers(1, 70), width=st.sampled_from([1, 96, 300]), seed=st.integers(0, 2**31))
+def test_gelu_matches_jax_for_any_shape(gelu, tokens, width, seed):
     rng = np.random.default_rng(seed)
-    x, bias = rng.normal(0, 4, (rows, width)).astype("f4"), rng.normal(0, 1, width).astype("f4")
+    x, bias = rng.normal(0, 4, (tokens, width)).astype("f4"), rng.normal(0, 1, width).astype("f4")
     assert_close(gelu_and_grads(gelu, x, bias), gelu_and_grads(jax_gelu, x, bias))
 
 
-def test_gelu_far_from_zero_has_no_nan():
+def test_gelu_of_large_inputs_is_finite():
     x = jnp.asarray([[-1e4, -30.0, 30.0, 1e4]])
     (value, grads) = gelu_and_grads(fused_bias_gelu, x, jnp.zeros(4))
     assert np.isfinite(value)
     assert np.isfinite(grads[0]).all()
 
 
-def test_each_device_takes_its_own_tiles_of_the_gelu():
+def test_each_device_computes_its_own_shard_of_the_gelu():
     mesh = make_mesh("data=4,model=2")
     rng = np.random.default_rng(0)
     x, bias = rng.normal(size=(64, 96)).astype("f4"), rng.normal(size=96).astype("f4")
-    cut = (
+    sharded = (
         jax.device_put(x, NamedSharding(mesh, P("data", "model"))),
         jax.device_put(bias, NamedSharding(mesh, P("model"))),
     )
     run = jax.jit(lambda *arguments: gelu_and_grads(fused_bias_gelu, *arguments))
-    value, grads = run(*cut)
+    value, grads = run(*sharded)
     assert [
-        g.sharding.is_equivalent_to(a.sharding, a.ndim) for g, a in zip(grads, cut, strict=True)
+        g.sharding.is_equivalent_to(a.sharding, a.ndim) for g, a in zip(grads, sharded, strict=True)
     ] == [True, True]
-    assert set(re.findall(r"all-\w+", run.lower(*cut).compile().as_text())) == {"all-reduce"}
+    assert set(re.findall(r"all-\w+", run.lower(*sharded).compile().as_text())) == {"all-reduce"}
     assert_close((value, grads), gelu_and_grads(jax_gelu, x, bias))
 
 
@@ -72,13 +75,13 @@ def loss_and_grad(loss, logits, labels, weights):
 
 @pytest.fixture(params=["plain", "fused"])
 def where(request, monkeypatch):
-    """The loss as it is computed elsewhere, and as on a GPU."""
+    """Run a test with the plain loss, and with the loss for GPUs."""
     monkeypatch.setattr(losses, "platform", lambda: "gpu" if request.param == "fused" else "cpu")
     return request.param
 
 
 @pytest.mark.parametrize("shape", [(5, 7), (3, 4, 130), (2, 5000)])
-def test_cross_entropy_is_that_of_optax(where, shape):
+def test_cross_entropy_matches_optax(where, shape):
     rng = np.random.default_rng(1)
     logits, labels = rng.normal(0, 5, shape).astype("f4"), rng.integers(0, shape[-1], shape[:-1])
     for weights in (np.ones(shape[:-1], "f4"), rng.uniform(size=shape[:-1]).astype("f4")):
@@ -105,46 +108,49 @@ def test_cross_entropy_of_bfloat16_logits_is_rounded_once(where):
     assert (grad == exact_grad.astype(jnp.bfloat16)).mean() > 0.99
 
 
-def test_each_device_takes_its_own_rows_of_the_loss():
+def test_each_device_computes_the_loss_of_its_own_tokens():
     mesh = make_mesh("data=8")
     rng = np.random.default_rng(3)
     logits, labels = rng.normal(size=(64, 96)).astype("f4"), rng.integers(0, 96, 64)
-    cut = jax.device_put((logits, labels), NamedSharding(mesh, P("data")))
+    sharded = jax.device_put((logits, labels), NamedSharding(mesh, P("data")))
     run = jax.jit(losses.fused_cross_entropy)
-    nats, gradient = run(*cut)
-    assert gradient.sharding.is_equivalent_to(cut[0].sharding, 2)
-    assert not re.findall(r"all-\w+", run.lower(*cut).compile().as_text())
+    nats, gradient = run(*sharded)
+    assert gradient.sharding.is_equivalent_to(sharded[0].sharding, 2)
+    assert not re.findall(r"all-\w+", run.lower(*sharded).compile().as_text())
     assert_close(nats, optax.softmax_cross_entropy_with_integer_labels(logits, labels))
 
 
-@pytest.mark.parametrize("cut", ["data=8", "data=4,tensor=2"])
-def test_the_loss_of_a_product_is_that_of_its_logits(monkeypatch, cut):
-    """Where each device has the exponentials of its own rows (too few for the kernel), and where the logits themselves are cut."""
+@pytest.mark.parametrize("mesh", ["data=8", "data=4,tensor=2"])
+def test_linear_cross_entropy_matches_cross_entropy_of_the_logits(monkeypatch, mesh):
+    """Each device has too few tokens for the Hopper kernel, or the vocabulary is sharded."""
     monkeypatch.setattr(losses, "_is_fused", lambda *_: losses._vocabulary_is_unsharded())
     rng = np.random.default_rng(4)
     features, table = rng.normal(size=(64, 16)).astype("f4"), rng.normal(size=(40, 16)).astype("f4")
     labels, weights = rng.integers(0, 40, (4, 16)), rng.uniform(size=(4, 16)).astype("f4")
 
-    def found(loss, *arguments):
+    def value_and_grads(loss, *arguments):
         return jax.jit(
             jax.value_and_grad(lambda *args: (loss(*args, labels) * weights).sum(), argnums=(0, 1))
         )(*arguments)
 
-    theirs = found(
+    theirs = value_and_grads(
         lambda f, t, y: optax.softmax_cross_entropy_with_integer_labels(
             (f @ t.T).reshape(4, 16, 40), y
         ),
         features,
         table,
     )
-    mesh = make_mesh(cut)
+    mesh = make_mesh(mesh)
     with jax.set_mesh(mesh):
         spread = jax.device_put(features, NamedSharding(mesh, P("data")))
-        assert_close(found(losses.linear_cross_entropy, spread, table), theirs)
+        assert_close(value_and_grads(losses.linear_cross_entropy, spread, table), theirs)
 
 
-def test_a_label_that_is_out_of_the_question_is_still_learned(monkeypatch):
-    """exp(1000) is no number: the kernel's arithmetic ends at 60 nats, where the loss must be finite and pull the right way."""
+def test_very_unlikely_label_has_a_finite_loss_and_a_useful_gradient(monkeypatch):
+    """exp(1000) overflows, so the kernel clips exponents at 60.
+
+    The loss must be finite there, and the gradient must point in the right direction.
+    """
     monkeypatch.setattr(losses, "_is_fused", lambda *_: True)
     features, table = (
         jnp.ones((4, 16), jnp.bfloat16),
@@ -152,22 +158,21 @@ def test_a_label_that_is_out_of_the_question_is_still_learned(monkeypatch):
     )
 
     def loss(features, table):
-        return (
-            losses.linear_cross_entropy(features, table, jnp.arange(4)).sum() / 2**20
-        )  # as one of a million tokens
+        # Scaled as if there were a million tokens.
+        return losses.linear_cross_entropy(features, table, jnp.arange(4)).sum() / 2**20
 
     nats, (to_features, to_table) = jax.value_and_grad(loss, argnums=(0, 1))(features, table)
     assert 60 < nats * 2**20 / 4 < 60 + np.log(40)
     wide = np.asarray(to_table.astype(jnp.float32)) * 2**20
-    assert (wide[:4] < -0.9).all()  # of the labels: as far as it goes
-    np.testing.assert_allclose(
-        wide[20:].sum(0), 4, rtol=0.02
-    )  # of all that is likelier: as much, the other way
+    # The gradient of the labels is as large as possible.
+    assert (wide[:4] < -0.9).all()
+    # The gradient of all more likely tokens is as large, with the opposite sign.
+    np.testing.assert_allclose(wide[20:].sum(0), 4, rtol=0.02)
     assert np.isfinite(np.asarray(to_features.astype(jnp.float32))).all()
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_the_loss_in_chunks_is_the_loss(where, weighted):
+def test_chunked_cross_entropy_matches_the_complete_loss(where, weighted):
     rng = np.random.default_rng(0)
     features, table = rng.normal(size=(24, 16)).astype("f4"), rng.normal(size=(40, 16)).astype("f4")
     labels, weights = (
@@ -175,7 +180,7 @@ def test_the_loss_in_chunks_is_the_loss(where, weighted):
         rng.uniform(size=24).astype("f4") if weighted else np.ones(24, "f4"),
     )
 
-    def whole(features, table, weights):
+    def complete(features, table, weights):
         return (
             3
             * (
@@ -184,7 +189,7 @@ def test_the_loss_in_chunks_is_the_loss(where, weighted):
             ).sum()
         )
 
-    theirs = jax.value_and_grad(whole, argnums=(0, 1, 2))(features, table, weights)
+    theirs = jax.value_and_grad(complete, argnums=(0, 1, 2))(features, table, weights)
     for chunks in (1, 4, 24):
 
         def parts(features, table, weights, chunks=chunks):
@@ -197,7 +202,7 @@ def test_the_loss_in_chunks_is_the_loss(where, weighted):
         chunked_cross_entropy(features, table, labels, 5)
 
 
-def test_the_loss_in_chunks_multiplies_nothing_twice():
+def test_chunked_cross_entropy_computes_no_matmul_twice():
     shapes = jnp.zeros((24, 16)), jnp.zeros((40, 16))
     text = (
         jax.jit(

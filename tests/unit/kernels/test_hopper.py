@@ -1,6 +1,8 @@
-"""The kernels for Hopper, carried out step by step by Mosaic GPU's interpreter, against JAX's own arithmetic.
+"""Tests of the Hopper kernels against JAX, in the interpreter of Mosaic GPU.
 
-Before jax 0.12 the interpreter does not run them: there the tests only see that other kernels are taken."""
+Before jax 0.12 the interpreter cannot run them, so the tests only check that other kernels are
+used.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +45,9 @@ def gelu(product, bias):
     return jax.nn.gelu(product.astype(jnp.float32) + bias.astype(jnp.float32), approximate=True)
 
 
-def test_taken_on_hopper_alone():
-    assert not hopper.is_available()  # no GPU of compute capability 9.0 among the devices of the tests
+def test_kernels_require_a_hopper_gpu_and_shapes_that_the_tiles_divide():
+    # The tests run without a GPU of compute capability 9.0.
+    assert not hopper.is_available()
     assert hopper.supports_matmul(jax.ShapeDtypeStruct((65536, 768), jnp.bfloat16), 3072)
     assert not hopper.supports_matmul(jax.ShapeDtypeStruct((65536, 768), jnp.float32), 3072)
     assert not hopper.supports_matmul(jax.ShapeDtypeStruct((65500, 768), jnp.bfloat16), 3072)
@@ -54,11 +57,11 @@ def test_taken_on_hopper_alone():
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("rows", "inner", "columns"), [(512, 192, 256), (256, 64, 384)])
-def test_a_product_with_its_gelu(interpreted, rows, inner, columns):
+@pytest.mark.parametrize(("tokens", "inner", "columns"), [(512, 192, 256), (256, 64, 384)])
+def test_matmul_with_gelu(interpreted, tokens, inner, columns):
     rng = np.random.default_rng(0)
     x, kernel, bias = (
-        half(rng, rows, inner),
+        half(rng, tokens, inner),
         half(rng, inner, columns, scale=0.1),
         half(rng, columns),
     )
@@ -69,80 +72,79 @@ def test_a_product_with_its_gelu(interpreted, rows, inner, columns):
         .astype(jnp.float32)
     )
     expected, pull = jax.vjp(lambda product: gelu(product, bias), product)
-    np.testing.assert_allclose(
-        wide(y), expected, rtol=2**-8, atol=2e-2
-    )  # a product may be rounded to the neighbouring number
+    # A matmul may be rounded to the neighboring number.
+    np.testing.assert_allclose(wide(y), expected, rtol=2**-8, atol=2e-2)
     np.testing.assert_allclose(wide(slope), pull(jnp.ones_like(expected))[0], rtol=2**-8, atol=1e-2)
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("rows", "inner", "columns"), [(512, 128, 256), (768, 64, 512)])
-def test_a_product_times_a_slope_and_the_sum_of_its_rows(interpreted, rows, inner, columns):
+@pytest.mark.parametrize(("tokens", "inner", "columns"), [(512, 128, 256), (768, 64, 512)])
+def test_matmul_times_slope_and_its_sum_over_tokens(interpreted, tokens, inner, columns):
     rng = np.random.default_rng(1)
     g, kernel, slope = (
-        half(rng, rows, inner),
+        half(rng, tokens, inner),
         half(rng, columns, inner, scale=0.1),
-        half(rng, rows, columns),
+        half(rng, tokens, columns),
     )
     gradient, sums = hopper.product_slope(g, kernel, slope)
     expected = wide(jnp.asarray(wide(g) @ wide(kernel).T, jnp.bfloat16)) * wide(slope)
     np.testing.assert_allclose(wide(gradient), expected, rtol=2**-7, atol=2e-2)
-    np.testing.assert_allclose(
-        sums, expected.sum(0), rtol=1e-3, atol=1e-2
-    )  # of what is not rounded once more
+    # The sums are those of unrounded values.
+    np.testing.assert_allclose(sums, expected.sum(0), rtol=1e-3, atol=1e-2)
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("rows", "inner", "columns"), [(512, 128, 384), (4608, 64, 128)])
-def test_a_product_as_exponentials_and_their_sums(interpreted, rows, inner, columns):
+@pytest.mark.parametrize(("tokens", "inner", "columns"), [(512, 128, 384), (4608, 64, 128)])
+def test_exponentials_of_a_matmul_and_their_sums(interpreted, tokens, inner, columns):
     rng = np.random.default_rng(4)
-    x, table, less = (
-        half(rng, rows, inner),
+    x, table, offset = (
+        half(rng, tokens, inner),
         half(rng, columns, inner, scale=0.2),
-        jnp.asarray(rng.normal(0, 2, rows), jnp.float32),
+        jnp.asarray(rng.normal(0, 2, tokens), jnp.float32),
     )
-    less = less.at[7].set(-200.0)  # exp(200) is no number in float32
-    shares, sums = hopper.product_exp(x, table, less)
-    product = jnp.asarray(wide(x) @ wide(table).T - np.asarray(less)[:, None], jnp.bfloat16)
+    # exp(200) overflows in float32.
+    offset = offset.at[7].set(-200.0)
+    exponentials, sums = hopper.product_exp(x, table, offset)
+    product = jnp.asarray(wide(x) @ wide(table).T - np.asarray(offset)[:, None], jnp.bfloat16)
     expected = np.exp(np.minimum(wide(product), hopper.MAX_EXPONENT))
-    np.testing.assert_allclose(
-        wide(shares), expected, rtol=2**-5
-    )  # a product may be rounded to the neighbouring number
+    # A matmul may be rounded to the neighboring number.
+    np.testing.assert_allclose(wide(exponentials), expected, rtol=2**-5)
     np.testing.assert_allclose(sums, expected.sum(1), rtol=5e-3)
     assert (
-        wide(shares)[7].max()
-        == wide(shares)[7].min()
+        wide(exponentials)[7].max()
+        == wide(exponentials)[7].min()
         == pytest.approx(np.exp(hopper.MAX_EXPONENT), rel=2**-8)
     )
 
 
 @needs_interpreter
-def test_the_loss_of_a_product_as_without_the_kernel(interpreted, monkeypatch):
+def test_linear_cross_entropy_matches_optax(interpreted, monkeypatch):
     monkeypatch.setattr(losses, "platform", lambda: "gpu")
     monkeypatch.setattr(hopper, "is_available", lambda: True)
     rng = np.random.default_rng(5)
     features, table = half(rng, 256, 64), half(rng, 384, 64, scale=0.3)
     labels, weights = rng.integers(0, 384, 256), rng.uniform(0, 2, 256).astype("f4")
-    labels[:3] = np.argmax(wide(features)[:3] @ wide(table).T, axis=1)  # and some that are likely
+    # Some labels are the most likely ones.
+    labels[:3] = np.argmax(wide(features)[:3] @ wide(table).T, axis=1)
 
-    def found(loss, *arguments):
+    def value_and_grads(loss, *arguments):
         value = jax.value_and_grad(
             lambda *args: (loss(*args, labels) * weights).sum(), argnums=(0, 1)
         )
         return jax.tree.map(lambda x: np.asarray(x, np.float32), value(*arguments))
 
-    theirs = found(
+    theirs = value_and_grads(
         lambda f, t, labels: optax.softmax_cross_entropy_with_integer_labels(f @ t.T, labels),
         *map(wide, (features, table)),
     )
-    ours = found(losses.linear_cross_entropy, features, table)
+    ours = value_and_grads(losses.linear_cross_entropy, features, table)
     assert ours[0] == pytest.approx(theirs[0], rel=1e-3)
     for a, b in zip(ours[1], theirs[1], strict=True):
         np.testing.assert_allclose(a, b, atol=0.01 * np.abs(b).max())
 
 
 @needs_interpreter
-def test_the_loss_of_a_row_held_on_chip(interpreted):
+def test_cross_entropy_matches_jax(interpreted):
     rng = np.random.default_rng(2)
     logits, labels = half(rng, 9, 8448, scale=3), jnp.asarray(rng.integers(0, 8448, 9), jnp.int32)
     gradient, nats = hopper.cross_entropy(logits, labels)
@@ -157,7 +159,7 @@ def test_the_loss_of_a_row_held_on_chip(interpreted):
 
 
 @needs_interpreter
-def test_between_two_layers_as_without_the_kernels(interpreted):
+def test_fused_mlp_matches_plain_mlp(interpreted):
     rng = np.random.default_rng(3)
     arguments = (
         half(rng, 256, 64),
@@ -166,12 +168,15 @@ def test_between_two_layers_as_without_the_kernels(interpreted):
         half(rng, 256, 64, scale=0.1),
     )
 
-    def found(between):
+    def value_and_grads(between):
         return jax.value_and_grad(
             lambda *args: jnp.sin(between(*args).astype(jnp.float32)).sum(), argnums=(0, 1, 2, 3)
         )(*arguments)
 
-    ours, theirs = found(activation.fused_gelu_mlp), found(activation.plain_gelu_mlp)
+    ours, theirs = (
+        value_and_grads(activation.fused_gelu_mlp),
+        value_and_grads(activation.plain_gelu_mlp),
+    )
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(
             wide(a), wide(b), rtol=0.02, atol=0.02 * float(np.abs(wide(b)).max())
@@ -179,8 +184,8 @@ def test_between_two_layers_as_without_the_kernels(interpreted):
 
 
 @needs_interpreter
-def test_many_layers_share_one_kernel_whose_arithmetic_plans_know(monkeypatch):
-    """Each kernel takes seconds to compile: one of its own for every layer was a minute of a start."""
+def test_layers_of_one_shape_share_a_kernel_whose_flops_are_counted(monkeypatch):
+    """A kernel takes seconds to compile. One for each layer would add a minute to every start."""
     monkeypatch.setattr(hopper, "multiprocessors", lambda: 132)
 
     def layers(x, kernels, bias):
@@ -198,14 +203,34 @@ def test_many_layers_share_one_kernel_whose_arithmetic_plans_know(monkeypatch):
     assert count_kernels(traced.jaxpr.jaxpr) == {"product_gelu": 2 * 256 * 128 * 256}
 
 
-def test_a_kernel_in_a_compiled_program_is_known_by_its_name():
+@pytest.mark.skipif(VERSION < (0, 11), reason="Mosaic GPU has other names before jax 0.11")
+@pytest.mark.parametrize("name", ["product_gelu", "product_slope", "product_exp", "cross_entropy"])
+def test_kernels_can_be_lowered_for_cuda(monkeypatch, name):
+    """jax 0.12 refused to lower the store of the sums of `product_exp`."""
+    monkeypatch.setattr(hopper, "multiprocessors", lambda: 132)
+    jax.clear_caches()
+    matrix = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
+    vectors = {
+        "product_gelu": jax.ShapeDtypeStruct((256,), jnp.bfloat16),
+        "product_exp": jax.ShapeDtypeStruct((256,), jnp.float32),
+        "cross_entropy": jax.ShapeDtypeStruct((256,), jnp.int32),
+    }
+    inputs = [matrix, matrix, vectors.get(name, matrix)]
+    if name == "cross_entropy":
+        inputs = [matrix, vectors[name]]
+    lowered = jax.jit(getattr(hopper, name)).trace(*inputs).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
+
+
+def test_plan_recognizes_a_kernel_by_its_name():
     program = parse(
         """HloModule step
 
 ENTRY %main (x: bf16[256,128], k: bf16[128,256]) -> bf16[256,256] {
   %x = bf16[256,128]{1,0} parameter(0)
   %k = bf16[128,256]{1,0} parameter(1)
-  ROOT %y = bf16[256,256]{1,0} custom-call(%x, %k), custom_call_target="mosaic_gpu_v2", metadata={op_name="step/product_gelu/mpmd_map"}
+  ROOT %y = bf16[256,256]{1,0} custom-call(%x, %k), custom_call_target="mosaic_gpu_v2", \
+metadata={op_name="step/product_gelu/mpmd_map"}
 }
 """,
         {"product_gelu": 1e6},

@@ -1,4 +1,4 @@
-"""Rows of a table, and the gradient that they get back, against NumPy."""
+"""Tests of the embedding lookup and its gradient against NumPy."""
 
 import re
 
@@ -18,52 +18,55 @@ from shardwise.kernels.lookup import look_up
 
 @pytest.fixture(params=["cpu", "gpu", "tpu"])
 def where(request, monkeypatch):
-    """As it is computed here, and as on a GPU and a TPU."""
+    """Run a test with the code for CPUs, GPUs and TPUs."""
     monkeypatch.setattr(tables, "platform", lambda: request.param)
 
 
-def table_gradient(indices, g, rows):
+def table_gradient(indices, g, vocab_size):
     return jax.jit(lambda table: jax.vjp(lambda t: look_up(t, indices), table)[1](g)[0])(
-        jnp.zeros((rows, g.shape[1]), g.dtype)
+        jnp.zeros((vocab_size, g.shape[1]), g.dtype)
     )
 
 
 @settings(max_examples=10)
-@given(rows=st.integers(1, 40), tokens=st.integers(1, 200), seed=st.integers(0, 2**31))
-def test_rows_that_are_looked_up_get_what_flows_back(rows, tokens, seed):
+@given(vocab_size=st.integers(1, 40), tokens=st.integers(1, 200), seed=st.integers(0, 2**31))
+def test_gradient_sums_over_the_occurrences_of_each_token(vocab_size, tokens, seed):
     rng = np.random.default_rng(seed)
-    indices, g = rng.integers(0, rows, tokens), rng.normal(size=(tokens, 3)).astype("f4")
-    expected = np.zeros((rows, 3))
+    indices, g = rng.integers(0, vocab_size, tokens), rng.normal(size=(tokens, 3)).astype("f4")
+    expected = np.zeros((vocab_size, 3))
     np.add.at(expected, indices, g)
     for at in ("cpu", "gpu", "tpu"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tables, "platform", lambda at=at: at)
             np.testing.assert_allclose(
-                table_gradient(jnp.asarray(indices), jnp.asarray(g), rows), expected, atol=1e-4
+                table_gradient(jnp.asarray(indices), jnp.asarray(g), vocab_size),
+                expected,
+                atol=1e-4,
             )
-    table = rng.normal(size=(rows, 3)).astype("f4")
+    table = rng.normal(size=(vocab_size, 3)).astype("f4")
     np.testing.assert_array_equal(look_up(table, indices), table[indices])
 
 
-def test_a_frequent_word_in_bfloat16_is_summed_right(where):
+def test_frequent_token_in_bfloat16_is_summed_accurately(where):
     rng = np.random.default_rng(0)
     g = jnp.asarray(rng.uniform(0.5, 1.5, (20000, 8)), jnp.bfloat16)
     exact = np.asarray(g, np.float64).sum(0)
     ours = table_gradient(jnp.zeros(20000, int), g, 2)[0]
     np.testing.assert_allclose(np.asarray(ours, np.float64), exact, rtol=2**-8)
     naive = jnp.zeros((2, 8), jnp.bfloat16).at[jnp.zeros(20000, int)].add(g)[0]
-    assert (np.asarray(naive, np.float64) < 0.1 * exact).all()  # what JAX alone makes of it
+    # A sum in bfloat16, as JAX would compute it, loses most of the total.
+    assert (np.asarray(naive, np.float64) < 0.1 * exact).all()
 
 
 def test_each_device_sums_its_own_tokens(where):
     mesh = make_mesh("data=8")
     rng = np.random.default_rng(2)
     indices, g = rng.integers(0, 30, 640), rng.normal(size=(640, 4)).astype("f4")
-    cut = jax.device_put((indices, g), NamedSharding(mesh, P("data")))
+    sharded = jax.device_put((indices, g), NamedSharding(mesh, P("data")))
     run = jax.jit(
         lambda indices, g: jax.vjp(lambda t: look_up(t, indices), jnp.zeros((30, 4)))[1](g)[0]
     )
-    assert set(re.findall(r"all-\w+", run.lower(*cut).compile().as_text())) == {"all-reduce"}
+    assert set(re.findall(r"all-\w+", run.lower(*sharded).compile().as_text())) == {"all-reduce"}
     expected = np.zeros((30, 4))
     np.add.at(expected, indices, g)
-    np.testing.assert_allclose(run(*cut), expected, atol=1e-4)
+    np.testing.assert_allclose(run(*sharded), expected, atol=1e-4)

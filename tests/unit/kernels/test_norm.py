@@ -1,4 +1,7 @@
-"""The kernels of the layer norm against Flax's own, in Pallas' interpreter; on a GPU the same code is compiled."""
+"""Tests of the layer norm kernels against Flax, in the interpreter of Pallas.
+
+On a GPU the same code is compiled.
+"""
 
 import re
 
@@ -34,30 +37,32 @@ def value_and_grads(norm, x, scale, bias):
     return jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2)))(x, scale, bias)
 
 
-def inputs(rows, width, seed=0):
+def inputs(tokens, width, seed=0):
     rng = np.random.default_rng(seed)
-    x = (rng.normal(size=(rows, width)) * rng.uniform(0.1, 10) + rng.normal()).astype("f4")
+    x = (rng.normal(size=(tokens, width)) * rng.uniform(0.1, 10) + rng.normal()).astype("f4")
     return x, rng.normal(1, 0.1, width).astype("f4"), rng.normal(0, 0.1, width).astype("f4")
 
 
 @pytest.mark.parametrize("norm", [fused, cpu_layer_norm, plain_layer_norm])
 @settings(max_examples=4)
-@given(rows=st.integers(1, 70), width=st.sampled_from([2, 8, 96, 130]), seed=st.integers(0, 2**31))
-def test_equal_to_flax_for_any_shape(norm, rows, width, seed):
-    arguments = inputs(rows, width, seed)
+@given(
+    tokens=st.integers(1, 70), width=st.sampled_from([2, 8, 96, 130]), seed=st.integers(0, 2**31)
+)
+def test_layer_norm_matches_flax_for_any_shape(norm, tokens, width, seed):
+    arguments = inputs(tokens, width, seed)
     ours, theirs = value_and_grads(norm, *arguments), value_and_grads(flax_layer_norm, *arguments)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(1 + jnp.abs(b).max()))
 
 
-def test_each_device_normalizes_its_own_rows():
+def test_each_device_normalizes_its_own_tokens():
     mesh = make_mesh("data=4,model=2")
     x, scale, bias = inputs(64, 96)
-    rows = jax.device_put(x, NamedSharding(mesh, P("data")))
+    tokens = jax.device_put(x, NamedSharding(mesh, P("data")))
     run = jax.jit(lambda *arguments: value_and_grads(fused, *arguments))
-    value, grads = run(rows, scale, bias)
-    assert grads[0].sharding.is_equivalent_to(rows.sharding, 2)
-    text = run.lower(rows, scale, bias).compile().as_text()
+    value, grads = run(tokens, scale, bias)
+    assert grads[0].sharding.is_equivalent_to(tokens.sharding, 2)
+    text = run.lower(tokens, scale, bias).compile().as_text()
     assert set(re.findall(r"all-\w+", text)) == {"all-reduce"}
     for a, b in zip(
         jax.tree.leaves((value, grads)),
@@ -78,23 +83,27 @@ def test_bfloat16_is_rounded_once():
         assert (normal == exact).mean() > 0.99
 
 
-def test_what_is_added_to_all_tokens_gets_the_sum_of_their_gradients():
+def test_gradient_of_the_pending_bias_is_summed_over_tokens():
     x, scale, bias = inputs(70, 96)
-    late = np.linspace(-1, 1, 96, dtype="f4")
+    pending_bias = np.linspace(-1, 1, 96, dtype="f4")
 
-    def found(norm):
-        total = lambda x, late, scale, bias: sum(
-            jnp.sin(part).sum() for part in norm(x, late, scale, bias)
-        )  # noqa: E731
-        return jax.value_and_grad(total, argnums=(0, 1, 2, 3))(x, late, scale, bias)
+    def value_and_grads(norm):
+        def total(x, pending_bias, scale, bias):
+            return sum(jnp.sin(part).sum() for part in norm(x, pending_bias, scale, bias))
 
-    ours = found(lambda x, late, scale, bias: fused_layer_norm(x, late, scale, bias, 1e-5))
-    theirs = found(lambda x, late, scale, bias: flax_layer_norm(x + late, scale, bias, 1e-5))
+        return jax.value_and_grad(total, argnums=(0, 1, 2, 3))(x, pending_bias, scale, bias)
+
+    ours = value_and_grads(
+        lambda x, pending_bias, scale, bias: fused_layer_norm(x, pending_bias, scale, bias, 1e-5)
+    )
+    theirs = value_and_grads(
+        lambda x, pending_bias, scale, bias: flax_layer_norm(x + pending_bias, scale, bias, 1e-5)
+    )
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(1 + jnp.abs(b).max()))
 
 
-def test_the_module_gives_the_stream_and_its_normal_form():
+def test_module_returns_the_stream_and_its_layer_norm():
     x = inputs(6, 16)[0]
     stream, normal = ResidualNorm(16, rngs=nnx.Rngs(0))(x)
     np.testing.assert_array_equal(stream, x)

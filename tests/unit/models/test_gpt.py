@@ -1,4 +1,7 @@
-"""GPT against `transformers`' GPT-2 with the same weights (tests/fixtures/make_gpt2_fixture.py), and against itself."""
+"""Tests of GPT against GPT-2 of `transformers` with the same weights, and against itself.
+
+The fixture is written by tests/fixtures/make_gpt2_fixture.py.
+"""
 
 import dataclasses
 import json
@@ -96,7 +99,7 @@ QUICK = [(False, "none"), (False, "dots"), (True, "block")]
         for variant in VARIANTS
     ],
 )
-def test_logits_loss_and_gradients_equal_those_of_transformers(scan_layers, remat):
+def test_logits_loss_and_gradients_match_transformers(scan_layers, remat):
     config, tokens = tiny(scan_layers=scan_layers, remat=remat), fixture()["tokens"]
     params = params_from_hf(hf_weights(), config)
 
@@ -115,14 +118,14 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(scan_layers, rema
 
 
 @pytest.mark.parametrize("name", hf_weights())
-def test_every_tensor_of_the_fixture_shows_in_the_logits(name):
+def test_every_tensor_of_the_fixture_affects_the_logits(name):
     weights = hf_weights()
     weights[name] = np.roll(weights[name], 1, axis=-1)
     logits = forward(tiny())(params_from_hf(weights, tiny()), fixture()["tokens"])
     assert np.abs(logits - fixture()["logits"]).max() > 1e-2
 
 
-def test_the_fixture_says_what_made_it():
+def test_fixture_records_the_versions_that_made_it():
     assert set(json.loads(fixture()["versions"].tobytes())) == {"torch", "transformers", "numpy"}
 
 
@@ -130,7 +133,7 @@ def test_the_fixture_says_what_made_it():
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])
-def test_weights_have_our_layout_and_come_back_unchanged(scan_layers):
+def test_weights_are_converted_and_converted_back_unchanged(scan_layers):
     config = tiny(scan_layers=scan_layers)
     params = params_from_hf(hf_weights(), config)
     assert shapes(params) == shapes(abstract(config)[1])
@@ -151,7 +154,7 @@ def test_names_without_prefix_and_old_buffers_are_accepted():
     )
 
 
-def test_a_larger_vocabulary_is_padded_and_cut_again():
+def test_vocabulary_is_padded_and_truncated_again():
     config = tiny(vocab_size=128, scan_layers=True)
     params = params_from_hf(hf_weights(), config)
     assert shapes(params) == shapes(abstract(config)[1])
@@ -166,9 +169,11 @@ def test_a_larger_vocabulary_is_padded_and_cut_again():
 
 
 @pytest.mark.parametrize("vocab_size", [0, 98])
-def test_a_cut_outside_the_vocabulary_is_refused(vocab_size):
+def test_truncation_outside_the_vocabulary_is_rejected(vocab_size):
     params = params_from_hf(hf_weights(), tiny())
-    with pytest.raises(ValueError, match=f"vocab_size is {vocab_size}; it must be from 1 to the 97 tok"):
+    with pytest.raises(
+        ValueError, match=f"vocab_size is {vocab_size}; it must be from 1 to the 97 tok"
+    ):
         params_to_hf(params, tiny(), vocab_size=vocab_size)
 
 
@@ -198,11 +203,12 @@ def test_all_wrong_tensors_are_listed_at_once():
         "  unexpected: 'h.2.ln_1.weight' (32,)",
         "  wrong shape: 'h.0.attn.c_attn.weight' is (96, 32), must be (32, 96)",
         "  wrong shape: 'h.1.ln_2.bias' is (31,), must be (32,)",
-        "  untied: 'lm_head.weight' is not equal to 'wte.weight', and GPT uses the embedding as output layer",
+        "  untied: 'lm_head.weight' is not equal to 'wte.weight', and GPT uses the embedding as "
+        "output layer",
     ]
 
 
-def test_a_vocabulary_larger_than_ours_is_refused():
+def test_vocabulary_larger_than_the_model_is_rejected():
     with pytest.raises(
         ValueError, match=r"wrong shape: 'wte.weight' is \(97, 32\), must be \(96, 32\)"
     ):
@@ -223,7 +229,7 @@ def test_all_wrong_parameters_are_listed_at_once():
     ]
 
 
-def test_published_configuration_is_the_preset_with_the_published_vocabulary():
+def test_preset_matches_the_published_configuration():
     published = {
         "vocab_size": 50257,
         "n_positions": 1024,
@@ -237,7 +243,7 @@ def test_published_configuration_is_the_preset_with_the_published_vocabulary():
     )
 
 
-def test_all_that_is_not_implemented_is_refused_at_once():
+def test_unsupported_settings_are_listed_at_once():
     wrong = {
         "activation_function": "gelu",
         "layer_norm_epsilon": 1e-6,
@@ -280,36 +286,35 @@ def test_presets_have_the_published_number_of_parameters(preset, scan_layers):
     assert count - (config.vocab_size - PUBLISHED_VOCABULARY) * config.width == PUBLISHED[preset]
 
 
-def test_remat_multiplies_again_what_its_name_says():
-    products = {}
+def test_remat_recomputes_the_matmuls_that_it_should():
+    matmuls = {}
     for remat in ("none", "dots", "block"):
         config = tiny(scan_layers=True, remat=remat)
         gradient = jax.jit(
             jax.grad(lambda params, config: merged(params, config)(fixture()["tokens"]).sum()),
             static_argnums=1,
         )
-        products[remat] = (
+        matmuls[remat] = (
             gradient.lower(abstract(config)[1], config).as_text().count("stablehlo.dot_general")
         )
-    assert (
-        products["dots"] == products["none"] + QUERY_BLOCKS
-    )  # the scores of attention, not the four kernels, nor the mixing
-    assert products["block"] > products["dots"]
+    # The scores of attention are recomputed, but neither the four kernels nor the weighted sums.
+    assert matmuls["dots"] == matmuls["none"] + QUERY_BLOCKS
+    assert matmuls["block"] > matmuls["dots"]
 
 
-def test_each_layer_adds_the_same_to_the_step_of_a_cpu():
-    """XLA would sum the stream up from the first layer on wherever it is read: the work would grow with the square of the layers."""
+def test_cpu_step_grows_linearly_with_the_number_of_layers():
+    """Without a barrier, XLA computes the stream again from the first layer wherever it is read."""
 
     def instructions(num_layers: int) -> int:
         config = GPTConfig(
             vocab_size=64, max_length=8, num_layers=num_layers, num_heads=2, width=16
         )
-        rows = np.zeros((2, 8), np.int32)
+        tokens = np.zeros((2, 8), np.int32)
         run = Run(
             model=lambda rngs: GPT(config, rngs),
             loss=lambda model, batch: Mean(cross_entropy(model(batch["inputs"]), batch["labels"])),
             optimizer=optax.sgd(0.1),
-            data=lambda step: {"inputs": rows, "labels": rows},
+            data=lambda step: {"inputs": tokens, "labels": tokens},
             steps=1,
             mesh=jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",)),
         )
@@ -332,10 +337,10 @@ def test_a_later_token_does_not_change_earlier_logits(scan_layers):
         assert np.abs(after[:, at:] - before[:, at:]).max(axis=-1).min() > 1e-4
 
 
-def test_impossible_models_and_sequences_are_refused():
+def test_invalid_models_and_sequences_are_rejected():
     with pytest.raises(ValueError, match="width=32 is not divisible by num_heads=5"):
         abstract(tiny(num_heads=5))
-    with pytest.raises(ValueError, match="remat='some' is unknown. Use one of none, block, dots"):
+    with pytest.raises(ValueError, match="remat='some' is unknown"):
         abstract(tiny(remat="some"))
     with pytest.raises(ValueError, match="a sequence has 25 tokens, but max_length=24"):
         jax.eval_shape(forward(tiny()), abstract(tiny())[1], jnp.zeros((1, 25), jnp.int32))
@@ -358,7 +363,7 @@ def losses_and_gradients(function, logits, labels, weights):
     return losses, gradients
 
 
-def assert_cross_entropy_is_that_of_optax(logits, labels, weights):
+def assert_cross_entropy_matches_optax(logits, labels, weights):
     losses, gradients = losses_and_gradients(cross_entropy, logits, labels, weights)
     expected_losses, expected_gradients = losses_and_gradients(
         optax_cross_entropy, logits, labels, weights
@@ -369,11 +374,11 @@ def assert_cross_entropy_is_that_of_optax(logits, labels, weights):
         logits.dtype,
     )
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-5, atol=1e-5)
-    rtol = 1e-5 if logits.dtype == jnp.float32 else 2**-7  # one unit in the last place of bfloat16
+    # For bfloat16, one unit in the last place.
+    rtol = 1e-5 if logits.dtype == jnp.float32 else 2**-7
     finite = np.where(np.isfinite(logits), logits, 0).astype(np.float32)
-    atol = (
-        2 * np.finfo(np.float32).eps * (1 + np.abs(finite).max())
-    )  # the logarithm of the total is as large, and rounded
+    # The logarithm of the total is as large as the logits, and rounded.
+    atol = 2 * np.finfo(np.float32).eps * (1 + np.abs(finite).max())
     np.testing.assert_allclose(
         gradients.astype(np.float32), expected_gradients.astype(np.float32), rtol=rtol, atol=atol
     )
@@ -382,19 +387,19 @@ def assert_cross_entropy_is_that_of_optax(logits, labels, weights):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(
-    shape=st.sampled_from([(5, 1), (2, 3, 17)]),  # few, because each is compiled
+    # Only two shapes, because each is compiled.
+    shape=st.sampled_from([(5, 1), (2, 3, 17)]),
     scale=st.sampled_from([0.0, 1.0, 30.0, 1e4]),
-    forbidden=st.sampled_from(
-        [0.0, 0.5, 1.0]
-    ),  # the share of other tokens whose logit is minus infinity
+    # The share of other tokens whose logit is minus infinity.
+    forbidden=st.sampled_from([0.0, 0.5, 1.0]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_cross_entropy_is_that_of_optax(dtype, shape, scale, forbidden, seed):
+def test_cross_entropy_matches_optax(dtype, shape, scale, forbidden, seed):
     rng = np.random.default_rng(seed)
     labels = rng.integers(0, shape[-1], shape[:-1])
     is_forbidden = (rng.random(shape) < forbidden) & (np.arange(shape[-1]) != labels[..., None])
     logits = jnp.asarray(np.where(is_forbidden, -np.inf, rng.normal(0, scale, shape)), dtype)
-    assert_cross_entropy_is_that_of_optax(
+    assert_cross_entropy_matches_optax(
         logits,
         jnp.asarray(labels, jnp.int32),
         jnp.asarray(rng.normal(size=shape[:-1]), jnp.float32),
@@ -404,7 +409,7 @@ def test_cross_entropy_is_that_of_optax(dtype, shape, scale, forbidden, seed):
 # Sampling
 
 
-def test_generate_keeps_the_prompt_and_depends_on_the_key_alone():
+def test_generate_keeps_the_prompt_and_depends_only_on_the_key():
     model, prompt = published_model(), jnp.asarray(fixture()["tokens"][:2, :5])
     first, again, other = (generate(model, prompt, 8, jax.random.key(seed)) for seed in (1, 1, 2))
     assert first.shape == (2, 13)
@@ -432,23 +437,27 @@ def test_generate_follows_the_logits_of_the_last_tokens_beyond_the_window():
 # Packed documents
 
 
-def packed_loss(params, config, row):
-    logits = merged(params, config)(row["inputs"], row.get("segment_ids"), row.get("positions"))
-    return (cross_entropy(logits, row["labels"]) * row["weights"]).sum(), logits
+def packed_loss(params, config, sequence):
+    logits = merged(params, config)(
+        sequence["inputs"], sequence.get("segment_ids"), sequence.get("positions")
+    )
+    return (cross_entropy(logits, sequence["labels"]) * sequence["weights"]).sum(), logits
 
 
 @cache
-def packed_row():
-    """Four documents in a row of 22 tokens, of which the last goes on after it; all but one are as long in it."""
+def packed_sequence():
+    """Return a sequence of 22 tokens with four documents, of which the last continues after it."""
     tokens = np.random.default_rng(1).integers(0, 97, 23)
     return Packed(tokens, 22, np.array([0, 7, 8, 15, 23])).rows(np.array([0]))
 
 
 @cache
 def documents_alone():
-    """(logits, summed losses, summed gradients by their published names) of the documents of that row, each in a row of its own."""
+    """Return logits, summed losses and summed gradients of the documents, each in a sequence."""
     gradient = jax.jit(
-        jax.value_and_grad(lambda params, row: packed_loss(params, tiny(), row), has_aux=True)
+        jax.value_and_grad(
+            lambda params, sequence: packed_loss(params, tiny(), sequence), has_aux=True
+        )
     )
     params = params_from_hf(hf_weights(), tiny())
     parts = []
@@ -457,7 +466,7 @@ def documents_alone():
             gradient(
                 params,
                 {
-                    name: packed_row()[name][:, start:end]
+                    name: packed_sequence()[name][:, start:end]
                     for name in ("inputs", "labels", "weights")
                 },
             )
@@ -470,12 +479,14 @@ def documents_alone():
 
 
 @pytest.mark.parametrize(("scan_layers", "remat"), [(False, "none"), (True, "block")])
-def test_packed_documents_are_as_each_of_them_alone(scan_layers, remat):
+def test_packed_documents_do_not_affect_each_other(scan_layers, remat):
     config = tiny(scan_layers=scan_layers, remat=remat)
     gradient = jax.jit(
-        jax.value_and_grad(lambda params, row: packed_loss(params, config, row), has_aux=True)
+        jax.value_and_grad(
+            lambda params, sequence: packed_loss(params, config, sequence), has_aux=True
+        )
     )
-    (total, logits), gradients = gradient(params_from_hf(hf_weights(), config), packed_row())
+    (total, logits), gradients = gradient(params_from_hf(hf_weights(), config), packed_sequence())
     expected_logits, expected_total, expected = documents_alone()
     np.testing.assert_allclose(logits, expected_logits, rtol=0, atol=1e-5)
     np.testing.assert_allclose(total, expected_total, rtol=1e-5)
@@ -485,7 +496,7 @@ def test_packed_documents_are_as_each_of_them_alone(scan_layers, remat):
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])
-def test_one_document_a_row_is_as_no_packing(scan_layers):
+def test_one_document_per_sequence_is_the_same_as_no_packing(scan_layers):
     config, tokens = tiny(scan_layers=scan_layers), fixture()["tokens"]
     params = params_from_hf(hf_weights(), config)
     places = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)

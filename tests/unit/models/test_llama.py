@@ -1,4 +1,7 @@
-"""Llama against that of `transformers` with the same weights (tests/fixtures/make_llama_fixture.py), and against itself."""
+"""Tests of Llama against `transformers` with the same weights, and against itself.
+
+The fixture is written by tests/fixtures/make_llama_fixture.py.
+"""
 
 import json
 import math
@@ -71,7 +74,7 @@ def params_of(config):
 
 
 def loss_of(config, params, chunks=1):
-    """(mean loss, logits) of the tokens of the fixture."""
+    """Return the mean loss and the logits of the tokens of the fixture."""
     tokens = jnp.array(fixture()["tokens"])
     model = abstract(config)[0].merge(params, {}, jax.random.key(0))
     nats = llama.loss(model, {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}, chunks)
@@ -79,7 +82,7 @@ def loss_of(config, params, chunks=1):
 
 
 @pytest.mark.parametrize(("chunks", "changes"), VARIANTS, ids=str)
-def test_logits_loss_and_gradient_are_those_of_transformers(chunks, changes):
+def test_logits_loss_and_gradient_match_transformers(chunks, changes):
     config = tiny(**changes)
     value_and_grad = jax.jit(
         jax.value_and_grad(lambda params: loss_of(config, params, chunks), has_aux=True)
@@ -90,7 +93,7 @@ def test_logits_loss_and_gradient_are_those_of_transformers(chunks, changes):
     np.testing.assert_allclose(grads["tokens"], fixture()["gradient"], atol=1e-6)
 
 
-def test_stretched_rotations_and_a_tied_output_are_those_of_transformers():
+def test_rope_scaling_and_tied_output_match_transformers():
     config = config_from_hf(hf_config("llama31_tiny"))
     assert (config.rope_scaling, config.tied, config.norm_epsilon) == (
         RopeScaling(4.0, 1.0, 4.0, 64),
@@ -103,9 +106,8 @@ def test_stretched_rotations_and_a_tied_output_are_those_of_transformers():
         abstract(other)[0].merge(jax.tree.map(jnp.asarray, params), {}, jax.random.key(0))(tokens)
         for other in (config, replace(config, rope_scaling=None))
     )
-    np.testing.assert_allclose(
-        logits, expected, atol=1e-4
-    )  # angles of 96 positions are rounded to 1e-5
+    # The angles of 96 positions are rounded to 1e-5.
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
     assert np.abs(unstretched - expected).max() > 1
 
 
@@ -114,7 +116,7 @@ def test_stretched_rotations_and_a_tied_output_are_those_of_transformers():
 
 @pytest.mark.parametrize("scan_layers", [False, True])
 @pytest.mark.parametrize("name", ["llama_tiny", "llama31_tiny"])
-def test_weights_have_our_layout_and_come_back_unchanged(name, scan_layers):
+def test_weights_are_converted_and_converted_back_unchanged(name, scan_layers):
     config = replace(config_from_hf(hf_config(name)), scan_layers=scan_layers)
     params = params_from_hf(hf_weights(name), config)
     shapes = [
@@ -129,7 +131,7 @@ def test_weights_have_our_layout_and_come_back_unchanged(name, scan_layers):
     assert family_of_tensors(hf_weights(name)).config_class is LlamaConfig
 
 
-def test_a_larger_vocabulary_in_half_precision_is_padded_and_cut_again():
+def test_vocabulary_in_half_precision_is_padded_and_truncated_again():
     config = tiny(vocab_size=128, param_dtype="bfloat16")
     params = params_from_hf(hf_weights(), config)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
@@ -141,7 +143,7 @@ def test_a_larger_vocabulary_in_half_precision_is_padded_and_cut_again():
         np.testing.assert_array_equal(cut[name], hf_weights()[name].astype(jnp.bfloat16))
 
 
-def test_wrong_tensors_are_listed_and_a_head_that_is_not_the_embedding_is_refused():
+def test_wrong_tensors_are_listed_and_an_untied_head_is_rejected():
     weights = hf_weights()
     weights["model.layers.0.self_attn.k_proj.weight"] = np.ones((32, 32))
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4)  # older versions saved it
@@ -160,7 +162,7 @@ def test_wrong_tensors_are_listed_and_a_head_that_is_not_the_embedding_is_refuse
 @pytest.mark.parametrize(
     "config", [*SIZES.values(), config_from_hf(hf_config("llama31_tiny"))], ids=str
 )
-def test_the_configuration_comes_back_from_config_json_and_from_shapes(config):
+def test_configuration_is_recovered_from_config_json_and_from_shapes(config):
     assert config_from_hf(config_to_hf(config)) == replace(
         config, scan_layers=LlamaConfig.scan_layers
     )
@@ -181,7 +183,7 @@ def test_the_configuration_comes_back_from_config_json_and_from_shapes(config):
     assert config_from_shapes(shapes, lies) == config_from_shapes(shapes) == plain
 
 
-def test_published_llama_31_is_our_size_with_stretched_rotations():
+def test_published_llama_31_is_our_size_with_rope_scaling():
     rope = {
         "factor": 8.0,
         "low_freq_factor": 1.0,
@@ -215,7 +217,7 @@ def test_published_llama_31_is_our_size_with_stretched_rotations():
     assert config_from_hf(published) == expected
 
 
-def test_all_that_is_not_implemented_is_refused_at_once():
+def test_unsupported_settings_are_listed_at_once():
     wrong = {
         "hidden_act": "gelu",
         "attention_bias": True,
@@ -258,7 +260,7 @@ def test_all_that_is_not_implemented_is_refused_at_once():
 # The model itself
 
 
-def test_rows_that_cannot_be_cut_are_refused():
+def test_length_that_chunks_do_not_divide_is_rejected():
     config = tiny()
     with pytest.raises(ValueError, match="sequences of 23 tokens are not divisible by chunks=4"):
         jax.eval_shape(lambda params: loss_of(config, params, chunks=4), abstract(config)[1])
@@ -279,7 +281,7 @@ def first_loss(mesh, **arguments):
 
 
 @pytest.mark.slow
-def test_a_mesh_of_rows_and_heads_gives_the_loss_of_one_device():
+def test_mesh_gives_the_loss_of_one_device():
     one = first_loss(make_mesh("data=1", jax.devices()[:1]), compute_dtype=None)
     cut = first_loss(
         make_mesh("fsdp=2,model=2", jax.devices()[:4]),
@@ -291,21 +293,21 @@ def test_a_mesh_of_rows_and_heads_gives_the_loss_of_one_device():
     np.testing.assert_allclose(cut, one, rtol=2e-5)
 
 
-def test_parameters_may_be_kept_in_half_precision():
+def test_parameters_can_have_half_precision():
     prepared = prepare(recipe(param_dtype="bfloat16", tied=True))
     assert {leaf.dtype for leaf in jax.tree.leaves(prepared.spec.abstract.params)} == {
         jnp.dtype("bfloat16")
     }
 
 
-def test_keeping_without_recomputing_is_refused():
+def test_keep_without_remat_is_rejected():
     with pytest.raises(
         ValueError, match=r"keep=\('qkv',\) and offload=\(\) have no effect with remat='none'"
     ):
         abstract(replace(SIZES["tiny"], keep=("qkv",)))
 
 
-def test_rows_of_random_tokens_depend_on_their_index_alone():
+def test_random_sequences_depend_only_on_their_index():
     source = llama.RandomTokens(256, 16)
     np.testing.assert_array_equal(
         source.rows(np.array([3, 5]))["labels"][1], source.rows(np.array([5]))["labels"][0]

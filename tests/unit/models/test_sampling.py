@@ -1,4 +1,7 @@
-"""Drawing tokens: against `transformers` (tests/fixtures/make_sampling_fixture.py), from the definitions, and with and without a cache."""
+"""Tests of sampling against `transformers`, against the definitions, and with and without a cache.
+
+The fixture is written by tests/fixtures/make_sampling_fixture.py.
+"""
 
 import json
 from dataclasses import replace
@@ -64,7 +67,7 @@ def tokens_of(*args, **options):
 
 
 @pytest.mark.parametrize("number", range(len(fixture("sampling")["settings"])))
-def test_logits_are_warped_as_by_transformers(number):
+def test_warped_logits_match_transformers(number):
     temperature, top_k, top_p = fixture("sampling")["settings"][number]
     found = warp(
         jnp.asarray(fixture("sampling")["logits"]),
@@ -78,15 +81,14 @@ def test_logits_are_warped_as_by_transformers(number):
 @settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32 - 1),
-    decimals=st.sampled_from([0, 6]),  # whole numbers: many tokens are equally likely
+    # With integers, many tokens are equally likely.
+    decimals=st.sampled_from([0, 6]),
     temperature=st.floats(0.1, 10),
     top_k=st.none() | st.integers(1, 40),
     top_p=st.none() | st.floats(0.01, 1),
     vocab_size=st.none() | st.integers(1, 40),
 )
-def test_what_is_kept_is_what_the_definitions_say(
-    seed, decimals, temperature, top_k, top_p, vocab_size
-):
+def test_kept_tokens_follow_the_definitions(seed, decimals, temperature, top_k, top_p, vocab_size):
     logits = np.random.default_rng(seed).normal(0, 3, 31).round(decimals).astype(np.float32)
     found = np.asarray(
         warp(jnp.asarray(logits), Sampling(temperature, top_k, top_p, vocab_size)), np.float64
@@ -109,7 +111,7 @@ def test_what_is_kept_is_what_the_definitions_say(
         np.testing.assert_array_equal(kept, allowed & (logits >= order[-1]))
 
 
-def test_draws_follow_the_probabilities_and_a_row_does_not_depend_on_the_others():
+def test_draws_follow_the_probabilities_and_do_not_depend_on_other_sequences():
     logits = jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05, 1e-9]))
     three = Sampling(1.0, top_k=3)
     draw = jax.jit(choose, static_argnums=2)
@@ -133,7 +135,7 @@ def test_draws_follow_the_probabilities_and_a_row_does_not_depend_on_the_others(
         {"top_p": 1.1},
     ],
 )
-def test_impossible_settings_are_refused(wrong):
+def test_invalid_settings_are_rejected(wrong):
     with pytest.raises(ValueError, match=f"{next(iter(wrong))} is .*; it must be"):
         Sampling(**wrong)
 
@@ -145,9 +147,9 @@ def test_impossible_settings_are_refused(wrong):
     ("name", "scan_layers"),
     [("gpt2_tiny", False), ("gpt2_tiny", True), ("llama_tiny", True), ("llama31_tiny", False)],
 )
-def test_greedy_text_is_that_of_transformers_and_no_prompt_has_a_program_of_its_own(
-    name, scan_layers
-):
+def test_greedy_text_matches_transformers_and_prompts_share_programs(name, scan_layers):
+    # Another test may have used the same model.
+    _programs.cache_clear()
     for length in (1, 4):
         expected = fixture("sampling")[f"greedy/{name}/{length}"]
         found = tokens_of(model(name, scan_layers), expected[:, :length], 20, KEY, GREEDY)
@@ -156,13 +158,11 @@ def test_greedy_text_is_that_of_transformers_and_no_prompt_has_a_program_of_its_
     decode, extend = _programs(
         graphdef, jax.tree.structure(state), 32 if name == "llama31_tiny" else 24
     )
-    assert (decode._cache_size(), extend._cache_size()) == (
-        2,
-        0,
-    )  # one for a prompt and one for a token
+    # One for prompts and one for single tokens.
+    assert (decode._cache_size(), extend._cache_size()) == (2, 0)
 
 
-def assert_the_cache_changes_nothing(name, length, new, seed, temperature=0.0):
+def assert_cache_changes_nothing(name, length, new, seed, temperature=0.0):
     assert model(name).config.max_length == 24
     prompt = np.random.default_rng(seed).integers(0, 97, (2, length))
     with_cache, without = (
@@ -175,11 +175,10 @@ def assert_the_cache_changes_nothing(name, length, new, seed, temperature=0.0):
 
 
 @pytest.mark.parametrize("name", ["gpt2_tiny", pytest.param("llama_tiny", marks=pytest.mark.slow)])
-def test_the_cache_changes_no_token_also_beyond_the_window(name):
-    for seed, length in enumerate(
-        (3, 17, 20, 24, 25)
-    ):  # from a few tokens on to a prompt that does not fit in
-        assert_the_cache_changes_nothing(name, length, 28 - length, seed)
+def test_cache_changes_no_token_also_beyond_the_window(name):
+    # From a few tokens to a prompt that does not fit into the window.
+    for seed, length in enumerate((3, 17, 20, 24, 25)):
+        assert_cache_changes_nothing(name, length, 28 - length, seed)
 
 
 @pytest.mark.slow
@@ -191,16 +190,17 @@ def test_the_cache_changes_no_token_also_beyond_the_window(name):
     seed=st.integers(0, 2**31 - 1),
     temperature=st.sampled_from([0.0, 1.0]),
 )
-def test_the_cache_changes_no_token_whatever_the_prompt(name, length, new, seed, temperature):
-    assert_the_cache_changes_nothing(name, length, new, seed, temperature)
+def test_cache_changes_no_token_for_any_prompt(name, length, new, seed, temperature):
+    assert_cache_changes_nothing(name, length, new, seed, temperature)
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param("gpt2_tiny", marks=pytest.mark.slow), "llama31_tiny"]
 )
-def test_a_model_that_is_cut_over_devices_writes_the_same(name):
+def test_sharded_model_generates_the_same_text(name):
     config, params = config_and_params(name, True)
-    if name == "llama31_tiny":  # its one head of keys cannot be cut in two
+    if name == "llama31_tiny":
+        # Its single key head cannot be sharded.
         config = replace(config, num_kv_heads=2)
         params = {
             **params,
@@ -224,7 +224,7 @@ def test_a_model_that_is_cut_over_devices_writes_the_same(name):
     )
 
 
-def test_long_prompts_go_through_in_chunks(monkeypatch):
+def test_long_prompts_are_processed_in_chunks(monkeypatch):
     assert [padded(n) for n in (1, 16, 17, 255, 256, 257)] == [16, 16, 32, 256, 256, 512]
     monkeypatch.setattr(sampling, "CHUNK", 16)
     found = tokens_of(
@@ -234,7 +234,7 @@ def test_long_prompts_go_through_in_chunks(monkeypatch):
 
 
 class Plain(nnx.Module):
-    """Knows nothing of caches or lengths: the next token is the sum of the last two, and no other has a finite logit."""
+    """A model without cache or maximum length. The next token is the sum of the last two."""
 
     def __init__(self, rngs, dims=3):
         self.scale = nnx.Param(jnp.ones(()))
@@ -246,7 +246,7 @@ class Plain(nnx.Module):
         return logits if self.dims == 3 else logits[:, -1]
 
 
-def test_any_model_of_tokens_can_be_sampled():
+def test_any_language_model_can_be_sampled():
     found = generate(Plain(nnx.Rngs(0)), jnp.array([[1, 1]]), 30, KEY, temperature=0.0)
     series = [1, 1]
     while len(series) < 32:
@@ -257,13 +257,16 @@ def test_any_model_of_tokens_can_be_sampled():
     ]
 
 
-def test_what_is_no_language_model_is_refused():
+def test_other_models_are_rejected():
     with pytest.raises(
         ValueError,
-        match=r"the model returns \(1, 10\) for tokens \(1, 16\); to be sampled, it must return logits \(B, T, V\)",
+        match=r"the model returns \(1, 10\) for tokens \(1, 16\); to be sampled, it must return "
+        r"logits \(B, T, V\)",
     ):
         tokens_of(Plain(nnx.Rngs(0), dims=2), [[1, 1]], 2, KEY)
-    with pytest.raises(ValueError, match=r"must have shape \(B, T\) with at least one token, not \(2, 0\)"):
+    with pytest.raises(
+        ValueError, match=r"must have shape \(B, T\) with at least one token, not \(2, 0\)"
+    ):
         tokens_of(Plain(nnx.Rngs(0)), np.zeros((2, 0)), 2, KEY)
     broken = Plain(nnx.Rngs(0))
     broken.scale[...] = jnp.array(jnp.nan)

@@ -21,9 +21,9 @@ from shardwise.cli import main
 from shardwise.cluster.group import current_group
 from shardwise.cluster.signals import stop_on_signals
 from shardwise.cluster.watch import Watch
-from shardwise.early_stop import EarlyStop
 from shardwise.errors import ConfigError, DataError, NumericsError
 from shardwise.files.durable import check_links
+from shardwise.metrics import EarlyStop
 from shardwise.training import starting
 from shardwise.training.bad_steps import MAX_STEPS
 

@@ -7,9 +7,9 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
-from shardwise.batch_layout import batch_shapes, num_rows
+from shardwise.data.layout import batch_shapes, num_rows
 from shardwise.errors import ConfigError, ShardwiseError, where
-from shardwise.flops import count_jaxpr_flops, has_primitive
+from shardwise.flops import calls_function, count_jaxpr_flops
 from shardwise.metrics import Mask, Mean
 from shardwise.state import StateSpec, TrainState
 from shardwise.tree import Batch, named_leaves
@@ -47,7 +47,7 @@ class TracedLoss:
         flops: floating-point operations of one forward pass.
         items: the sum of the weights of one batch, for example its number of tokens; masks count as
             all ones. None if the sum is only known when the step runs.
-        has_barrier: whether the forward pass contains `jax.lax.optimization_barrier`.
+        has_barrier: whether the forward pass calls `stream_barrier` of `kernels.norm`.
     """
 
     shapes: Batch
@@ -96,7 +96,7 @@ def trace_loss(spec: StateSpec, loss: Loss, batch: Batch) -> TracedLoss:
         scalars=tuple(scalars),
         flops=count_jaxpr_flops(closed.jaxpr),
         items=items[-1],
-        has_barrier=has_primitive(closed.jaxpr, "optimization_barrier"),
+        has_barrier=calls_function(closed.jaxpr, "stream_barrier"),
     )
 
 
