@@ -6,13 +6,35 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The main job is sized for a laptop; say JAX_PLATFORMS=cuda make run to use a GPU.
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: run test browser slurm test-slow test-trackers faults lint docs docs-serve bench bench-loop bench-optimizers bench-data bench-checkpoints bench-plan bench-plan-scale bench-weak-scaling bench-plan-search bench-published compare-optimizers clean
+.PHONY: run test test-312 test-jax-0.11 browser slurm test-slow test-trackers faults lint docs docs-serve bench bench-loop bench-optimizers bench-data bench-checkpoints bench-plan bench-plan-scale bench-weak-scaling bench-plan-search bench-published compare-optimizers clean
 
 run: $(VENV)/.run
 	$(BIN)/shardwise train recipes/stdlib_gpt.py
 
 test: browser $(VENV)/.test lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not faults and not trackers"
+
+# Kernels for Hopper GPUs need a newer JAX than Python 3.11 can install. Where Python 3.12 is installed,
+# their tests run in Mosaic GPU's interpreter on the CPU; elsewhere this says so and does nothing.
+PYTHON312 := $(shell for name in python3.12 "env PYENV_VERSION=$$(pyenv latest 3.12 2>/dev/null) python3.12"; do \
+  $$name -c 'import sys; print(sys.executable)' 2>/dev/null && break; done)
+KERNEL_TESTS := tests/unit/kernels tests/unit/models/test_gpt.py tests/unit/test_step.py
+
+test-312:
+ifeq ($(PYTHON312),)
+	@echo "Python 3.12 is not installed: the tests of Hopper kernels are not run"
+else
+	$(MAKE) VENV=$(VENV)-312 PYTHON=$(PYTHON312) $(VENV)-312/.test
+	$(VENV)-312/bin/python -m pytest tests/unit/kernels
+endif
+
+# The release of JAX on which the GPU figures were measured, between the two that are pinned.
+test-jax-0.11:
+	$(PYTHON312) -m venv $(VENV)-jax-0.11
+	$(VENV)-jax-0.11/bin/python -m pip install --quiet -r requirements-test.txt
+	$(VENV)-jax-0.11/bin/python -m pip install --quiet jax==0.11.2 jaxlib==0.11.2
+	$(VENV)-jax-0.11/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	$(VENV)-jax-0.11/bin/python -m pytest $(KERNEL_TESTS)
 
 # A browser looks at the pages. Both commands are used where they are; else Debian's packages are installed.
 browser:
@@ -30,7 +52,7 @@ slurm:
 	  { $$sudo apt-get update && $$sudo apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge; } >/dev/null 2>&1; } || { \
 	  echo "the slow tests need Slurm and apt-get could not install it: put munged, slurmctld, slurmd and sbatch on the PATH" >&2; exit 1; }
 
-test-slow: slurm $(VENV)/.test
+test-slow: slurm $(VENV)/.test test-jax-0.11
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 faults: $(VENV)/.test
@@ -106,4 +128,4 @@ $(VENV)/.test: requirements-test.txt $(VENV)/.run
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-trackers build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-312 $(VENV)-jax-0.11 $(VENV)-trackers build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
