@@ -1,4 +1,4 @@
-"""The examples do what they say: their figures, not only their exit, are checked."""
+"""Tests of the examples: their results, not only that they run."""
 
 import importlib.util
 import re
@@ -30,17 +30,16 @@ def test_every_example_is_tested_here():
 
 
 @pytest.mark.slow
-def test_digits_on_copies_and_on_pieces():
+def test_digits_replicated_and_sharded():
     digits = load("digits")
-    copies, pieces = digits.main("data=8"), digits.main("fsdp=8")
-    assert copies["accuracy"] > 0.97
-    assert pieces["accuracy"] > 0.97
-    assert copies["loss"] == pytest.approx(
-        pieces["loss"], abs=0.01
-    )  # a mesh does not change what is learnt
+    replicated, sharded = digits.main("data=8"), digits.main("fsdp=8")
+    assert replicated["accuracy"] > 0.97
+    assert sharded["accuracy"] > 0.97
+    # A mesh does not change the result.
+    assert replicated["loss"] == pytest.approx(sharded["loss"], abs=0.01)
 
 
-def test_own_loop_started_by_a_user_from_anywhere_stops_early_and_keeps_the_best(tmp_path):
+def test_own_loop_started_in_another_directory_stops_early_and_keeps_the_best(tmp_path):
     done = subprocess.run(
         [sys.executable, EXAMPLES / "own_loop.py"],
         cwd=tmp_path,
@@ -50,25 +49,27 @@ def test_own_loop_started_by_a_user_from_anywhere_stops_early_and_keeps_the_best
     )
     assert done.returncode == 0, done.stderr
     printed = done.stdout
-    assert "{'fsdp': 8}" in printed  # it has given itself eight devices
+    # The example creates eight virtual devices.
+    assert "{'fsdp': 8}" in printed
     assert "FSDP" in printed
     assert "step   10: loss" in printed
     stopped, best, of_module = re.search(
         r"stopped after step (\d+); the best was step (\d+): .*accuracy ([\d.]+)%", printed
     ).groups()
-    assert int(stopped) == int(best) + 50  # five evaluations without a better one
+    # Five evaluations without improvement.
+    assert int(stopped) == int(best) + 50
     assert int(stopped) < 2000
     accuracy = float(re.search(rf"^step +{best}: .*accuracy ([\d.]+)%", printed, re.MULTILINE)[1])
     assert accuracy > 80
-    assert float(of_module) == pytest.approx(accuracy, abs=0.1)  # the best, not the last
+    # The parameters of the best step, not of the last one.
+    assert float(of_module) == pytest.approx(accuracy, abs=0.1)
     assert not list(tmp_path.iterdir())
 
 
 def test_sharded_model_equals_one_device():
     figures = load("sharded_model").main()
-    assert (
-        0.5 <= figures["share_of_state"] < 0.51
-    )  # cut in two over "model"; small biases stay whole
+    # Sharded over two devices of "model"; small biases are replicated.
+    assert 0.5 <= figures["share_of_state"] < 0.51
     assert figures["sums_in_forward"] == 1
     assert figures["loss"] < 0.01
     assert figures["max_loss_difference"] < 1e-5
@@ -76,12 +77,12 @@ def test_sharded_model_equals_one_device():
     assert figures["max_logit_difference"] < 1e-3
 
 
-def test_data_parallel_by_hand_right_and_wrong():
+def test_data_parallel_by_hand_correct_and_wrong():
     figures = load("data_parallel_by_hand").main()
     ways = {name: value for name, value in figures.items() if isinstance(value, tuple)}
-    right = {name: value for name, value in ways.items() if not name.startswith("WRONG")}
-    assert len(right) == 6
-    for name, (length, deviation) in right.items():
+    correct = {name: value for name, value in ways.items() if not name.startswith("WRONG")}
+    assert len(correct) == 6
+    for name, (length, deviation) in correct.items():
         assert length == pytest.approx(1, abs=1e-5), name
         assert deviation < 1e-6, name
 
@@ -89,10 +90,10 @@ def test_data_parallel_by_hand_right_and_wrong():
     assert ways["WRONG: loop over shards, sum of gradients"][0] == pytest.approx(8, abs=1e-4)
     assert 4 < ways["WRONG: loop over shards, an update for each"][0] < 8
     assert ways["WRONG: jax.jit of NNX objects"][0] == 0
-    # By how much these two are off depends on the rows.
+    # The errors of these two depend on the examples.
     assert ways["WRONG: shard_map unchecked, gradient of pmean(loss)"][1] > 1e-3
     assert ways["WRONG: mean of means"][1] > 1e-3
-    assert len(ways) - len(right) == 6
+    assert len(ways) - len(correct) == 6
 
     assert figures["no wrt"].startswith("TypeError: Missing required argument `wrt`")
     assert figures["60 examples over 8 devices"].startswith(
@@ -102,12 +103,13 @@ def test_data_parallel_by_hand_right_and_wrong():
 
 
 @pytest.mark.slow
-def test_optuna_searches_prunes_and_goes_on(tmp_path):
+def test_optuna_searches_prunes_and_resumes(tmp_path):
     optuna = load("optuna_sweep")
     storage = f"sqlite:///{tmp_path / 'digits.db'}"
     study = optuna.main(5, storage)
     assert len(study.trials) == 5
-    study = optuna.main(4, storage)  # the study is in the file
+    # The study continues from the file.
+    study = optuna.main(4, storage)
     states = [trial.state.name for trial in study.trials]
     assert len(states) == 9
     assert set(states) == {"COMPLETE", "PRUNED"}

@@ -134,8 +134,9 @@ def cross_entropy(logits: Array, labels: Array) -> tuple[Array, Array]:
     )(in_place, labels)
     gradient = jax.freeze(in_place).reshape(num_tokens, width)
     # At the label, the kernel has left the probability p = exp(-nats). The gradient is p - 1.
+    tokens = jnp.arange(num_tokens)
     label_gradient = jnp.expm1(-nats).astype(gradient.dtype)
-    return gradient.at[jnp.arange(num_tokens), labels].set(label_gradient), nats
+    return gradient.at[tokens, labels].set(label_gradient), nats
 
 
 def _cross_entropy_kernel(x_ref: Ref, label_ref: Ref, nats_ref: Ref, *, programs: int) -> None:
