@@ -15,18 +15,18 @@ import harness
 EXPLANATION = """\
 # Faults
 
-What happens to a run when things break. Each experiment starts the real command, breaks it from outside or at a named point of
-the code, and compares what is left, bit by bit, with a run that was never disturbed: every logged number, the digest of every
-batch, every leaf of the last checkpoint as plain Orbax reads it. The model has dropout, batch statistics, an average of its
-weights, a schedule and gradient accumulation, so that whatever is lost shows. Beside it stands the loop that one writes by hand
-on NNX, Optax, Orbax's `CheckpointManager` and Grain (`tests/faults/plain.py`), with the same model under the same fault where
-the fault can be applied to it.
+This page shows what happens to a run when things break. All experiments run on CPUs. Each one starts the real command and
+breaks it from outside or at a named point of the code. Then it compares the result, bit by bit, with an undisturbed run: every
+logged number, the digest of every batch, and every leaf of the last checkpoint as plain Orbax reads it. The model has dropout,
+batch statistics, an average of its weights, a schedule and gradient accumulation, so that any lost state shows. The plain loop
+is the usual hand-written one with NNX, Optax, Orbax's `CheckpointManager` and Grain (`tests/faults/plain.py`). It has the same
+model and gets the same fault where possible.
 
-*Passed*: the run did what it must: it resumed exactly, or it stopped with the exit code and the message for that fault. *Silent*:
-state was wrong or lost, the exit code was 0 and nothing was said. The rest failed with a message or a traceback.
+*Passed*: the run resumed exactly, or it stopped with the exit code and the message for that fault. *Silent*: state was wrong or
+lost, the exit code was 0 and there was no message. All other trials failed with a message or a traceback.
 
-`make faults` makes this table again (about an hour and a half on 2 cores, with the tests of several hosts, which need root);
-the quick experiments are part of `make test`.
+`make faults` writes this table again. It takes about 90 minutes on 2 cores and includes the tests of several hosts, which
+need root. The quick experiments are part of `make test`.
 
 """
 

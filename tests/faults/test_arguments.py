@@ -109,7 +109,7 @@ def test_f14_bad_arguments(bench, share):
                 if early:
                     slowest = max(slowest, ended.seconds)
         row.note = (
-            f"slowest answer to the {len(EARLY[::share])} that need no recipe: {slowest:.1f} s"
+            f"slowest reply to the {len(EARLY[::share])} that need no recipe: {slowest:.1f} s"
         )
 
 
@@ -136,7 +136,7 @@ MESHES = [
     "share", [3, pytest.param(1, marks=pytest.mark.faults)], ids=["quick", "all"]
 )
 def test_f15_meshes_that_cannot_be(bench, share):
-    with experiment("F15", "meshes that cannot be") as row:
+    with experiment("F15", "impossible meshes") as row:
         for args, words in MESHES[::share]:
             with row.ours.trial(" ".join(args)):
                 ended = bench.command("train", RECIPE, "--cpu-devices", "8", *args)
@@ -170,7 +170,7 @@ PLAIN_MISMATCHES = [args for args in MISMATCHES if args != ("--renamed",)]
 def test_f16_a_checkpoint_of_another_model(bench, straight, straight_plain, count):
     """Refused with a table of the first leaves that do not fit and the number of the others, nothing loaded, nothing changed."""
     run = straight(*SHORT)
-    with experiment("F16", "another shape, dtype, optimizer, name than the checkpoint's") as row:
+    with experiment("F16", "other shape, dtype, optimizer or name than in the checkpoint") as row:
         out = copy_of(run, bench, "run")
         before = leaves(out, 20)
         for args, words in list(MISMATCHES.items())[:count]:

@@ -112,7 +112,7 @@ PLAIN_DAMAGE = ("flipped", "truncated", "zeroed", "file missing", "empty")
 )
 def test_f05_falls_back_to_the_newest_whole_step(bench, straight, straight_plain, kinds):
     run = straight(*SHORT)
-    with experiment("F05", "newest checkpoint damaged, older ones whole") as row:
+    with experiment("F05", "newest checkpoint damaged, older ones complete") as row:
         for kind in kinds:
             with row.ours.trial(kind):
                 out = copy_of(run, bench, kind)

@@ -42,7 +42,7 @@ def test_f06_a_full_disk(bench, straight, straight_plain):
     expected = straight(*SHORT)
     if not can_mount(bench.folder / "probe"):
         with (
-            experiment("F06", "disk full", "no mounts here: by a fail point") as row,
+            experiment("F06", "disk full", "cannot mount here: simulated by a fail point") as row,
             row.ours.trial("three saves in a row"),
         ):
             ended = bench.train("run", *SHORT, SHARDWISE_FAILPOINT="checkpoint.arrays:2-4:enospc")
@@ -51,7 +51,7 @@ def test_f06_a_full_disk(bench, straight, straight_plain):
             check_exact(bench.folder / "run", expected, 20)
             check_clean(bench.folder / "run")
         return
-    with experiment("F06", "disk full", "on a file system in memory") as row:
+    with experiment("F06", "disk full", "on an in-memory file system") as row:
         with (
             row.ours.trial("room for one checkpoint and a half"),
             mounted(bench.folder / "small", f"size={CHECKPOINT * 3 // 2}") as disk,
@@ -135,7 +135,7 @@ def as_nobody(bench, out):
 def test_f23_a_directory_that_cannot_be_used(bench):
     """Known before anything is compiled."""
     with experiment(
-        "F23", "run directory read-only, forbidden, a file, gone, or with I/O errors"
+        "F23", "run directory read-only, without permission, a file, missing, or with I/O errors"
     ) as row:
         (bench.folder / "file").write_text("not a directory")
         with row.ours.trial("its parent is a file"):
@@ -161,7 +161,7 @@ def test_f23_a_directory_that_cannot_be_used(bench):
 def test_f23_a_directory_that_breaks_in_mid_run(bench, straight):
     expected = straight(*SHORT)
     with experiment(
-        "F23", "run directory read-only, forbidden, a file, gone, or with I/O errors"
+        "F23", "run directory read-only, without permission, a file, missing, or with I/O errors"
     ) as row:
         if os.geteuid() == 0:
             with row.ours.trial("no permission"):
@@ -203,9 +203,7 @@ def test_f23_a_directory_that_breaks_in_mid_run(bench, straight):
 @pytest.mark.faults
 def test_f26_saves_that_fail_in_the_background(bench, straight):
     expected = straight(*SHORT)
-    with experiment(
-        "F26", "the writer of checkpoints fails: once, at the last save, always"
-    ) as row:
+    with experiment("F26", "saving fails: once, at the last save, always") as row:
         with row.ours.trial("once"):
             ended = bench.train("once", *SHORT, SHARDWISE_FAILPOINT="checkpoint.written:2:eio")
             check_done(ended)
@@ -293,7 +291,7 @@ def test_f30_everything_is_flushed_before_the_rename(bench):
     traced = strace_works()
     with experiment(
         "F30",
-        "order of flushes and renames, for a loss of power",
+        "order of flushes and renames, for power loss",
         "strace" if traced else "calls of Python",
     ) as row:
         log = bench.folder / "calls"

@@ -78,7 +78,7 @@ def test_f01_fifty_kills_at_random_moments(bench, straight, straight_plain):
         redone, ended = kill_at_random(
             row.ours, lambda: bench.start("run", *LONG), out, delays, check_after, check_end
         )
-        row.note = f"seed {SEED}; runs of 100 steps: {ended}; at most {max(redone)} steps redone after a kill, save_every=2"
+        row.note = f"seed {SEED}; complete runs of 100 steps: {ended}; at most {max(redone)} steps repeated after a kill, save_every=2"
         kill_at_random(
             row.plain,
             lambda: bench.start_plain("plain", *PLAIN_LONG),
@@ -107,7 +107,7 @@ POINTS = [  # (fail point, visit, steps that must be there afterwards; the last 
 @pytest.mark.faults
 def test_f02_killed_at_every_point_of_a_save(bench, straight):
     expected = straight(*SHORT)
-    with experiment("F02", "SIGKILL at fail points of a save, a restore, an evaluation") as row:
+    with experiment("F02", "SIGKILL at fail points of a save, a restore and an evaluation") as row:
         for point, count, kept in POINTS:
             with row.ours.trial(f"{point}:{count}"):
                 out = bench.folder / f"{point}{count}"
@@ -169,7 +169,7 @@ def test_f26_goodput_under_kills(bench):
                     start, bench.folder / ("run" if name == "shardwise" else name)
                 )
                 notes.append(
-                    f"{name}: {useful} of {executed} steps useful, {useful * 0.05 / seconds:.0%} of the time at 50 ms a step"
+                    f"{name}: {useful} of {executed} steps useful, {useful * 0.05 / seconds:.0%} of the time at 50 ms per step"
                 )
                 assert useful > 0
         row.note = "; ".join(notes)
@@ -190,7 +190,7 @@ def test_f26_kills_that_come_sooner_than_a_save(bench):
             messages += process.kill().err
         return messages
 
-    with experiment("F26c", "killed 20 steps after each start, a save every 100,000") as row:
+    with experiment("F26c", "killed 20 steps after each start, save_every=100,000") as row:
         with row.ours.trial("five starts"):
             out = bench.folder / "run"
             messages = start_and_kill(

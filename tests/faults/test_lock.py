@@ -24,7 +24,7 @@ PLAIN_PAIRS = 5
 @pytest.mark.faults
 def test_f21_two_runs_in_one_directory(bench, straight):
     expected = straight(*SHORT)
-    with experiment("F21", "two runs, one directory") as row:
+    with experiment("F21", "two runs in one directory") as row:
         with row.ours.trial("the second comes while the first lives"):
             first = bench.start("run", *SHORT, "--pause", "0.3")
             first.wait_for_step(2)

@@ -77,9 +77,7 @@ def test_f10_a_learning_rate_that_is_far_too_large(bench):
             ended = bench.train("huge", *SHORT, "--lr", "1e12")
             check_refused(ended, 5, "learning rate")
             all_finite(bench.folder / "huge")
-            row.note = (
-                f"1e12: ended after step {max(r['step'] for r in read_log(bench.folder / 'huge'))}"
-            )
+            row.note = f"1e12: stopped after step {max(r['step'] for r in read_log(bench.folder / 'huge'))}"
         with row.ours.trial("spikes in a row"):
             # Which steps are spikes is chance, and another one on each processor; two in a row come with any rate from 10 to 1000.
             args = ("--optimizer", "sgd", "--lr", "10", "--spikes", "2", "--max-skips", "1")

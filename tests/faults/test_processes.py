@@ -99,7 +99,7 @@ def test_f08_sigterm_to_one_of_two(bench, straight_pair):
             assert [one.code for one in ended] == [75, 75], [
                 (one.code, one.message[-150:]) for one in ended
             ]
-        row.note = f"both have saved the same step and ended after {max(times):.1f} s at most"
+        row.note = f"both saved the same step and ended after at most {max(times):.1f} s"
 
 
 @pytest.mark.faults
@@ -161,7 +161,7 @@ def test_f17_topology_chain(bench):
             }
             assert all(worst[kind] < bound for kind, bound in bounds.items()), worst
             assert batches(bench.folder / "run") == batches(bench.folder / "straight")
-            row.note = f"batches equal to the bit, losses within {worst['loss']:.1e}, evaluations within {worst['eval_loss']:.1e}"
+            row.note = f"batches bit-identical, losses within {worst['loss']:.1e}, evaluations within {worst['eval_loss']:.1e}"
 
 
 def logged(out):
@@ -224,7 +224,7 @@ def test_f18_a_killed_process(bench, straight_pair):
                     ended[1 - victim].code,
                     ended[1 - victim].message[-150:],
                 )
-        row.note = f"the other ends after {max(times[1]):.1f} s at most (process 0: {max(times[0]):.1f} s), and names it"
+        row.note = f"the other one names it and ends after at most {max(times[1]):.1f} s (process 0: {max(times[0]):.1f} s)"
 
 
 @pytest.mark.faults
@@ -289,7 +289,7 @@ def test_f19_a_stuck_process(bench, straight_pair):
             began = time.monotonic()
             ended = processes.started[0].end(40)
             check_refused(ended, 6, "process 1", "lost")
-            row.note = f"noticed after {max(times):.0f} s, a stopped one after {time.monotonic() - began:.1f} s"
+            row.note = f"detected after {max(times):.0f} s, a suspended one after {time.monotonic() - began:.1f} s"
             processes.kill()
             go_on(own, straight_pair)
 
@@ -299,7 +299,7 @@ def test_no_false_alarm_for_what_takes_long(bench):
     """An evaluation and a read of data that are longer than the watchdog's limit, with work in them."""
     with (
         experiment(
-            "F19b", "long compilation, save and evaluation under a watchdog of 5 s: no alarm"
+            "F19b", "long compilation, save and evaluation with a watchdog of 5 s: no false alarm"
         ) as row,
         row.ours.trial("to the end"),
     ):
@@ -329,7 +329,7 @@ def test_a_mistake_is_told_once(bench):
 @pytest.mark.faults
 def test_f18_restarts_have_an_end(bench):
     with (
-        experiment("F18b", "a launcher whose runs are killed before they save: gives up") as row,
+        experiment("F18b", "launcher whose runs are killed before they save: it gives up") as row,
         row.ours.trial("gives up"),
     ):
         launcher = bench.launch(
@@ -433,7 +433,7 @@ def test_f26_goodput_of_two_processes(bench):
             note(
                 "shardwise",
                 *found,
-                f", going on {np.median(recoveries):.0f} s after a kill (median)",
+                f", resuming {np.median(recoveries):.0f} s after a kill (median)",
             )
             launcher.signal(signal.SIGTERM)
             assert launcher.end(60).code == 75

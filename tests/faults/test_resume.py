@@ -46,7 +46,7 @@ PLAIN_DRIFTS = (
 def test_f12_another_run_than_the_one_that_is_resumed(bench, straight, straight_plain, count):
     run = straight(*SHORT)
     with experiment(
-        "F12", "resumed with another seed, batch, length, order, data, learning rate"
+        "F12", "resumed with another seed, batch size, length, order, data or learning rate"
     ) as row:
         out = copy_of(run, bench, "run", without=(20,))
         for args, (words, _) in list(DRIFTS.items())[:count]:
@@ -89,7 +89,7 @@ EMPTY = {
     "count", [2, pytest.param(99, marks=pytest.mark.faults)], ids=["quick", "all"]
 )
 def test_f13_too_little_data(bench, count):
-    with experiment("F13", "no data, less than a batch, all of it filtered out") as row:
+    with experiment("F13", "no data, less than one batch, or all of it filtered out") as row:
         for args, words in list(EMPTY.items())[:count]:
             with row.ours.trial(" ".join(args)):
                 ended = bench.train("run", *SHORT, *args)
@@ -145,7 +145,7 @@ FLIPS = 6
 @pytest.mark.faults
 def test_f11_broken_data(bench, straight):
     rng = seeded(11)
-    with experiment("F11", "data missing, deleted, truncated, undecodable, changed") as row:
+    with experiment("F11", "data missing, deleted, truncated, undecodable or changed") as row:
         data = tokens_file(bench.folder)
         args = (*SHORT, "--data", data)
         with row.ours.trial("missing at the start"):

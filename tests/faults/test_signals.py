@@ -95,7 +95,7 @@ PHASES = {
 @pytest.mark.faults
 def test_f07_a_signal_in_any_phase(bench, straight, straight_plain, tmp_path_factory):
     expected = straight(*SHORT)
-    with experiment("F07", "SIGTERM, SIGINT, a second signal, in every phase") as row:
+    with experiment("F07", "SIGTERM, SIGINT and a second signal, in every phase") as row:
         slowest = 0.0
         cases = [(phase, signal.SIGTERM) for phase in PHASES] + [
             ("steps", signal.SIGINT),
@@ -136,7 +136,7 @@ def test_f07_a_signal_in_any_phase(bench, straight, straight_plain, tmp_path_fac
             check_done(bench.train("run", *SHORT))
             check_exact(process.out, expected, 20)
             check_clean(process.out)
-        row.note = f"slowest end {slowest:.1f} s after the signal"
+        row.note = f"slowest exit {slowest:.1f} s after the signal"
 
         plain = straight_plain(*PLAIN_SHORT)
         for number in (signal.SIGTERM, signal.SIGINT):

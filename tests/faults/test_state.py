@@ -36,7 +36,9 @@ KINDS = {  # kind of state -> words in the paths of its leaves
 @pytest.mark.faults
 def test_f27_every_kind_of_state_is_saved_and_restored(bench, straight):
     run = straight(*SHORT)
-    with experiment("F27", "every kind of state: changed, saved, restored elsewhere") as row:
+    with experiment(
+        "F27", "every kind of state: changed, saved, restored in another process"
+    ) as row:
         earlier, later = leaves(run, 16), leaves(run, 20)
         for kind, words in KINDS.items():
             with row.ours.trial(f"{kind} changes between checkpoints"):
