@@ -181,7 +181,11 @@ def use_cpu_devices(count: int) -> None:
 
 
 def mesh_text(mesh: Mesh) -> str:
-    """Return the text from which `make_mesh` makes a mesh of this shape."""
+    """Return the text from which `make_mesh` makes a mesh of this shape.
+
+    Args:
+        mesh: the mesh, of which only names and sizes of the axes are read.
+    """
     return show_sizes(mesh.shape)
 
 

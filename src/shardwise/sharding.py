@@ -465,7 +465,12 @@ def annotation_of(metadata: Mapping[str, object]) -> tuple[Axes, ...] | None:
 
 
 def placement_table(placements: Iterable[Placement], title: str) -> Table:
-    """Return a table with the sharding, its reason and the bytes per device of each leaf."""
+    """Return a table with the sharding, its reason and the bytes per device of each leaf.
+
+    Args:
+        placements: the leaves, such as `abstract_state(...).params.values()`.
+        title: the title of the table.
+    """
     placements = list(placements)
     total = sum(num_bytes(placement.shape, placement.dtype) for placement in placements)
     per_device = sum(placement.bytes_per_device for placement in placements)

@@ -190,6 +190,10 @@ def init_state(spec: StateSpec, seed: int) -> TrainState:
     No device ever holds a complete copy of a leaf that is sharded. The same seed gives the same
     bits on every mesh.
 
+    Args:
+        spec: the description of the state, from `abstract_state`.
+        seed: the seed of the initial weights.
+
     Example:
         >>> state = init_state(abstract_state(model, optax.adamw(1e-3), "data=4,fsdp=2"), seed=0)
     """

@@ -164,6 +164,9 @@ class Stream:
     """Batches from a plain iterable, one step after the other.
 
     An iterable cannot go back, so a run that reads from it cannot resume.
+
+    Args:
+        iterable: yields one batch per step.
     """
 
     def __init__(self, iterable: Iterable[Batch]):
@@ -194,7 +197,11 @@ class Stream:
 
 
 def as_batches(data: BatchFunction | Iterable[Batch]) -> BatchFunction:
-    """Return `data` if it is a function of the step, or a `Stream` of it."""
+    """Return `data` if it is a function of the step, or a `Stream` of it.
+
+    Args:
+        data: `Batches`, a function from a step to its batch, or an iterable of batches.
+    """
     return data if callable(data) else Stream(data)
 
 
@@ -231,6 +238,10 @@ def part_of(batches: BatchFunction, ranges: Ranges) -> BatchFunction:
     """Return a function for the given examples of each batch, if they can be read alone.
 
     Batches that are not plain `Batches` are returned as they are.
+
+    Args:
+        batches: the function from a step to its batch.
+        ranges: first and last (exclusive) example of each range.
     """
     if not is_plain(batches) or tuple(ranges) == ((0, batches.batch_size),):
         return batches

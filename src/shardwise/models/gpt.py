@@ -105,14 +105,27 @@ class Linear(nnx.Module):
 
 
 def project(x: Array, kernel: Array) -> Array:
-    """Contract all dimensions of `x` except the first with the first dimensions of `kernel`."""
+    """Contract all dimensions of `x` except the first with the first dimensions of `kernel`.
+
+    Args:
+        x: of shape `(N, *ins)`.
+        kernel: of shape `(*ins, *outs)`.
+
+    Returns:
+        The result, of shape `(N, *outs)`.
+    """
     contracted = tuple(range(1, x.ndim)), tuple(range(x.ndim - 1))
     return jax.lax.dot_general(x, kernel, (contracted, ((), ())))
 
 
 @jax.custom_vjp
 def matmuls(x: Array, kernels: list[Array]) -> list[Array]:
-    """Return `x` (N, D) times each of the kernels (D, F)."""
+    """Return `x` times each of the kernels.
+
+    Args:
+        x: of shape (N, D).
+        kernels: each of shape (D, F).
+    """
     return [x @ kernel for kernel in kernels]
 
 
@@ -141,7 +154,12 @@ class Attention(nnx.Module):
     """Causal self-attention. The bias of the output layer is returned, not added."""
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
-        """Create the parameters."""
+        """Create the parameters.
+
+        Args:
+            config: sizes of the model.
+            rngs: random number generators.
+        """
         c = config
         head_width = c.width // c.num_heads
         qkv_names = "embed", None, "heads", None
@@ -192,7 +210,12 @@ class MLP(nnx.Module):
     """Two linear layers with a GELU between them. The last bias is returned, not added."""
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
-        """Create the parameters."""
+        """Create the parameters.
+
+        Args:
+            config: sizes of the model.
+            rngs: random number generators.
+        """
         c = config
         hidden = 4 * c.width
         out_stddev = 0.02 / math.sqrt(2 * c.num_layers)
@@ -216,7 +239,12 @@ class GPTBlock(nnx.Module):
     """
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
-        """Create the parameters."""
+        """Create the parameters.
+
+        Args:
+            config: sizes of the model.
+            rngs: random number generators.
+        """
         self.norm1 = ResidualNorm(config.width, epsilon=1e-5, rngs=rngs)
         self.attn = Attention(config, rngs)
         self.norm2 = ResidualNorm(config.width, epsilon=1e-5, rngs=rngs)
@@ -273,6 +301,10 @@ class GPT(nnx.Module):
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
         """Create the parameters.
+
+        Args:
+            config: sizes of the model.
+            rngs: random number generators.
 
         Raises:
             ValueError: if the heads do not divide the width, or `remat` is unknown.

@@ -156,7 +156,12 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 
 
 def rotations(config: LlamaConfig, positions: Array) -> tuple[Array, Array]:
-    """Return cosines and sines of the rotary angles at `positions` (T,), each (T, K / 2)."""
+    """Return cosines and sines of the rotary angles, each (T, K / 2).
+
+    Args:
+        config: sizes of the model. K is the width of a head.
+        positions: positions of the tokens, (T,).
+    """
     width = config.width // config.num_heads
     frequencies = config.rope_theta ** -(jnp.arange(0, width, 2) / width)
     if (scaling := config.rope_scaling) is not None:
@@ -172,7 +177,11 @@ class RMSNorm(nnx.Module):
     """Root mean square normalization, computed in float32."""
 
     def __init__(self, config: LlamaConfig):
-        """Create the scale, (D,)."""
+        """Create the scale, (D,).
+
+        Args:
+            config: sizes of the model, and the epsilon of its norms.
+        """
         self.epsilon = config.norm_epsilon
         self.scale = nnx.Param(jnp.ones(config.width, jnp.dtype(config.param_dtype)))
 
@@ -187,7 +196,12 @@ class LlamaBlock(nnx.Module):
     """A transformer block: attention and an MLP, each with a norm before it."""
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
-        """Create the parameters."""
+        """Create the parameters.
+
+        Args:
+            config: sizes of the model.
+            rngs: random number generators.
+        """
         c = config
         weight = partial(_weight, c, rngs)
         head_width = c.width // c.num_heads
@@ -252,6 +266,10 @@ class Llama(nnx.Module):
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
         """Create the parameters.
+
+        Args:
+            config: sizes of the model.
+            rngs: random number generators.
 
         Raises:
             ValueError: if width, heads and key heads do not divide each other, or `keep` or

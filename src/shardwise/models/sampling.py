@@ -329,7 +329,11 @@ class _Generation:
 
 
 def padded(count: int) -> int:
-    """Return the length that `count` tokens are padded to."""
+    """Return the length that prompts are padded to.
+
+    Args:
+        count: number of tokens in the prompt.
+    """
     if count < CHUNK:
         return max(SMALLEST, 1 << (count - 1).bit_length())
     return -(-count // CHUNK) * CHUNK
