@@ -84,6 +84,12 @@ class Profile:
 
     def _begin(self) -> None:
         assert self._directory is not None
+        if _has_unused_libtpu():
+            self._say(
+                "no profile: libtpu is loaded in this process without a TPU, as after a plan for"
+                " TPUs, and JAX's profiler would crash. Profile the run in another process."
+            )
+            return
         options = jax.profiler.ProfileOptions()
         # Python calls would fill most of the trace, and slow down what it measures.
         options.python_tracer_level = 0
@@ -113,3 +119,14 @@ class Profile:
             f"profile of steps {self._first} to {self._last}: {perfetto}run tensorboard --logdir "
             f"{self._directory} (with its plugin: pip install xprof)"
         )
+
+
+def _has_unused_libtpu() -> bool:
+    """Return whether libtpu is loaded although the devices are not TPUs.
+
+    Starting a trace then ends the process with a segmentation fault (jax 0.10.2, libtpu 0.0.51).
+    """
+    maps = Path("/proc/self/maps")
+    if jax.default_backend() == "tpu" or not maps.exists():
+        return False
+    return "libtpu" in maps.read_text()

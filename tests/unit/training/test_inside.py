@@ -3,6 +3,8 @@
 import gzip
 import io
 import json
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -334,8 +336,32 @@ def test_bad_steps_of_an_iterator_and_of_a_run_without_a_directory(tmp_path):
 # Profile
 
 
+PROFILED = """
+import sys
+from pathlib import Path
+from shardwise import use_cpu_devices
+use_cpu_devices(1)
+from tests.unit.training.test_inside import make, train
+if "plan" in sys.argv:
+    from shardwise import find_target
+    find_target("v5e:2x4")
+out = Path(sys.argv[1])
+print(train(make(out, profile=(5, 7)))[1])
+print(train(make(out, steps=14, profile=(5, 7)))[1])
+"""
+
+
+def profiled(*words):
+    """Train with a profile in a new process: other tests load libtpu into this one."""
+    command = [sys.executable, "-c", PROFILED, *map(str, words)]
+    root = Path(__file__).parents[3]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_a_range_of_steps_is_profiled(tmp_path):
-    _, output = train(make(tmp_path / "a", profile=(5, 7)))
+    output = profiled(tmp_path / "a")
     (trace,) = (tmp_path / "a" / "profile" / "plugins" / "profile").glob("*/*.xplane.pb")
     names = {
         event.name
@@ -351,8 +377,17 @@ def test_a_range_of_steps_is_profiled(tmp_path):
     assert numbers == {5, 6, 7}
     assert len(events) > 100
     assert f"profile of steps 5 to 7: open {perfetto} at https://ui.perfetto.dev" in output
-    _, output = train(make(tmp_path / "a", steps=14, profile=(5, 7)))
     assert "no profile: the run is at step 12, after the steps 5:7 to trace" in output
+
+
+def test_a_profile_after_a_plan_for_tpus_is_refused_and_the_run_continues(tmp_path):
+    """JAX's profiler crashes the process if libtpu is loaded on a machine without TPUs."""
+    output = profiled(tmp_path / "a", "plan")
+    assert "no profile: libtpu is loaded in this process without a TPU" in output
+    assert len(lines(tmp_path / "a" / "metrics.jsonl")) == 14
+
+
+def test_an_invalid_profile_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="counted from 1"):
         train(make(tmp_path / "b", profile=(0, 3)))
     with pytest.raises(ConfigError, match="profile needs a run directory"):
