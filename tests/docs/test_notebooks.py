@@ -47,4 +47,4 @@ def test_a_notebook_runs(path, tmp_path):
         assert "def " in printed
         assert Path(tmp_path, "runs", "first", "report.html").exists()
     else:
-        assert printed.count("MiB on each device") >= 3
+        assert printed.count("MiB per device") >= 3

@@ -15,6 +15,8 @@ def test_the_page_runs_and_prints_what_is_shown(tmp_path):
     page = (tmp_path / "runs" / "a" / "report.html").read_text()
     for chart in ("loss", "lr", "grad", "update", "param", "rate0", "seconds"):
         assert f'id="chart-{chart}"' in page
-    for section in re.findall(r"\*\*(\w+)\*\*", PAGE.read_text().partition("## What is drawn")[0]):
+    for section in re.findall(
+        r"\*\*(\w+)\*\*", PAGE.read_text().partition("## How curves are drawn")[0]
+    ):
         assert f'id="{section.lower()}"' in page or section in ("Plan", "Samples"), section
     assert (DOCS / "report.png").exists()
