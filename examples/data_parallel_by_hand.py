@@ -168,7 +168,9 @@ def jit_of_objects(x: jax.Array, y: jax.Array) -> nnx.Linear:
     model, optimizer = model_and_optimizer()
 
     @jax.jit
-    def step(model: nnx.Linear, optimizer: Optimizer, x: jax.Array, y: jax.Array) -> jax.Array:
+    def step(
+        model: nnx.Linear, optimizer: Optimizer, x: jax.Array, y: jax.Array
+    ) -> jax.Array:
         value: jax.Array
         value, grads = nnx.value_and_grad(loss)(model, x, y)
         optimizer.update(model, grads)
@@ -207,7 +209,9 @@ def shardwise_step(mesh: Mesh, x: jax.Array, y: jax.Array) -> nnx.Linear:
     spec = abstract_state(linear, SGD, mesh)
     step = make_train_step(spec, mean_loss, batch)
     state, _ = step(init_state(spec, seed=0), step.place(batch))
-    return cast(nnx.Linear, spec.definition.merge(state.params, state.other, jax.random.key(0)))
+    return cast(
+        nnx.Linear, spec.definition.merge(state.params, state.other, jax.random.key(0))
+    )
 
 
 def recipe(mesh: str = "data=-1") -> Run:
@@ -241,13 +245,17 @@ def error_of(mistake: Callable[[], object]) -> str:
 
 def flatten(model: nnx.Linear) -> np.ndarray:
     """Return all parameters as one vector."""
-    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(nnx.state(model))])
+    return np.concatenate(
+        [np.ravel(leaf) for leaf in jax.tree.leaves(nnx.state(model))]
+    )
 
 
 def make_data() -> tuple[jax.Array, jax.Array]:
     """Return random inputs (64, 5) and targets (64, 3)."""
     keys = jax.random.split(jax.random.key(1), 2)
-    return jax.random.normal(keys[0], (64, INPUTS)), jax.random.normal(keys[1], (64, OUTPUTS))
+    return jax.random.normal(keys[0], (64, INPUTS)), jax.random.normal(
+        keys[1], (64, OUTPUTS)
+    )
 
 
 Figures: TypeAlias = dict[str, tuple[float, float]]
@@ -279,7 +287,9 @@ def compare_equal_shards(mesh: Mesh, x: jax.Array, y: jax.Array) -> Figures:
         "loop over shards, mean of gradients": loop_over_shards(shards, mean),
     }
     wrong = {
-        "WRONG: shard_map, pmean(gradients)": shard_mapped(mesh, x, y, average="gradients"),
+        "WRONG: shard_map, pmean(gradients)": shard_mapped(
+            mesh, x, y, average="gradients"
+        ),
         "WRONG: shard_map unchecked, gradient of pmean(loss)": shard_mapped(
             mesh, x, y, average="loss", check_vma=False
         ),
@@ -319,7 +329,9 @@ def main() -> dict[str, tuple[float, float] | str]:
         "no wrt": error_of(
             lambda: nnx.Optimizer(linear(nnx.Rngs(0)), SGD)  # type: ignore[call-arg]
         ),
-        "60 examples over 8 devices": error_of(lambda: shard_mapped(mesh, x, y, average="loss")),
+        "60 examples over 8 devices": error_of(
+            lambda: shard_mapped(mesh, x, y, average="loss")
+        ),
     }
     for name, error in errors.items():
         print(f"  {name}: {error.splitlines()[0]}")

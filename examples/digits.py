@@ -46,7 +46,9 @@ def loss(model: ConvNet, batch: dict[str, jax.Array]) -> tuple[Mean, dict[str, M
     From these, shardwise computes exact means over devices and batches.
     """
     logits = model(batch["image"])
-    nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])  # (B,)
+    nats = optax.softmax_cross_entropy_with_integer_labels(
+        logits, batch["label"]
+    )  # (B,)
     is_correct = logits.argmax(-1) == batch["label"]  # (B,)
     weights = jnp.ones_like(nats)
     return Mean(nats, weights), {"accuracy": Mean(is_correct, weights)}
@@ -60,7 +62,9 @@ def recipe(mesh: str = "data=-1", steps: int = 200) -> Run:
         steps: Number of training steps.
     """
     digits = load_digits()
-    images = (digits.images[..., None] / 16).astype("float32")  # (1797, 8, 8, 1), from 0 to 1
+    images = (digits.images[..., None] / 16).astype(
+        "float32"
+    )  # (1797, 8, 8, 1), from 0 to 1
     x, x_test, y, y_test = train_test_split(
         images, digits.target, test_size=0.25, random_state=0, stratify=digits.target
     )
@@ -84,7 +88,9 @@ def main(mesh: str = "data=-1", steps: int = 200) -> dict[str, float]:
     """Train, and return the validation loss and accuracy."""
     metrics = fit(recipe(mesh, steps)).eval_metrics
     accuracy, validation_loss = metrics["accuracy"], metrics["loss"]
-    print(f"mesh {mesh}: validation accuracy {accuracy:.2%}, loss {validation_loss:.4f}")
+    print(
+        f"mesh {mesh}: validation accuracy {accuracy:.2%}, loss {validation_loss:.4f}"
+    )
     return metrics
 
 

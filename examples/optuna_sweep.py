@@ -51,21 +51,29 @@ def objective(trial: optuna.Trial) -> float:
     pixels = (digits.data / 16).astype("float32")  # (1797, 64)
     label = digits.target  # (1797,)
     train = Batches(
-        {"pixels": pixels[:1200], "label": label[:1200]}, batch_size=64, seed=trial.number
+        {"pixels": pixels[:1200], "label": label[:1200]},
+        batch_size=64,
+        seed=trial.number,
     )
-    validation = Batches({"pixels": pixels[1200:], "label": label[1200:]}, batch_size=512)
+    validation = Batches(
+        {"pixels": pixels[1200:], "label": label[1200:]}, batch_size=512
+    )
 
     def mlp(rngs: nnx.Rngs) -> nnx.Sequential:
         return nnx.Sequential(
             nnx.Linear(64, width, rngs=rngs), nnx.relu, nnx.Linear(width, 10, rngs=rngs)
         )
 
-    optimizer = optim.adamw(optim.cosine(lr, STEPS, warmup=0.1), weight_decay=weight_decay)
+    optimizer = optim.adamw(
+        optim.cosine(lr, STEPS, warmup=0.1), weight_decay=weight_decay
+    )
     spec = abstract_state(mlp, optimizer, make_mesh("data=-1"))
     train_step = make_train_step(spec, loss, train(0))
     eval_step = make_eval_step(spec, loss, validation(0))
     score = float("inf")
-    for n, state, _ in steps(train_step, init_state(spec, seed=trial.number), train, until=STEPS):
+    for n, state, _ in steps(
+        train_step, init_state(spec, seed=trial.number), train, until=STEPS
+    ):
         if n % EVAL_EVERY == 0:
             score = evaluate(eval_step, state, validation)["loss"]
             trial.report(score, n)
@@ -88,7 +96,9 @@ def main(trials: int = 12, storage: str = "sqlite:///digits.db") -> optuna.Study
         load_if_exists=True,
         direction="minimize",
         sampler=optuna.samplers.TPESampler(seed=0),
-        pruner=optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=EVAL_EVERY),
+        pruner=optuna.pruners.MedianPruner(
+            n_startup_trials=4, n_warmup_steps=EVAL_EVERY
+        ),
     )
     study.optimize(objective, n_trials=trials)
     states = [trial.state.name for trial in study.trials]
@@ -100,7 +110,11 @@ def main(trials: int = 12, storage: str = "sqlite:///digits.db") -> optuna.Study
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Search hyperparameters with Optuna.")
-    parser.add_argument("--trials", type=int, default=12, help="number of trials to add")
-    parser.add_argument("--storage", default="sqlite:///digits.db", help="database of the study")
+    parser.add_argument(
+        "--trials", type=int, default=12, help="number of trials to add"
+    )
+    parser.add_argument(
+        "--storage", default="sqlite:///digits.db", help="database of the study"
+    )
     options = parser.parse_args()
     main(options.trials, options.storage)

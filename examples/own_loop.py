@@ -50,10 +50,14 @@ def mlp(rngs: nnx.Rngs) -> nnx.Sequential:
     )
 
 
-def loss(model: nnx.Sequential, batch: dict[str, jax.Array]) -> tuple[Mean, dict[str, Mean]]:
+def loss(
+    model: nnx.Sequential, batch: dict[str, jax.Array]
+) -> tuple[Mean, dict[str, Mean]]:
     """Return the loss and the accuracy, with one entry and one weight per image."""
     logits = model(batch["pixels"])  # (B, 10)
-    nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])  # (B,)
+    nats = optax.softmax_cross_entropy_with_integer_labels(
+        logits, batch["label"]
+    )  # (B,)
     is_correct = logits.argmax(-1) == batch["label"]  # (B,)
     weights = jnp.ones_like(nats)
     return Mean(nats, weights), {"accuracy": Mean(is_correct, weights)}
@@ -67,7 +71,9 @@ def load_data() -> tuple[np.ndarray, np.ndarray]:
 
 def train_batches(pixels: np.ndarray, label: np.ndarray) -> Batches:
     """Return the training data."""
-    return Batches({"pixels": pixels[:NUM_TRAIN], "label": label[:NUM_TRAIN]}, batch_size=64)
+    return Batches(
+        {"pixels": pixels[:NUM_TRAIN], "label": label[:NUM_TRAIN]}, batch_size=64
+    )
 
 
 def recipe(mesh: str = "fsdp=-1") -> Run:
@@ -86,7 +92,9 @@ def recipe(mesh: str = "fsdp=-1") -> Run:
     )
 
 
-def main(mesh: str = "fsdp=-1", eval_every: int = 10, patience: int = 5) -> dict[str, float]:
+def main(
+    mesh: str = "fsdp=-1", eval_every: int = 10, patience: int = 5
+) -> dict[str, float]:
     """Train until the validation loss stops improving.
 
     Args:
@@ -112,7 +120,9 @@ def main(mesh: str = "fsdp=-1", eval_every: int = 10, patience: int = 5) -> dict
     train_step = make_train_step(spec, loss, train(0))
     eval_step = make_eval_step(spec, loss, validation(0))
     best: dict[str, float] = {"loss": float("inf")}
-    for n, state, metrics in steps(train_step, init_state(spec, seed=0), train, until=MAX_STEPS):
+    for n, state, metrics in steps(
+        train_step, init_state(spec, seed=0), train, until=MAX_STEPS
+    ):
         # Reading the metrics waits for the devices. If you skip it, they work ahead.
         if n % eval_every:
             continue

@@ -56,7 +56,9 @@ class MLP(nnx.Module):
             256, 64, kernel_init=annotate(kernel_init, ("mlp", "embed")), rngs=rngs
         )
         # An annotation can also name a mesh axis directly.
-        self.head = nnx.Linear(64, 8, kernel_init=annotate(kernel_init, (None, "model")), rngs=rngs)
+        self.head = nnx.Linear(
+            64, 8, kernel_init=annotate(kernel_init, (None, "model")), rngs=rngs
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the logits (B, C) of inputs (B, D)."""
@@ -66,7 +68,9 @@ class MLP(nnx.Module):
 
 def loss(logits: jax.Array, label: jax.Array) -> jax.Array:
     """Return the mean cross entropy of logits (B, C) and labels (B,)."""
-    losses: jax.Array = optax.softmax_cross_entropy_with_integer_labels(logits, label)  # (B,)
+    losses: jax.Array = optax.softmax_cross_entropy_with_integer_labels(
+        logits, label
+    )  # (B,)
     return losses.mean()
 
 
@@ -92,7 +96,10 @@ class Trained:
 
 
 def train_sharded(
-    optimizer: optax.GradientTransformation, x: np.ndarray, label: np.ndarray, num_steps: int
+    optimizer: optax.GradientTransformation,
+    x: np.ndarray,
+    label: np.ndarray,
+    num_steps: int,
 ) -> Trained:
     """Train on 8 devices with a step written in plain JAX."""
     mesh = make_mesh("data=4,model=2")
@@ -100,7 +107,9 @@ def train_sharded(
     # .step, .params, .other and .opt_state are dictionaries of arrays that are already sharded.
     state = init_state(spec, seed=0)
     # Examples are sharded over "data".
-    inputs, labels = jax.device_put((x, label), NamedSharding(mesh, PartitionSpec("data")))
+    inputs, labels = jax.device_put(
+        (x, label), NamedSharding(mesh, PartitionSpec("data"))
+    )
 
     def logits(params: Params, other: Params, x: jax.Array) -> jax.Array:
         # An NNX module again. The key would be used by layers such as dropout.
@@ -112,7 +121,9 @@ def train_sharded(
     # The shardings of the result are set explicitly, because the result of one step is the input of
     # the next.
     @partial(jax.jit, donate_argnums=0, out_shardings=(spec.shardings, None))
-    def step(state: TrainState, x: jax.Array, label: jax.Array) -> tuple[TrainState, jax.Array]:
+    def step(
+        state: TrainState, x: jax.Array, label: jax.Array
+    ) -> tuple[TrainState, jax.Array]:
         def objective(params: Params) -> jax.Array:
             return loss(logits(params, state.other, x), label)
 
@@ -137,7 +148,10 @@ def train_sharded(
 
 
 def train_on_one_device(
-    optimizer: optax.GradientTransformation, x: np.ndarray, label: np.ndarray, num_steps: int
+    optimizer: optax.GradientTransformation,
+    x: np.ndarray,
+    label: np.ndarray,
+    num_steps: int,
 ) -> tuple[MLP, list[float]]:
     """Train with NNX's own optimizer, and return the model and the loss of each step."""
     # Here the annotations are only metadata. NNX must not shard the arrays.
@@ -147,7 +161,10 @@ def train_on_one_device(
 
         @nnx.jit
         def step(
-            model: MLP, nnx_optimizer: nnx.Optimizer[MLP], x: jax.Array, label: jax.Array
+            model: MLP,
+            nnx_optimizer: nnx.Optimizer[MLP],
+            x: jax.Array,
+            label: jax.Array,
         ) -> jax.Array:
             def objective(model: MLP) -> jax.Array:
                 return loss(model(x), label)
@@ -158,7 +175,9 @@ def train_on_one_device(
             return value
 
         inputs, labels = jnp.asarray(x), jnp.asarray(label)
-        losses = [float(step(model, nnx_optimizer, inputs, labels)) for _ in range(num_steps)]
+        losses = [
+            float(step(model, nnx_optimizer, inputs, labels)) for _ in range(num_steps)
+        ]
     return model, losses
 
 
@@ -223,7 +242,9 @@ def main(num_steps: int = 20) -> dict[str, float]:
         # Only the output of "down" is summed, over "model".
         "sums_in_forward": trained.program.count(" all-reduce("),
         "loss": trained.losses[-1],
-        "max_loss_difference": float(np.abs(np.subtract(trained.losses, expected_losses)).max()),
+        "max_loss_difference": float(
+            np.abs(np.subtract(trained.losses, expected_losses)).max()
+        ),
         "max_param_difference": max_param_difference,
         "max_logit_difference": max_difference(trained.logits, model(jnp.asarray(x))),
     }

@@ -20,7 +20,9 @@ from shardwise import Batches, Mean, Rules, Run, Tokens, open_tokens, optim
 from shardwise.kernels.cross_entropy import chunked_cross_entropy, linear_cross_entropy
 from shardwise.models.gpt import GPT, PRESETS
 
-Preset = Literal["byte", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt-7b", "gpt-70b"]
+Preset = Literal[
+    "byte", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt-7b", "gpt-70b"
+]
 
 
 def random_tokens(count: int) -> np.ndarray:
@@ -64,7 +66,9 @@ def recipe(
         loss_chunks: Number of chunks in which the logits are computed, to save memory.
         save_every: Steps between checkpoints. 0 saves only at the end.
     """
-    config = replace(PRESETS[preset], max_length=length, remat=remat, scan_layers=scan_layers)
+    config = replace(
+        PRESETS[preset], max_length=length, remat=remat, scan_layers=scan_layers
+    )
     if data is None:
         source = Tokens(random_tokens(2 * batch_size * length + 1), length)
     else:

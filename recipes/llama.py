@@ -23,7 +23,16 @@ from typing import Literal
 import jax
 import numpy as np
 
-from shardwise import Batches, InitFrom, Mean, Run, Tokens, constrain, open_tokens, optim
+from shardwise import (
+    Batches,
+    InitFrom,
+    Mean,
+    Run,
+    Tokens,
+    constrain,
+    open_tokens,
+    optim,
+)
 from shardwise.kernels.cross_entropy import cross_entropy
 from shardwise.models.llama import SIZES, Kept, Llama, matmul
 
@@ -60,7 +69,9 @@ def loss(model: Llama, batch: dict[str, Array], chunks: int = 1) -> Mean:
 
     def split(x: Array) -> Array:
         """Reshape (B, T, ...) to (chunks, B, T / chunks, ...)."""
-        return x.reshape(batch_size, chunks, length // chunks, *x.shape[2:]).swapaxes(0, 1)
+        return x.reshape(batch_size, chunks, length // chunks, *x.shape[2:]).swapaxes(
+            0, 1
+        )
 
     if chunks == 1:
         return Mean(nats((features, labels)))

@@ -22,7 +22,9 @@ from shardwise.kernels.cross_entropy import linear_cross_entropy
 from shardwise.models.gpt import GPT, PRESETS
 from shardwise.models.sampling import generate
 
-Optimizer = Literal["adamw", "sgd", "lion", "adafactor", "muon", "schedule_free", "prodigy"]
+Optimizer = Literal[
+    "adamw", "sgd", "lion", "adafactor", "muon", "schedule_free", "prodigy"
+]
 
 # Muon trains matrices. It leaves these embedding tables to Adam.
 TABLES = ("tokens", "positions")
@@ -125,7 +127,11 @@ def recipe(
     """
     train, validation = stdlib_bytes()
     config = replace(
-        PRESETS["byte"], max_length=length, dropout=dropout, remat=remat, scan_layers=scan_layers
+        PRESETS["byte"],
+        max_length=length,
+        dropout=dropout,
+        remat=remat,
+        scan_layers=scan_layers,
     )
     return Run(
         model=lambda rngs: GPT(config, rngs),

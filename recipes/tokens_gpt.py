@@ -14,7 +14,17 @@ from typing import Literal
 
 import jax
 
-from shardwise import Batches, InitFrom, Mean, Packed, Run, Tokens, open_tokens, optim, split
+from shardwise import (
+    Batches,
+    InitFrom,
+    Mean,
+    Packed,
+    Run,
+    Tokens,
+    open_tokens,
+    optim,
+    split,
+)
 from shardwise.kernels.cross_entropy import linear_cross_entropy
 from shardwise.models.gpt import GPT, PRESETS
 

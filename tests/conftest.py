@@ -6,7 +6,9 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Commands that tests start find compiled programs here, those of an earlier run too, and leave the user's own alone.
-os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir()) / f"shardwise-tests-{os.getuid()}")
+os.environ["XDG_CACHE_HOME"] = str(
+    Path(tempfile.gettempdir()) / f"shardwise-tests-{os.getuid()}"
+)
 
 import hypothesis
 import jax
@@ -23,7 +25,9 @@ hypothesis.settings.load_profile("shardwise")
 
 
 def pytest_sessionstart(session):
-    assert jax.device_count() == 8, f"the tests need 8 CPU devices and found {jax.device_count()}"
+    assert jax.device_count() == 8, (
+        f"the tests need 8 CPU devices and found {jax.device_count()}"
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 def warn(console: Console, text: str) -> None:
     """Print a warning, on one line and without markup."""
-    console.print(f"[bold yellow]warning:[/] {escape(text)}", highlight=False, soft_wrap=True)
+    console.print(
+        f"[bold yellow]warning:[/] {escape(text)}", highlight=False, soft_wrap=True
+    )
 
 
 @contextmanager
@@ -79,7 +81,9 @@ def plot_losses(metrics: Path, picture: Path) -> None:
     from shardwise.metrics import read_metrics
 
     records = read_metrics(metrics)
-    applied = [record for record in records if "loss" in record and not record.get("skipped")]
+    applied = [
+        record for record in records if "loss" in record and not record.get("skipped")
+    ]
     evaluated = [record for record in records if "eval_loss" in record]
     steps = [record["step"] for record in applied]
     losses = [record["loss"] for record in applied]
@@ -87,7 +91,9 @@ def plot_losses(metrics: Path, picture: Path) -> None:
     with line_picture(picture, xlabel="step", ylabel="loss", title=title) as axes:
         axes.plot(steps, losses, color="#9db8d9", linewidth=1, label="training")
         label = "training, smoothed"
-        axes.plot(steps, smoothed(losses, 0.05), color="#1f4e8c", linewidth=2, label=label)
+        axes.plot(
+            steps, smoothed(losses, 0.05), color="#1f4e8c", linewidth=2, label=label
+        )
         if evaluated:
             axes.plot(
                 [record["step"] for record in evaluated],

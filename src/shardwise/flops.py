@@ -83,7 +83,10 @@ def _equation_flops(equation: core.JaxprEqn) -> float:
         return _convolution_flops(equation)
     # cuDNN's fused attention is opaque to the trace. `cpu_attention` skips keys that no query sees,
     # and is counted like the implementations that compute them.
-    if name.startswith("dot_product_attention_fwd") or params.get("name") == "cpu_attention":
+    if (
+        name.startswith("dot_product_attention_fwd")
+        or params.get("name") == "cpu_attention"
+    ):
         return _attention_flops(equation)
     if name == "mpmd_map":
         return _mosaic_kernel_flops(equation)

@@ -65,7 +65,15 @@ class Chip:
 
 # What all TPUs, and all GPUs in machines of 8, have in common. A float32 matmul on a TPU takes 6
 # bfloat16 passes.
-_TPU = Chip(name="", flops=0, memory=0, bandwidth=0, reserved=GIB / 4, attention=0.5, exact=1 / 6)
+_TPU = Chip(
+    name="",
+    flops=0,
+    memory=0,
+    bandwidth=0,
+    reserved=GIB / 4,
+    attention=0.5,
+    exact=1 / 6,
+)
 _GPU = Chip(name="", flops=0, memory=0, bandwidth=0, group=8, launch=1e-6)
 
 # Keys are the names of JAX (`device.device_kind`).

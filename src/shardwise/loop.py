@@ -87,7 +87,9 @@ def evaluate(
         before()
         parts.append(step.on(state, batch, layout))
     if not parts:
-        raise DataError("the evaluation data has no batches, so there is nothing to evaluate.")
+        raise DataError(
+            "the evaluation data has no batches, so there is nothing to evaluate."
+        )
     # All results are fetched at once. Python adds them in float64, so that the order of the batches
     # hardly matters.
     on_host: list[dict[str, Mean]] = jax.tree.map(float, jax.device_get(parts))

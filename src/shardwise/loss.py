@@ -76,7 +76,9 @@ def trace_loss(spec: StateSpec, loss: Loss, batch: Batch) -> TracedLoss:
         means = as_means(output, rows)
         named = _named(output)
         names.extend(named)
-        scalars.extend(name for name, value in named.items() if not _has_rows(value, rows))
+        scalars.extend(
+            name for name, value in named.items() if not _has_rows(value, rows)
+        )
         value = named["loss"]
         items.append(value.items if isinstance(value, Mean) else rows)
         return means
@@ -86,7 +88,10 @@ def trace_loss(spec: StateSpec, loss: Loss, batch: Batch) -> TracedLoss:
     except ShardwiseError:
         raise
     except Exception as error:
-        arrays = [f"{name} {x.dtype}{list(x.shape)}" for name, x in named_leaves(batch).items()]
+        arrays = [
+            f"{name} {x.dtype}{list(x.shape)}"
+            for name, x in named_leaves(batch).items()
+        ]
         raise ConfigError(
             f"the loss failed for a batch of {', '.join(arrays)}: {where(error)}"
         ) from error
@@ -130,7 +135,9 @@ def as_means(output: LossValue, rows: int, mask: Mask | None = None) -> dict[str
         if isinstance(value, Mean):
             means[name] = value.summed(mask)
         elif jnp.ndim(value) == 0:
-            means[name] = Mean(jnp.asarray(value, jnp.float32) * rows, jnp.float32(rows))
+            means[name] = Mean(
+                jnp.asarray(value, jnp.float32) * rows, jnp.float32(rows)
+            )
         else:
             raise ConfigError(
                 f"the loss returned an array of shape {jnp.shape(value)} for '{name}'. Return a "

@@ -119,7 +119,9 @@ def make_mesh(mesh: str | Mesh, devices: Sequence[jax.Device] | None = None) -> 
 def _islands(devices: list[jax.Device]) -> list[list[jax.Device]]:
     """Group devices that have fast links to each other: those of one TPU slice or one machine."""
     group = current_group()
-    is_own_group = {device.process_index for device in devices} <= set(range(group.count))
+    is_own_group = {device.process_index for device in devices} <= set(
+        range(group.count)
+    )
     machines = group.machines if group.count > 1 and is_own_group else ()
     by_place: dict[tuple[int, int], list[jax.Device]] = {}
     for device in devices:
@@ -138,7 +140,9 @@ def _islands(devices: list[jax.Device]) -> list[list[jax.Device]]:
     return islands
 
 
-def _split_between_islands(text: str, sizes: Mapping[str, int], num_islands: int) -> dict[str, int]:
+def _split_between_islands(
+    text: str, sizes: Mapping[str, int], num_islands: int
+) -> dict[str, int]:
     """Return the part of each axis that crosses the slow network between islands.
 
     Batch axes cross first, because they communicate least.

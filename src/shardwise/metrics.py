@@ -59,7 +59,9 @@ class Mean:
         Args:
             mask: booleans of shape `(B,)`; entries of examples where it is False are excluded.
         """
-        return Mean(_masked_sum(self.total, mask), _masked_sum(self._broadcast_weight(), mask))
+        return Mean(
+            _masked_sum(self.total, mask), _masked_sum(self._broadcast_weight(), mask)
+        )
 
     def has_rows(self, rows: int) -> bool:
         """Return whether total and weight have one entry per example, for `rows` examples."""
@@ -176,7 +178,9 @@ class EarlyStop:
     def __post_init__(self) -> None:
         # `not >=` also refuses NaN.
         if self.patience < 1 or not self.min_delta >= 0:
-            raise ConfigError(f"{self}: `patience` must be at least 1 and `min_delta` at least 0.")
+            raise ConfigError(
+                f"{self}: `patience` must be at least 1 and `min_delta` at least 0."
+            )
 
     def why(self, evaluations: Sequence[tuple[int, float]]) -> str | None:
         """Return why the run stops after the last evaluation, or None if it continues.

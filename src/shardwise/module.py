@@ -103,7 +103,11 @@ class ModuleDef:
             frozen: values of the frozen parameters, if there are any.
         """
         values: list[tuple[KeyPath, PyTree]] = []
-        for leaves, arrays in ((self.params, params), (self.other, other), (self.frozen, frozen)):
+        for leaves, arrays in (
+            (self.params, params),
+            (self.other, other),
+            (self.frozen, frozen),
+        ):
             values += [(path, lookup(arrays, _parts(path))) for path in leaves]
         values += [(rng.path, rng.value(key)) for rng in self.rngs]
         module: nnx.Module = nnx.merge(self.graphdef, nnx.from_flat_state(values))
@@ -159,7 +163,9 @@ def split_module(module: nnx.Module) -> tuple[ModuleDef, Pure, Pure]:
                 "Each variable must hold one array."
             )
         if isinstance(variable, nnx.RngState):
-            rngs.append(RngLeaf(path, name, isinstance(variable, nnx.RngKey), value.shape))
+            rngs.append(
+                RngLeaf(path, name, isinstance(variable, nnx.RngKey), value.shape)
+            )
             continue
         metadata = variable.get_metadata()
         leaf = ModelLeaf(value.shape, value.dtype, annotation_of(metadata))

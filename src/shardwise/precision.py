@@ -74,7 +74,9 @@ def _widen_equation(equation: JaxprEqn, rewritten: Rewritten) -> JaxprEqn:
         after = [_widen_param(item, rewritten) for item in before]
         if not all(map(operator.is_, before, after)):
             changed[key] = jax.tree.unflatten(structure, after)
-    return equation.replace(params={**equation.params, **changed}) if changed else equation
+    return (
+        equation.replace(params={**equation.params, **changed}) if changed else equation
+    )
 
 
 def _output_dtype(equation: JaxprEqn) -> DType:

@@ -30,9 +30,13 @@ def find_recipe(target: str) -> tuple[Path, str]:
     file, _, function = target.partition(":")
     path = Path(file)
     if not path.is_file():
-        folders = [folder for folder in (path.parent, Path("recipes")) if folder.is_dir()]
+        folders = [
+            folder for folder in (path.parent, Path("recipes")) if folder.is_dir()
+        ]
         nearby = [str(other) for folder in folders for other in folder.glob("*.py")]
-        raise ConfigError(f"there is no recipe file '{file}'.{did_you_mean(file, nearby)}")
+        raise ConfigError(
+            f"there is no recipe file '{file}'.{did_you_mean(file, nearby)}"
+        )
     return path, function or DEFAULT_FUNCTION
 
 
@@ -51,7 +55,9 @@ def load_recipe(path: Path, function: str) -> Recipe:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"recipe '{path}' cannot be imported: {where(error)}") from error
+        raise ConfigError(
+            f"recipe '{path}' cannot be imported: {where(error)}"
+        ) from error
     recipe: Recipe | None = getattr(module, function, None)
     if recipe is None or not callable(recipe):
         functions = [
@@ -89,7 +95,10 @@ def bind_recipe(recipe: Recipe, args: Sequence[str], prog: str) -> Json:
 
     capture.__signature__ = signature.replace(return_annotation=None)  # type: ignore[attr-defined]
     capture.__doc__ = recipe.__doc__
-    capture.__annotations__ = {**inspect.get_annotations(recipe, eval_str=True), "return": None}
+    capture.__annotations__ = {
+        **inspect.get_annotations(recipe, eval_str=True),
+        "return": None,
+    }
     tyro.cli(capture, args=list(args), prog=prog)
     return bound
 

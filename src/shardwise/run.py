@@ -29,7 +29,14 @@ from shardwise.module import ModelFactory, describe_model
 from shardwise.optim.read import read_chains, sample_rates
 from shardwise.sharding import Rules
 from shardwise.state import StateSpec, abstract_state
-from shardwise.step import Batch, EvalStep, Loss, TrainStep, make_eval_step, make_train_step
+from shardwise.step import (
+    Batch,
+    EvalStep,
+    Loss,
+    TrainStep,
+    make_eval_step,
+    make_train_step,
+)
 from shardwise.text import Json, any_layer, did_you_mean
 from shardwise.trackers.base import Tracker
 from shardwise.tree import Params
@@ -47,7 +54,16 @@ MINIMUM = {
     "data_processes": 0,
 }
 # Packages whose versions a checkpoint records.
-PACKAGES = ("shardwise", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+PACKAGES = (
+    "shardwise",
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "grain",
+    "numpy",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,7 +351,9 @@ def _describe_model(spec: StateSpec) -> Json:
     return description
 
 
-def _describe_optimizer(optimizer: optax.GradientTransformation, params: Params) -> dict[str, str]:
+def _describe_optimizer(
+    optimizer: optax.GradientTransformation, params: Params
+) -> dict[str, str]:
     """Return the transformations of each parameter, with all layers as one entry.
 
     Learning rates are omitted: they are described separately.

@@ -146,7 +146,10 @@ class Gaps:
 
 def has_accelerator() -> bool:
     """Return whether this machine seems to have a GPU or a TPU, without importing JAX."""
-    return any(os.path.exists(f"/dev/{name}") for name in ("nvidiactl", "kfd", "accel0", "vfio/0"))
+    return any(
+        os.path.exists(f"/dev/{name}")
+        for name in ("nvidiactl", "kfd", "accel0", "vfio/0")
+    )
 
 
 def use_compilation_cache() -> str | None:

@@ -111,7 +111,9 @@ class ModelLeaf:
     annotation: tuple[Axes, ...] | None = None
 
 
-def place_model(leaves: Mapping[str, ModelLeaf], mesh: Mesh, rules: Rules) -> dict[str, Placement]:
+def place_model(
+    leaves: Mapping[str, ModelLeaf], mesh: Mesh, rules: Rules
+) -> dict[str, Placement]:
     """Return a placement for each variable of the model, by path.
 
     Raises:
@@ -136,9 +138,13 @@ def place_model(leaves: Mapping[str, ModelLeaf], mesh: Mesh, rules: Rules) -> di
     return placements
 
 
-def _idle_axes(placements: Mapping[str, Placement], mesh: Mesh, rules: Rules) -> list[str]:
+def _idle_axes(
+    placements: Mapping[str, Placement], mesh: Mesh, rules: Rules
+) -> list[str]:
     """Return a message for each mesh axis that shards neither the batch nor a parameter."""
-    used = {axis for placement in placements.values() for axis in _axes_in(placement.spec)}
+    used = {
+        axis for placement in placements.values() for axis in _axes_in(placement.spec)
+    }
     return [
         f"mesh axis '{axis}' (size {size}) shards neither the batch nor any parameter: its devices "
         f"would all do the same work. Axes that shard the batch are {', '.join(rules.batch)}. "
@@ -214,13 +220,17 @@ def _resolve(
     return dims
 
 
-def _mesh_axes(what: str, entry: Axes, source: str, mesh: Mesh, rules: Rules) -> Iterator[str]:
+def _mesh_axes(
+    what: str, entry: Axes, source: str, mesh: Mesh, rules: Rules
+) -> Iterator[str]:
     """Yield the mesh axes for the names of one dim; known axes that this mesh lacks are skipped."""
     known = {axis for value in rules.logical.values() for axis in _as_tuple(value)}
     known |= {*rules.batch, *rules.fsdp}
     for name in _as_tuple(entry):
         if name in rules.logical:
-            yield from (axis for axis in _as_tuple(rules.logical[name]) if axis in mesh.shape)
+            yield from (
+                axis for axis in _as_tuple(rules.logical[name]) if axis in mesh.shape
+            )
         elif name in mesh.shape:
             yield name
         elif name not in known:
@@ -242,7 +252,9 @@ def _add_fsdp(
         The mesh axes of each dim, and the reason as text; "" if the mesh has no FSDP axis to add.
     """
     used = {axis for names in dims for axis in names}
-    axes = tuple(axis for axis in rules.fsdp if mesh.shape.get(axis, 1) > 1 and axis not in used)
+    axes = tuple(
+        axis for axis in rules.fsdp if mesh.shape.get(axis, 1) > 1 and axis not in used
+    )
     if not axes:
         return dims, ""
     num_elements = math.prod(shape)
@@ -298,13 +310,18 @@ def place_optimizer(
         path = leaf_name(key_path)
         owner = owner_of(path, params)
         if owner is None:
-            dims, reason = _add_fsdp(path, leaf.shape, [()] * len(leaf.shape), mesh, rules)
+            dims, reason = _add_fsdp(
+                path, leaf.shape, [()] * len(leaf.shape), mesh, rules
+            )
             reason = reason or "belongs to no parameter"
         else:
             param = params[owner]
             field_name = path.removesuffix(owner).rstrip("/").rpartition("/")[2]
             followed = _followed_dims(field_name, leaf.shape, param.shape)
-            dims = [() if dim is None else _as_tuple(_entry(param.spec, dim)) for dim in followed]
+            dims = [
+                () if dim is None else _as_tuple(_entry(param.spec, dim))
+                for dim in followed
+            ]
             reason = f"dims shared with its parameter {param.shape}"
             if leaf.shape == param.shape:
                 reason = "as its parameter"
@@ -329,7 +346,9 @@ def _followed_dims(
     rank = len(param_shape)
     if len(leaf_shape) == rank:
         sizes = enumerate(zip(leaf_shape, param_shape, strict=True))
-        same = [dim if size == param_size else None for dim, (size, param_size) in sizes]
+        same = [
+            dim if size == param_size else None for dim, (size, param_size) in sizes
+        ]
         if leaf_shape == param_shape or same != [None] * rank:
             return same
 
@@ -371,7 +390,9 @@ def at_use(spec: PartitionSpec, rules: Rules) -> PartitionSpec:
     """
     entries = []
     for entry in spec:
-        entries.append(_join(axis for axis in _as_tuple(entry) if axis not in rules.batch))
+        entries.append(
+            _join(axis for axis in _as_tuple(entry) if axis not in rules.batch)
+        )
     return PartitionSpec(*entries)
 
 
@@ -400,9 +421,14 @@ def constrain(x: jax.Array, *names: Axes) -> jax.Array:
     spec = at_use(PartitionSpec(*(_join(axes) for axes in dims)), rules)
     batch_axes = batch_spec(mesh, rules)[0]
     spec = PartitionSpec(
-        *(batch_axes if name == "batch" else axes for name, axes in zip(names, spec, strict=False))
+        *(
+            batch_axes if name == "batch" else axes
+            for name, axes in zip(names, spec, strict=False)
+        )
     )
-    constrained: jax.Array = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    constrained: jax.Array = jax.lax.with_sharding_constraint(
+        x, NamedSharding(mesh, spec)
+    )
     return constrained
 
 
@@ -504,8 +530,14 @@ def _placement(
     path: str, shape: Shape, dtype: DType, dims: list[MeshAxes], reason: str, mesh: Mesh
 ) -> Placement:
     num_shards = math.prod(mesh.shape[axis] for names in dims for axis in names)
-    spec = PartitionSpec(*(_join(names) for names in dims)) if any(dims) else PartitionSpec()
-    return Placement(path, shape, dtype, spec, reason, num_bytes(shape, dtype) // num_shards)
+    spec = (
+        PartitionSpec(*(_join(names) for names in dims))
+        if any(dims)
+        else PartitionSpec()
+    )
+    return Placement(
+        path, shape, dtype, spec, reason, num_bytes(shape, dtype) // num_shards
+    )
 
 
 def _as_tuple(entry: Axes) -> MeshAxes:

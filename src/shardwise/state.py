@@ -15,7 +15,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardwise.errors import ConfigError, ShardwiseError, where
 from shardwise.mesh import make_mesh
-from shardwise.module import ModelFactory, ModuleDef, Pure, build_module, path_name, split_module
+from shardwise.module import (
+    ModelFactory,
+    ModuleDef,
+    Pure,
+    build_module,
+    path_name,
+    split_module,
+)
 from shardwise.sharding import Placement, Rules, at_use, place_model, place_optimizer
 from shardwise.tree import KeyPath, Leaf, OptState, PyTree, leaf_name
 
@@ -96,7 +103,9 @@ class StateSpec:
         """
         if key is None:
             key = jax.random.key(0)
-        return self.definition.merge(state.params, state.other, key, frozen=state.frozen)
+        return self.definition.merge(
+            state.params, state.other, key, frozen=state.frozen
+        )
 
     @property
     def bytes_per_device(self) -> int:
@@ -159,22 +168,36 @@ def abstract_state(
     leaves = {path_name(path): leaf for part in parts for path, leaf in part.items()}
     placements = place_model(leaves, mesh, rules)
     params, other, frozen = (
-        {path_name(path): placements[path_name(path)] for path in part} for part in parts
+        {path_name(path): placements[path_name(path)] for path in part}
+        for part in parts
     )
     opt_state = place_optimizer(shapes.opt_state, params, mesh, rules)
     abstract = TrainState(
-        jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec())),  # type: ignore[arg-type]
+        jax.ShapeDtypeStruct(
+            (), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec())
+        ),  # type: ignore[arg-type]
         _with_shardings(shapes.params, params, mesh),
         _with_shardings(shapes.other, other, mesh),
         _with_shardings(shapes.opt_state, opt_state, mesh),
         _with_shardings(shapes.frozen, frozen, mesh),
     )
     return StateSpec(
-        model, optimizer, mesh, rules, definition, abstract, params, other, opt_state, frozen
+        model,
+        optimizer,
+        mesh,
+        rules,
+        definition,
+        abstract,
+        params,
+        other,
+        opt_state,
+        frozen,
     )
 
 
-def _with_shardings(tree: PyTree, placements: Mapping[str, Placement], mesh: Mesh) -> PyTree:
+def _with_shardings(
+    tree: PyTree, placements: Mapping[str, Placement], mesh: Mesh
+) -> PyTree:
     """Return the abstract `tree` with the sharding that `placements` gives to each leaf."""
 
     def with_sharding(path: KeyPath, leaf: Leaf) -> jax.ShapeDtypeStruct:

@@ -204,20 +204,30 @@ class _StepFunctions:
             mask: Mask | None,
             key: jax.Array,
         ) -> PyTree:
-            def add_micro_batch(carry: PyTree, micro_batch: PyTree) -> tuple[PyTree, None]:
+            def add_micro_batch(
+                carry: PyTree, micro_batch: PyTree
+            ) -> tuple[PyTree, None]:
                 sums, other = carry
                 index, (batch, mask) = micro_batch
                 micro_key = jax.random.fold_in(key, index)
-                grads, (means, other) = gradient(params, frozen, other, batch, mask, micro_key)
+                grads, (means, other) = gradient(
+                    params, frozen, other, batch, mask, micro_key
+                )
                 return (jax.tree.map(jnp.add, sums, (grads, means)), other), None
 
             micro_batches = jax.tree.map(split, (batch, mask))
             first = jax.tree.map(lambda x: x[0], micro_batches)
-            grads, (means, _) = jax.eval_shape(gradient, params, frozen, other, *first, key)
-            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (grads, means))
+            grads, (means, _) = jax.eval_shape(
+                gradient, params, frozen, other, *first, key
+            )
+            zeros = jax.tree.map(
+                lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (grads, means)
+            )
             zero_grads = with_sharding_constraint(zeros[0], self.spec.shardings.params)
             ((grads, means), other), _ = jax.lax.scan(
-                add_micro_batch, ((zero_grads, zeros[1]), other), (jnp.arange(count), micro_batches)
+                add_micro_batch,
+                ((zero_grads, zeros[1]), other),
+                (jnp.arange(count), micro_batches),
             )
             return grads, (means, other)
 
@@ -257,7 +267,11 @@ class _StepFunctions:
         if self.groups is not None:
             # Of the new parameters: if the old ones were read too, XLA could not update them in
             # place.
-            measured = {"grad_norm": grads, "update_norm": updates, "param_norm": params}
+            measured = {
+                "grad_norm": grads,
+                "update_norm": updates,
+                "param_norm": params,
+            }
             metrics |= _group_norms(measured, self.groups)
         return new_state, metrics
 
@@ -280,7 +294,10 @@ class _StepFunctions:
 # exactly as plain JAX compiles them. XLA for CPUs (jax 0.12.0) cannot compile a barrier that it
 # keeps inside a small loop ("Unhandled opcode for elemental IR emission: opt-barrier").
 COMPILER_OPTIONS: dict[str, dict[str, bool | str]] = {
-    "gpu": {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_dynamic_slice_fusion": False},
+    "gpu": {
+        "xla_gpu_enable_triton_gemm": False,
+        "xla_gpu_enable_dynamic_slice_fusion": False,
+    },
     "cpu": {"xla_disable_hlo_passes": "cse_barrier_expander"},
 }
 
@@ -400,7 +417,9 @@ def _group_norms(
             prefixes |= {groups[path][:depth] for depth in range(len(groups[path]) + 1)}
         for prefix in sorted(prefixes):
             members = {
-                path: leaf for path, leaf in leaves.items() if groups[path][: len(prefix)] == prefix
+                path: leaf
+                for path, leaf in leaves.items()
+                if groups[path][: len(prefix)] == prefix
             }
             norms["/".join([name, *prefix])] = norm(members)
     return norms
@@ -481,7 +500,11 @@ class EvalStep:
         shards = num_batch_shards(self.spec.mesh, self.spec.rules)
         padded = -(-rows // shards) * shards if self.pads else size
         is_sharded = padded % shards == 0
-        spec = batch_spec(self.spec.mesh, self.spec.rules) if is_sharded else PartitionSpec()
+        spec = (
+            batch_spec(self.spec.mesh, self.spec.rules)
+            if is_sharded
+            else PartitionSpec()
+        )
         return BatchLayout(size, padded, self.spec.sharding(spec))
 
     def on(self, state: TrainState, batch: Batch, layout: BatchLayout) -> Means:
@@ -518,7 +541,9 @@ def make_eval_step(
 
     def step(state: TrainState, batch: Batch, mask: Mask | None) -> Means:
         params = evaluation_params(state.opt_state, state.params)
-        model = spec.definition.merge(params, state.other, jax.random.key(0), hooks, state.frozen)
+        model = spec.definition.merge(
+            params, state.other, jax.random.key(0), hooks, state.frozen
+        )
         model.eval()
         with activations_on(spec.mesh, spec.rules):
             return as_means(loss(model, batch), num_rows(batch), mask)
@@ -529,7 +554,9 @@ def make_eval_step(
     return EvalStep(function, spec, pads=not traced.scalars)
 
 
-def access_hooks(spec: StateSpec, compute_dtype: DTypeLike | None = None) -> dict[str, AccessHook]:
+def access_hooks(
+    spec: StateSpec, compute_dtype: DTypeLike | None = None
+) -> dict[str, AccessHook]:
     """Return for each variable the function that its value passes through where the model reads it.
 
     The hook casts a parameter to the compute dtype and gathers it over the batch axes. The model
@@ -543,7 +570,9 @@ def access_hooks(spec: StateSpec, compute_dtype: DTypeLike | None = None) -> dic
         used = spec.at_use(path).spec
         hooks[path] = _gather_hook(spec, placement.shape, placement.spec, used, dtype)
     for path, placement in spec.other.items():
-        hooks[path] = _gather_hook(spec, placement.shape, placement.spec, PartitionSpec(), None)
+        hooks[path] = _gather_hook(
+            spec, placement.shape, placement.spec, PartitionSpec(), None
+        )
     return hooks
 
 
@@ -599,4 +628,6 @@ def _spec_of_slice(
         return PartitionSpec()
     entries = (*spec, *(None,) * (len(full_shape) - len(spec)))
     dims = zip(entries[removed:], full_shape[removed:], shape, strict=True)
-    return PartitionSpec(*(entry if full == size else None for entry, full, size in dims))
+    return PartitionSpec(
+        *(entry if full == size else None for entry, full, size in dims)
+    )

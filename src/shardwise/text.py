@@ -44,7 +44,11 @@ def show_count(value: float, gap: str = "") -> str:
 
 def show_seconds(seconds: float) -> str:
     """Return a duration: `12.3 s`, or `h:mm:ss` from one minute on."""
-    return f"{seconds:.1f} s" if seconds < 60 else str(datetime.timedelta(seconds=round(seconds)))
+    return (
+        f"{seconds:.1f} s"
+        if seconds < 60
+        else str(datetime.timedelta(seconds=round(seconds)))
+    )
 
 
 def show_short_time(seconds: float) -> str:

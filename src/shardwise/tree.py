@@ -48,7 +48,10 @@ def named_leaves(tree: PyTree) -> dict[str, Any]:
         >>> named_leaves({"dense": {"kernel": 1, "bias": 2}})
         {'dense/bias': 2, 'dense/kernel': 1}
     """
-    return {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return {
+        leaf_name(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
 
 
 def nest(flat: Mapping[tuple[str, ...], PyTree]) -> dict[str, PyTree]:

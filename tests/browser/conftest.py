@@ -23,10 +23,14 @@ FLAGS = (
 def browser():
     """Yield a Chromium that logs all its requests and complaints."""
     programs = [shutil.which(name) for name in ("chromium", "chromedriver")]
-    assert all(programs), "chromium and chromedriver are missing: `make browser` installs them"
+    assert all(programs), (
+        "chromium and chromedriver are missing: `make browser` installs them"
+    )
     options = webdriver.ChromeOptions()
     options.binary_location = programs[0]
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    options.set_capability(
+        "goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"}
+    )
     with tempfile.TemporaryDirectory(prefix="shardwise-browser-") as profile:
         for flag in (*FLAGS, f"--user-data-dir={profile}"):
             options.add_argument(flag)

@@ -22,7 +22,9 @@ def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     runs = [make_run(folder / name) for name in ("lr=0.001,seed=0", "lr=0.01,seed=0")]
     more = {"lr/muon": 0.1, "update_norm/head": 1.0}
-    lines(runs[1] / "metrics.jsonl", [step(n, loss=9 / n, **more) for n in range(1, 1500)])
+    lines(
+        runs[1] / "metrics.jsonl", [step(n, loss=9 / n, **more) for n in range(1, 1500)]
+    )
     damaged = folder / "damaged"
     damaged.mkdir()
     (damaged / "run.json").write_text("{")
@@ -46,7 +48,11 @@ def test_axe_finds_no_violations(browser, pages, name, width):
         )
         browser.execute_script((files("axe_core_python") / "axe.min.js").read_text())
         violations = [
-            (rule["id"], rule.get("impact"), [node["target"] for node in rule.get("nodes", [])][:5])
+            (
+                rule["id"],
+                rule.get("impact"),
+                [node["target"] for node in rule.get("nodes", [])][:5],
+            )
             for rule in browser.execute_async_script(RUN)
         ]
         assert violations == [], dark

@@ -21,11 +21,17 @@ def run(tmp_path_factory):
     """Make a run that is long enough to be thinned, with an outlier and a missing value."""
     path = make_run(tmp_path_factory.mktemp("runs") / "long")
     records = [
-        step(n, loss=3 + 40 / n + 0.1 * (n % 7), grad_norm=1 + 0.1 * (n % 5) + 99 * (n == 900))
+        step(
+            n,
+            loss=3 + 40 / n + 0.1 * (n % 7),
+            grad_norm=1 + 0.1 * (n % 5) + 99 * (n == 900),
+        )
         for n in range(1, 2001)
     ]
     records[500]["loss"] = "nan"
-    evaluations = [{"step": n, "eval_loss": 3.1 + 30 / n} for n in range(100, 2001, 100)]
+    evaluations = [
+        {"step": n, "eval_loss": 3.1 + 30 / n} for n in range(100, 2001, 100)
+    ]
     lines(path / "metrics.jsonl", [*records, *evaluations])
     return RunFiles(path).read()
 
@@ -37,7 +43,9 @@ def call(browser, run, tmp_path_factory):
     page.write_text(report_page([run]), encoding="utf-8")
     set_screen(browser)
     browser.get(page.as_uri())
-    yield lambda code, *args: browser.execute_script(f"const a = [...arguments]; {code}", *args)
+    yield lambda code, *args: browser.execute_script(
+        f"const a = [...arguments]; {code}", *args
+    )
     browser.get("about:blank")
     browser.get_log("browser"), browser.get_log("performance")
 
@@ -68,7 +76,20 @@ def test_tick_labels_differ(call):
 
 def test_numbers_are_written_as_python_writes_them(call):
     generator = np.random.default_rng(0)
-    values = [0, 0.0125, 12345, 1e-4, -2.5, 9.9999e5, 1.5e20, 1234, 999.95, 1e4, 9999.5, 0.001]
+    values = [
+        0,
+        0.0125,
+        12345,
+        1e-4,
+        -2.5,
+        9.9999e5,
+        1.5e20,
+        1234,
+        999.95,
+        1e4,
+        9999.5,
+        0.001,
+    ]
     values += (
         generator.uniform(-10, 10, 2000) * 10.0 ** generator.integers(-99, 99, 2000)
     ).tolist()
@@ -116,7 +137,10 @@ def test_curves_are_drawn_at_their_values(call, run, is_log):
             chart.name,
             is_log,
         )
-        ys = [float(y) for y in re.findall(r'class="place end" x="50" y="([-\d.]+)"', markup)]
+        ys = [
+            float(y)
+            for y in re.findall(r'class="place end" x="50" y="([-\d.]+)"', markup)
+        ]
         transform = math.log10 if is_log else float
         scale = (transform(ticks[-1]) - transform(ticks[0])) / (ys[-1] - ys[0])
         paths = re.findall(r'class="line (s\d d\d)" d="M([^"]*)"', markup)
@@ -124,14 +148,22 @@ def test_curves_are_drawn_at_their_values(call, run, is_log):
             f"{series.style.color} {series.style.dash}" for series in chart.series
         ]
         for (_, path), series in zip(paths, chart.series, strict=True):
-            points = [[float(number) for number in point.split()] for point in path.split("L")]
+            points = [
+                [float(number) for number in point.split()] for point in path.split("L")
+            ]
             assert len(points) == len(series.x)
-            assert points[0][0] == pytest.approx(58 + 548 * _share(chart, series.x[0]), abs=0.1)
-            assert points[-1][0] == pytest.approx(58 + 548 * _share(chart, series.x[-1]), abs=0.1)
+            assert points[0][0] == pytest.approx(
+                58 + 548 * _share(chart, series.x[0]), abs=0.1
+            )
+            assert points[-1][0] == pytest.approx(
+                58 + 548 * _share(chart, series.x[-1]), abs=0.1
+            )
             for (_, y), value in zip(points, series.y, strict=True):
                 if value > 0:
                     drawn = transform(ticks[0]) + scale * (y - ys[0])
-                    assert drawn == pytest.approx(transform(value), abs=abs(0.5 * scale))
+                    assert drawn == pytest.approx(
+                        transform(value), abs=abs(0.5 * scale)
+                    )
     call("view.isLog = {}; view.showOutliers = {}")
 
 

@@ -43,8 +43,12 @@ def make_plan(mesh=MESH, layers=1, **changes):
         leaf("norm/scale", (64,), ((),), mesh, "too small to shard"),
     ]
     for i in range(layers):
-        leaves.append(leaf(f"blocks/{i}/up/kernel", (64, 256), (("fsdp",), ("model",)), mesh))
-        leaves.append(leaf(f"blocks/{i}/up/bias", (256,), (("model",),), mesh, "annotation (mlp)"))
+        leaves.append(
+            leaf(f"blocks/{i}/up/kernel", (64, 256), (("fsdp",), ("model",)), mesh)
+        )
+        leaves.append(
+            leaf(f"blocks/{i}/up/bias", (256,), (("model",),), mesh, "annotation (mlp)")
+        )
     plan = Plan(
         target="v5e:4x4",
         chip="TPU v5e",
@@ -94,7 +98,9 @@ def candidate(mesh, status, seconds, peak, why="", chosen=False, **changes):
 RANKING = [
     candidate("data=4,fsdp=2,model=2", "compiled", 0.119, 8e9, chosen=True),
     candidate("data=8,model=2", "compiled", 0.131, 1e10),
-    candidate("data=2,fsdp=8", "not compiled", None, None, "its bound is slower than the best"),
+    candidate(
+        "data=2,fsdp=8", "not compiled", None, None, "its bound is slower than the best"
+    ),
     candidate("data=16", "too large", 0.110, 1.8e10, "1.0 GiB over the limit"),
     candidate("model=16", "refused", None, None, "12 heads are not divisible by 16"),
 ]
@@ -116,15 +122,22 @@ def show(browser, tmp_path):
         width=1280,
         dark=False,
     ):
-        page.write_text(plan_page(plan, list(candidates), title, command), encoding="utf-8")
+        page.write_text(
+            plan_page(plan, list(candidates), title, command), encoding="utf-8"
+        )
         set_screen(browser, width, dark)
         browser.get_log("performance"), browser.get_log("browser")
         browser.get(page.as_uri())
         return page
 
     yield open_page
-    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    requests = [e["params"] for e in events if e["method"] == "Network.requestWillBeSent"]
+    events = [
+        json.loads(entry["message"])["message"]
+        for entry in browser.get_log("performance")
+    ]
+    requests = [
+        e["params"] for e in events if e["method"] == "Network.requestWillBeSent"
+    ]
     assert {params["request"]["url"] for params in requests} <= {page.as_uri()}
     assert browser.get_log("browser") == []
     set_screen(browser)
@@ -145,7 +158,10 @@ def test_the_answer_comes_first(browser, show):
     show(make_plan(), RANKING)
     assert browser.title == text(browser, "h1") == "recipes/gpt2.py on v5e:4x4"
     assert text(browser, "#answer h2").endswith(f"Fits on 16 {TIMES} TPU v5e")
-    assert text(browser, ".lead") == "8.0 GiB of 15.8 GiB per device (51.0 %); 7.7 GiB free."
+    assert (
+        text(browser, ".lead")
+        == "8.0 GiB of 15.8 GiB per device (51.0 %); 7.7 GiB free."
+    )
     assert texts(browser, ".tile .value") == [
         "8.0 GiB",
         "≈ 119 ms",
@@ -169,7 +185,9 @@ def test_a_plan_that_does_not_fit_says_by_how_much(browser, show):
     show(make_plan(fits=False, limit=7 * 2**30))
     assert "Does not fit on 16" in text(browser, "#answer h2")
     assert "1.0 GiB too much" in text(browser, ".lead")
-    style = browser.find_element(By.CSS_SELECTOR, ".stacked .limit").get_attribute("style")
+    style = browser.find_element(By.CSS_SELECTOR, ".stacked .limit").get_attribute(
+        "style"
+    )
     assert 86 < float(re.search(r"[\d.]+", style)[0]) < 88
 
 
@@ -182,7 +200,13 @@ def test_unknown_hardware_has_no_times(browser, show):
         traffic=[],
     )
     show(plan)
-    assert texts(browser, ".tile .value") == ["8.0 GiB", NONE, NONE, NONE, f"1 {TIMES} TPU v5e"]
+    assert texts(browser, ".tile .value") == [
+        "8.0 GiB",
+        NONE,
+        NONE,
+        NONE,
+        f"1 {TIMES} TPU v5e",
+    ]
     assert "times cannot be estimated" in text(browser, "#time")
     assert text(browser, "#chosen-summary").startswith("Complete on one device")
     assert browser.find_elements(By.ID, "ranking") == []
@@ -195,16 +219,22 @@ def test_a_parameter_is_chosen_by_keyboard(browser, show):
     assert mesh_shards(browser) == ["0", "2"] * 4 + ["1", "3"] * 4
     active = press_tab_until(browser, lambda element: element.tag_name == "tr")
     assert active.text.startswith("tokens")
-    outline = browser.execute_script("return getComputedStyle(arguments[0]).outlineStyle", active)
+    outline = browser.execute_script(
+        "return getComputedStyle(arguments[0]).outlineStyle", active
+    )
     assert outline == "solid"
     press(browser, Keys.ARROW_DOWN)
     assert text(browser, "#chosen-name") == "blocks/0/up/kernel"
     assert mesh_shards(browser) == ["0", "1"] * 4 + ["2", "3"] * 4
-    summary = "[64, 256] in 4 shards of [32, 128], 16.0 KiB each; each shard is on 4 devices."
+    summary = (
+        "[64, 256] in 4 shards of [32, 128], 16.0 KiB each; each shard is on 4 devices."
+    )
     assert summary in text(browser, "#chosen-summary")
     press(browser, Keys.END)
     assert text(browser, "#chosen-name") == "norm/scale"
-    assert text(browser, "#chosen-summary") == "Replicated on every device: [64], 256 B."
+    assert (
+        text(browser, "#chosen-summary") == "Replicated on every device: [64], 256 B."
+    )
     assert set(mesh_shards(browser)) == {"●"}
     selected = browser.find_elements(By.CSS_SELECTOR, "#leaves [aria-selected=true]")
     assert [row.text.split()[0] for row in selected] == ["norm/scale"]
@@ -224,7 +254,9 @@ def test_parameters_are_filtered_by_keyboard(browser, show):
     assert text(browser, "#chosen-name") == "blocks/0/up/bias"
     assert mesh_shards(browser) == ["0", "1"] * 8
     drawings = browser.find_elements(By.CSS_SELECTOR, "svg.array")
-    visible = [svg.get_attribute("data-array") for svg in drawings if svg.is_displayed()]
+    visible = [
+        svg.get_attribute("data-array") for svg in drawings if svg.is_displayed()
+    ]
     assert visible == ["0:2"]
 
 
@@ -239,7 +271,9 @@ def test_columns_sort_and_statuses_filter(browser, show):
     button.send_keys(Keys.ENTER)
     assert texts(browser, "#candidates td:first-child") == ["4", "1", "2", "3", "5"]
     assert heading.get_attribute("aria-sort") == "ascending"
-    too_large = browser.find_element(By.CSS_SELECTOR, "#statuses input[value='too large']")
+    too_large = browser.find_element(
+        By.CSS_SELECTOR, "#statuses input[value='too large']"
+    )
     too_large.send_keys(Keys.SPACE)
     browser.find_element(By.CSS_SELECTOR, "#statuses input[value='refused']").click()
     assert num_visible_rows(browser, "candidates") == 3
@@ -307,7 +341,9 @@ def test_hostile_names_are_text(browser, show):
         ActionChains(browser).move_to_element(row).perform()
     browser.find_element(By.CSS_SELECTOR, "#statuses input").click()
     assert num_visible_rows(browser, "candidates") == 0
-    counts = "return [document.scripts.length, document.images.length, typeof window.hacked]"
+    counts = (
+        "return [document.scripts.length, document.images.length, typeof window.hacked]"
+    )
     assert browser.execute_script(counts) == [1, 0, "undefined"]
 
 
@@ -335,7 +371,9 @@ def test_everything_is_readable_without_scripts(browser, show):
     try:
         show(make_plan(), RANKING)
     finally:
-        browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
+        browser.execute_cdp_cmd(
+            "Emulation.setScriptExecutionDisabled", {"value": False}
+        )
     assert num_visible_rows(browser, "leaves") == 4
     assert num_visible_rows(browser, "candidates") == 5
     assert mesh_shards(browser) == ["0", "2"] * 4 + ["1", "3"] * 4
@@ -348,7 +386,9 @@ def test_narrow_and_dark(browser, show, dark):
     command = "shardwise train recipes/gpt2.py " + "--mesh=data=4,fsdp=2,model=2" * 4
     show(make_plan(), RANKING, width=400, dark=dark, command=command)
     assert too_wide(browser) == 0
-    background = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+    background = browser.execute_script(
+        "return getComputedStyle(document.body).backgroundColor"
+    )
     assert (sum(map(int, re.findall(r"\d+", background))) < 150) == dark
     assert overlapping(browser) == []
 

@@ -41,15 +41,22 @@ def show(browser, tmp_path):
 
     def open_page(*paths, width=1280, dark=False, media="", names=None):
         names = names or [""] * len(paths)
-        runs = [RunFiles(path, name).read() for path, name in zip(paths, names, strict=True)]
+        runs = [
+            RunFiles(path, name).read() for path, name in zip(paths, names, strict=True)
+        ]
         page.write_text(report_page(runs), encoding="utf-8")
         set_screen(browser, width, dark, media)
         browser.get_log("performance"), browser.get_log("browser")
         browser.get(page.as_uri())
 
     yield open_page
-    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    requests = [e["params"] for e in events if e["method"] == "Network.requestWillBeSent"]
+    events = [
+        json.loads(entry["message"])["message"]
+        for entry in browser.get_log("performance")
+    ]
+    requests = [
+        e["params"] for e in events if e["method"] == "Network.requestWillBeSent"
+    ]
     assert {params["request"]["url"] for params in requests} <= {page.as_uri()}
     assert browser.get_log("browser") == []
     set_screen(browser)
@@ -60,7 +67,11 @@ def run(tmp_path_factory):
     """Make a run that is long enough to be thinned, with an outlier and a missing value."""
     path = make_run(tmp_path_factory.mktemp("runs") / "long")
     records = [
-        step(n, loss=3 + 40 / n + 0.1 * (n % 7), grad_norm=1 + 0.1 * (n % 5) + 99 * (n == 900))
+        step(
+            n,
+            loss=3 + 40 / n + 0.1 * (n % 7),
+            grad_norm=1 + 0.1 * (n % 5) + 99 * (n == 900),
+        )
         for n in range(1, 2001)
     ]
     records[500]["loss"] = "nan"
@@ -106,11 +117,15 @@ def test_a_chart_is_read_and_zoomed_by_keyboard(browser, show, run):
     show(run)
     plot = press_tab_until(browser, lambda one: one.get_attribute("role") == "slider")
     assert plot.get_attribute("aria-label") == "Loss: values at a step"
-    outline = browser.execute_script("return getComputedStyle(arguments[0]).outlineStyle", plot)
+    outline = browser.execute_script(
+        "return getComputedStyle(arguments[0]).outlineStyle", plot
+    )
     assert outline == "solid"
     press(browser, Keys.HOME)
     first = plot.get_attribute("aria-valuetext")
-    assert re.match(r"step 3: training [\d.]+ \([\d.]+ to 43\.1\), validation 3\.4$", first), first
+    assert re.match(
+        r"step 3: training [\d.]+ \([\d.]+ to 43\.1\), validation 3\.4$", first
+    ), first
     press(browser, Keys.ARROW_RIGHT)
     assert plot.get_attribute("aria-valuenow") == "6"
     assert text(browser, "#chart-loss .at") == "step 6"
@@ -165,7 +180,9 @@ def test_pointing_reads_values_and_dragging_zooms(browser, show, run):
     ActionChains(browser).move_to_element(plot).perform()
     assert re.match(r"step (9|1,0)\d\d", text(browser, "#chart-grad .at"))
     assert len(browser.find_elements(By.CSS_SELECTOR, "#chart-grad .dot")) == 1
-    ActionChains(browser).click_and_hold(plot).move_by_offset(100, 0).release().perform()
+    ActionChains(browser).click_and_hold(plot).move_by_offset(
+        100, 0
+    ).release().perform()
     assert find(browser, "#show-all").is_enabled()
     assert 900 < int(plot.get_attribute("aria-valuemin")) < 1100
     find(browser, "#show-all").click()
@@ -176,7 +193,9 @@ def test_outliers_are_shown_on_request(browser, show, run):
     show(run)
 
     def largest_label():
-        return max(float(label) for label in texts(browser, "#chart-grad .plot text.end")[:-1])
+        return max(
+            float(label) for label in texts(browser, "#chart-grad .plot text.end")[:-1]
+        )
 
     assert "1 value is outside the drawing" in text(browser, "#chart-grad")
     assert largest_label() < 50
@@ -207,7 +226,9 @@ def test_the_x_axis_is_chosen_by_keyboard(browser, show, tmp_path):
     assert plot.get_attribute("aria-valuetext") == values
     press(browser, Keys.ARROW_RIGHT)
     assert x_axis(browser) == ("s", "#x=time")
-    times = browser.execute_script("return [20, 21, 40].map((step) => positionOfStep(0, step))")
+    times = browser.execute_script(
+        "return [20, 21, 40].map((step) => positionOfStep(0, step))"
+    )
     assert times == [20, 50.5, 60]
     ends = "return charts.loss.series.map((series) => positions(series).at(-1))"
     assert browser.execute_script(ends) == [60, 60]
@@ -245,7 +266,9 @@ def test_the_x_axis_is_kept_in_the_address(browser, show, tmp_path):
 
 def test_several_runs_over_the_time_of_each(browser, show, tmp_path):
     slow = make_run(tmp_path / "slow")
-    records = [json.loads(line) for line in (slow / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (slow / "metrics.jsonl").read_text().splitlines()
+    ]
     timed = [{**r, "time": r["time"] + 2 * r["step"]} for r in records if "time" in r]
     lines(slow / "metrics.jsonl", timed)
     show(make_run(tmp_path / "quick"), slow)
@@ -260,9 +283,15 @@ def test_several_runs_over_the_time_of_each(browser, show, tmp_path):
     assert browser.execute_script(unit) == "min"
     find(browser, "#chart-lr .plot").send_keys(Keys.END)
     assert text(browser, "#chart-lr .at") == "0:02:50"
-    lines(slow / "metrics.jsonl", [{k: v for k, v in r.items() if k != "time"} for r in records])
+    lines(
+        slow / "metrics.jsonl",
+        [{k: v for k, v in r.items() if k != "time"} for r in records],
+    )
     show(tmp_path / "quick", slow)
-    assert [label.strip() for label in texts(browser, ".axes label")] == ["steps", "tokens"]
+    assert [label.strip() for label in texts(browser, ".axes label")] == [
+        "steps",
+        "tokens",
+    ]
 
 
 NAMED_ROLES = {
@@ -290,7 +319,9 @@ def test_all_controls_and_drawings_have_names(browser, show, run):
             if node["role"]["value"] in NAMED_ROLES:
                 assert node["name"].get("value", "").strip(), node["role"]
         roles = [node["role"]["value"] for node in nodes]
-        assert roles.count("slider") == 1 + len(browser.find_elements(By.CSS_SELECTOR, ".plot"))
+        assert roles.count("slider") == 1 + len(
+            browser.find_elements(By.CSS_SELECTOR, ".plot")
+        )
         assert roles.count("checkbox") >= 6
     headings = "return [...document.querySelectorAll('h1,h2,h3')].map((e) => e.tagName)"
     levels = [int(tag[1]) for tag in browser.execute_script(headings)]
@@ -302,7 +333,9 @@ def test_all_controls_and_drawings_have_names(browser, show, run):
     assert browser.execute_script("return document.documentElement.lang") == "en"
 
 
-def test_runs_differ_in_color_and_dashes_and_can_be_hidden(browser, show, tmp_path, run):
+def test_runs_differ_in_color_and_dashes_and_can_be_hidden(
+    browser, show, tmp_path, run
+):
     show(run, make_run(tmp_path / "other"))
     names = texts(browser, "#finals tbody td:first-child")
     assert [name.strip() for name in names] == ["long", "other"]
@@ -310,7 +343,11 @@ def test_runs_differ_in_color_and_dashes_and_can_be_hidden(browser, show, tmp_pa
         """return [...document.querySelectorAll('#chart-lr .line')].map((e) => getComputedStyle(e))
             .map((style) => [style.stroke, style.strokeDasharray])"""
     )
-    assert len({color for color, _ in styles[:2]}) == len({dash for _, dash in styles[:2]}) == 2
+    assert (
+        len({color for color, _ in styles[:2]})
+        == len({dash for _, dash in styles[:2]})
+        == 2
+    )
     find(browser, "input.run[value='0']").send_keys(Keys.SPACE)
     assert len(browser.find_elements(By.CSS_SELECTOR, "#chart-lr .plot .line")) == 1
     assert int(attribute(browser, "#chart-lr .plot", "aria-valuemax")) == 40
@@ -338,7 +375,10 @@ def test_on_paper(browser, show, run):
     show(run, media="print", dark=True)
     assert not find(browser, "#smoothing").is_displayed()
     assert find(browser, "#chart-loss").is_displayed()
-    assert browser.execute_script("return getComputedStyle(document.body).color") == "rgb(0, 0, 0)"
+    assert (
+        browser.execute_script("return getComputedStyle(document.body).color")
+        == "rgb(0, 0, 0)"
+    )
     printed = browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": False})
     assert len(printed["data"]) > 50_000
 
@@ -349,7 +389,9 @@ def test_everything_is_readable_without_scripts(browser, show, run, width):
     try:
         show(run, width=width)
     finally:
-        browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
+        browser.execute_cdp_cmd(
+            "Emulation.setScriptExecutionDisabled", {"value": False}
+        )
     plot = find(browser, "#chart-loss .plot")
     assert plot.get_attribute("role") == "img"
     assert "maximum 43.1 (step 1)" in plot.get_attribute("aria-label")
@@ -369,7 +411,8 @@ def test_everything_is_readable_without_scripts(browser, show, run, width):
 def test_hostile_content_is_text(browser, show, tmp_path):
     path = make_run(tmp_path / "a")
     nested = {
-        name: {HOSTILE: HOSTILE} for name in ("arguments", "versions", "mesh", "model", "git")
+        name: {HOSTILE: HOSTILE}
+        for name in ("arguments", "versions", "mesh", "model", "git")
     }
     plain = dict.fromkeys(("recipe", "devices", "source"), HOSTILE)
     (path / "run.json").write_text(json.dumps(nested | plain))
@@ -384,7 +427,9 @@ def test_hostile_content_is_text(browser, show, tmp_path):
         ActionChains(browser).move_to_element(plot).perform()
     assert HOSTILE in text(browser, "#samples pre")
     show(path, path, names=[HOSTILE, "b" + HOSTILE])
-    counts = "return [document.scripts.length, document.images.length, typeof window.hacked]"
+    counts = (
+        "return [document.scripts.length, document.images.length, typeof window.hacked]"
+    )
     assert browser.execute_script(counts) == [2, 0, "undefined"]
 
 
@@ -394,7 +439,9 @@ def test_colors_have_enough_contrast():
         roots = re.findall(r":root \{(.*?)\}", style, re.DOTALL)
         return [dict(re.findall(r"--([\w-]+): (#\w{6})", root)) for root in roots[:2]]
 
-    for base, curves in zip(schemes("page.css"), schemes("report_page.css"), strict=True):
+    for base, curves in zip(
+        schemes("page.css"), schemes("report_page.css"), strict=True
+    ):
         assert len(curves) == 11
         for name, color in curves.items():
             assert contrast(color, base["page"]) >= 3, name
@@ -429,7 +476,8 @@ def test_a_live_page_refreshes_in_place(browser, tmp_path):
             browser.get(process.stdout.readline().split()[1])
             plot = find(browser, "#chart-lr .plot")
             browser.execute_script(
-                "arguments[0].scrollIntoView({block: 'center'}); arguments[0].focus()", plot
+                "arguments[0].scrollIntoView({block: 'center'}); arguments[0].focus()",
+                plot,
             )
             press(browser, Keys.HOME, Keys.ARROW_RIGHT, "+")
             find(browser, "#chart-lr summary").click()
@@ -444,7 +492,9 @@ def test_a_live_page_refreshes_in_place(browser, tmp_path):
             assert browser.execute_script("return scrollY") == scrolled > 0
             assert find(browser, "#chart-lr details").get_attribute("open")
             active = browser.switch_to.active_element
-            assert active.get_attribute("aria-label") == "Learning rate: values at a step"
+            assert (
+                active.get_attribute("aria-label") == "Learning rate: values at a step"
+            )
             assert active.get_attribute("aria-valuetext").startswith("step 2:")
             press(browser, "0")
             assert attribute(browser, "#chart-lr .plot", "aria-valuemax") == "101"
@@ -459,7 +509,9 @@ def test_a_live_page_refreshes_in_place(browser, tmp_path):
             process.terminate()
         assert process.wait(timeout=10) == 0
     deadline = time.monotonic() + 5
-    while "no longer served" not in text(browser, "#live") and time.monotonic() < deadline:
+    while (
+        "no longer served" not in text(browser, "#live") and time.monotonic() < deadline
+    ):
         time.sleep(0.1)
     assert "no longer served" in text(browser, "#live")
     browser.get("about:blank")

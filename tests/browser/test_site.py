@@ -40,7 +40,9 @@ def test_every_page_is_built_and_in_the_navigation(site):
     named = set(re.findall(r"[\w/]+\.md", str(settings["nav"])))
     pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
     assert named == pages
-    assert {name for name in pages if not (site / name).with_suffix(".html").exists()} == set()
+    assert {
+        name for name in pages if not (site / name).with_suffix(".html").exists()
+    } == set()
     assert settings["strict"] is True
 
 
@@ -48,7 +50,8 @@ def test_the_site_loads_nothing_from_other_hosts(site):
     """Scripts, styles, pictures and fonts are loaded; links that a reader may follow are not."""
     for page in site.rglob("*.html"):
         tags = re.findall(
-            r"<(?:script|link|img|iframe|source|video|audio|object|embed)\b[^>]*>", page.read_text()
+            r"<(?:script|link|img|iframe|source|video|audio|object|embed)\b[^>]*>",
+            page.read_text(),
         )
         loads = [
             tag
@@ -58,9 +61,9 @@ def test_the_site_loads_nothing_from_other_hosts(site):
         ]
         assert loads == [], page.name
     for sheet in site.rglob("*.css"):
-        assert not re.search(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//", sheet.read_text()), (
-            sheet.name
-        )
+        assert not re.search(
+            r"(?:url\(|@import)\s*[\"']?(?:https?:)?//", sheet.read_text()
+        ), sheet.name
 
 
 def test_the_reference_has_every_public_name(site):
@@ -71,7 +74,10 @@ def test_the_reference_has_every_public_name(site):
             re.MULTILINE,
         )
     )
-    homes = {name: f"{getattr(shardwise, name).__module__}.{name}" for name in shardwise.__all__}
+    homes = {
+        name: f"{getattr(shardwise, name).__module__}.{name}"
+        for name in shardwise.__all__
+    }
     assert {name for name, home in homes.items() if home not in referred} == set()
     text = "".join(Path(page).read_text() for page in (site / "api").glob("*.html"))
     assert {name for name in referred if f'id="{name}"' not in text} == set()
@@ -84,7 +90,9 @@ class Quiet(SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def address(site):
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site))) as server:
+    with ThreadingHTTPServer(
+        ("127.0.0.1", 0), partial(Quiet, directory=str(site))
+    ) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -92,7 +100,9 @@ def address(site):
         thread.join()
 
 
-def test_pages_request_nothing_from_other_hosts_and_show_code_side_by_side(browser, address):
+def test_pages_request_nothing_from_other_hosts_and_show_code_side_by_side(
+    browser, address
+):
     browser.get_log("performance")
     for width, columns in ((1280, 2), (400, 1)):
         browser.execute_cdp_cmd(
@@ -111,7 +121,10 @@ def test_pages_request_nothing_from_other_hosts_and_show_code_side_by_side(brows
         )
         assert len(lefts) == 2
         assert len(set(lefts)) == columns
-    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    messages = [
+        json.loads(entry["message"])["message"]
+        for entry in browser.get_log("performance")
+    ]
     requested = {
         m["params"]["request"]["url"]
         for m in messages

@@ -15,7 +15,15 @@ import tensorstore
 from flax import nnx
 from safetensors.numpy import load_file
 
-from shardwise import Checkpoints, Rules, TrainState, abstract_state, init_state, make_mesh, optim
+from shardwise import (
+    Checkpoints,
+    Rules,
+    TrainState,
+    abstract_state,
+    init_state,
+    make_mesh,
+    optim,
+)
 from shardwise.cli import main
 from shardwise.files.manifest import write_manifest
 
@@ -28,7 +36,9 @@ class Net(nnx.Module):
 
 
 def changed(state, step, change=lambda params: params):
-    return TrainState(jnp.int32(step), change(state.params), state.other, state.opt_state)
+    return TrainState(
+        jnp.int32(step), change(state.params), state.other, state.opt_state
+    )
 
 
 @pytest.fixture
@@ -40,7 +50,10 @@ def run(tmp_path, state):
 @pytest.fixture(scope="module")
 def state():
     spec = abstract_state(
-        Net, optim.adamw(1e-3, ema=0.9), make_mesh("data=2,fsdp=4"), Rules(fsdp_min_size=16)
+        Net,
+        optim.adamw(1e-3, ema=0.9),
+        make_mesh("data=2,fsdp=4"),
+        Rules(fsdp_min_size=16),
     )
     return init_state(spec, 0)
 
@@ -57,7 +70,10 @@ def write(directory, state):
     with Checkpoints(directory / "checkpoints") as checkpoints:
         checkpoints.save(
             changed(state, 100),
-            {**metadata, "metrics": {"step": 100, "loss": 2.5, "eval_loss": 2.75, "step_s": 0.1}},
+            {
+                **metadata,
+                "metrics": {"step": 100, "loss": 2.5, "eval_loss": 2.75, "step_s": 0.1},
+            },
         )
         checkpoints.save(
             changed(state, 200, bump),
@@ -77,7 +93,9 @@ def shardwise(tmp_path, capsys, monkeypatch):
         captured = capsys.readouterr()
         return (
             code,
-            json.loads(Path("answer.json").read_text()) if Path("answer.json").exists() else None,
+            json.loads(Path("answer.json").read_text())
+            if Path("answer.json").exists()
+            else None,
             captured.out + captured.err,
         )
 
@@ -163,15 +181,22 @@ def test_ls_lists_what_there_is_without_jax(run, tmp_path, shardwise):
     assert answer["steps"][0]["metrics"] == {"step": 200, "loss": 1.5}
     assert answer["steps"][0]["bytes"] > 1000
     assert "1.5" in text
-    assert shardwise("ls", "a/checkpoints", "--verify")[1]["steps"][0]["state"] == "verified"
+    assert (
+        shardwise("ls", "a/checkpoints", "--verify")[1]["steps"][0]["state"]
+        == "verified"
+    )
     for args in (["ls", "a", "--verify"], ["verify", "a"]):
         code = f"import sys; from shardwise.cli import main; main({['checkpoint', *args]}); sys.exit('jax' in sys.modules)"
-        subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, check=True)
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, check=True
+        )
 
 
 def test_verify_names_the_damaged_files_and_exits_with_4(run, shardwise):
     assert shardwise("verify", "a")[0] == 0
-    file = max((run / "checkpoints" / "100").rglob("d/*"), key=lambda path: path.stat().st_size)
+    file = max(
+        (run / "checkpoints" / "100").rglob("d/*"), key=lambda path: path.stat().st_size
+    )
     content = bytearray(file.read_bytes())
     content[-1] ^= 128
     file.write_bytes(content)
@@ -208,9 +233,13 @@ def test_diff_of_equals_and_of_other_trees(run, state, tmp_path, shardwise):
         "more": jnp.float32(np.nan),
     }
     with Checkpoints(tmp_path / "b" / "checkpoints") as checkpoints:
-        checkpoints.save(TrainState(jnp.int32(300), other, state.other, state.opt_state), {})
+        checkpoints.save(
+            TrainState(jnp.int32(300), other, state.other, state.opt_state), {}
+        )
         zeros = jax.tree.map(jnp.zeros_like, other)
-        checkpoints.save(TrainState(jnp.int32(400), zeros, state.other, state.opt_state), {})
+        checkpoints.save(
+            TrainState(jnp.int32(400), zeros, state.other, state.opt_state), {}
+        )
     different = {
         row["path"]: (row["a"], row["b"])
         for row in shardwise("diff", "a", "b/checkpoints/300")[1]["different"]
@@ -231,7 +260,10 @@ def test_diff_of_equals_and_of_other_trees(run, state, tmp_path, shardwise):
 
 
 def test_averages_are_exported(run, shardwise):
-    assert shardwise("export", "a", "--average", "--out", "out/average.safetensors")[0] == 0
+    assert (
+        shardwise("export", "a", "--average", "--out", "out/average.safetensors")[0]
+        == 0
+    )
     assert np.array_equal(
         load_file("out/average.safetensors")["half"], np.ones((4, 8))
     )  # of the start
@@ -239,7 +271,9 @@ def test_averages_are_exported(run, shardwise):
 
 def test_a_shape_that_nothing_can_hold_is_refused_before_it_is_read(run, shardwise):
     step = run / "checkpoints" / "200"
-    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": f"file://{step}/state/"}).result()
+    store = tensorstore.KvStore.open(
+        {"driver": "ocdbt", "base": f"file://{step}/state/"}
+    ).result()
     array = json.loads(store["params.hidden.bias/.zarray"])
     store["params.hidden.bias/.zarray"] = json.dumps(
         {**array, "shape": [10**15], "chunks": [10**6]}
@@ -248,10 +282,17 @@ def test_a_shape_that_nothing_can_hold_is_refused_before_it_is_read(run, shardwi
     code, answer, _ = shardwise("show", "a")  # reads no array
     assert code == 0
     assert answer["totals"]["params"]["elements"] > 10**15
-    for args in (["show", "a", "--values"], ["diff", "a", "a"], ["export", "a", "--out", "x"]):
+    for args in (
+        ["show", "a", "--values"],
+        ["diff", "a", "a"],
+        ["export", "a", "--out", "x"],
+    ):
         code, _, text = shardwise(*args)
         assert code == 4
-        assert "'params/hidden/bias' claims to be float32[1000000000000000], 4.0 PB" in text
+        assert (
+            "'params/hidden/bias' claims to be float32[1000000000000000], 4.0 PB"
+            in text
+        )
     assert not Path("x").exists()
 
 

@@ -56,7 +56,10 @@ def shardwise(folder, *args):
 
 
 def records(folder, run="a"):
-    return [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (folder / run / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +70,10 @@ def records(folder, run="a"):
             "'trian' is not a command. The commands are train, plan, verify, explain",
         ),
         (["train"], "needs a recipe"),
-        (["train", "tinny.py"], "there is no recipe file 'tinny.py'. Did you mean 'tiny.py'"),
+        (
+            ["train", "tinny.py"],
+            "there is no recipe file 'tinny.py'. Did you mean 'tiny.py'",
+        ),
         (
             ["train", "tiny.py:recip"],
             "has no function 'recip'; it has recipe, broken, other. Did you mean 'recipe'",
@@ -95,7 +101,9 @@ def records(folder, run="a"):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_mistakes_exit_with_2_and_say_what_to_do(folder, args, words, monkeypatch, capsys):
+def test_mistakes_exit_with_2_and_say_what_to_do(
+    folder, args, words, monkeypatch, capsys
+):
     if "--cpu-devices" in args:  # these need a process of their own
         code, out, err = shardwise(folder, *args)
     else:
@@ -127,7 +135,15 @@ def test_mistakes_that_need_no_recipe_are_answered_without_waiting_for_jax(folde
 
 def test_train_leaves_a_run_directory_and_resumes_it_exactly(folder):
     code, _, err = shardwise(
-        folder, "train", "tiny.py", "--steps", "6", "--out", "straight", "--json", "answer.json"
+        folder,
+        "train",
+        "tiny.py",
+        "--steps",
+        "6",
+        "--out",
+        "straight",
+        "--json",
+        "answer.json",
     )
     assert code == 0, err
     assert "shardwise train tiny.py --out straight --steps 12" in err
@@ -147,7 +163,9 @@ def test_train_leaves_a_run_directory_and_resumes_it_exactly(folder):
     code, _, err = shardwise(folder, "train", "tiny.py", "--out", "a")
     assert code == 0
     assert "resuming a at step 4" in err
-    losses = lambda run: [(r["step"], r["loss"]) for r in records(folder, run) if "loss" in r]  # noqa: E731
+    losses = lambda run: [
+        (r["step"], r["loss"]) for r in records(folder, run) if "loss" in r
+    ]  # noqa: E731
     assert losses("a") == losses("straight")
     code, _, err = shardwise(folder, "train", "tiny.py", "--out", "a")
     assert code == 0
@@ -156,7 +174,15 @@ def test_train_leaves_a_run_directory_and_resumes_it_exactly(folder):
 
 def test_a_signal_saves_the_step_and_exits_with_75(folder):
     process = start(
-        "train", "tiny.py", "--out", "a", "--steps", "100000", "--pause", "0.05", cwd=folder
+        "train",
+        "tiny.py",
+        "--out",
+        "a",
+        "--steps",
+        "100000",
+        "--pause",
+        "0.05",
+        cwd=folder,
     )
     log = folder / "a" / "metrics.jsonl"
     deadline = time.monotonic() + 60
@@ -168,7 +194,9 @@ def test_a_signal_saves_the_step_and_exits_with_75(folder):
     assert process.returncode == 75, err
     last = records(folder)[-1]["step"]
     assert f"stopped by a signal after step {last}" in err
-    code, _, err = shardwise(folder, "train", "tiny.py", "--out", "a", "--steps", str(last + 1))
+    code, _, err = shardwise(
+        folder, "train", "tiny.py", "--out", "a", "--steps", str(last + 1)
+    )
     assert code == 0
     assert f"resuming a at step {last}" in err
 
@@ -178,7 +206,9 @@ def test_numbers_that_are_not_finite_stop_the_run_or_are_skipped(folder):
     assert code == 5
     assert "step 4: loss nan" in err
     assert "Traceback" not in err
-    code, _, err = shardwise(folder, "train", "tiny.py", "--out", "b", "--poison", "3", "--skip")
+    code, _, err = shardwise(
+        folder, "train", "tiny.py", "--out", "b", "--poison", "3", "--skip"
+    )
     assert code == 0, err
     steps = records(folder, "b")
     assert [r.get("skipped", False) for r in steps if "loss" in r] == [

@@ -42,7 +42,10 @@ def test_a_second_start_compiles_nothing(tmp_path):
     assert "to the end of the first step (importing" in said
     _, second = train(tmp_path, "second")
     assert sorted(programs.glob("jit_step-*-cache")) == steps
-    assert second["seconds"]["compiling the step"] < first["seconds"]["compiling the step"] / 2
+    assert (
+        second["seconds"]["compiling the step"]
+        < first["seconds"]["compiling the step"] / 2
+    )
     assert set(second["seconds"]) >= {
         "importing",
         "preparing",

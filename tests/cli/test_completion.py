@@ -22,7 +22,9 @@ def folder(tmp_path):
     (tmp_path / "tiny.py").write_text(RECIPE)
     (tmp_path / "bin").mkdir()
     command = tmp_path / "bin" / "shardwise"
-    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m shardwise.cli "$@"\n')
+    command.write_text(
+        f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m shardwise.cli "$@"\n'
+    )
     command.chmod(0o755)
     return tmp_path
 
@@ -77,10 +79,14 @@ def test_bash_completes(folder, words, offered):
 
 def test_every_option_of_every_command_is_offered():
     parser = full_parser([])
-    commands = next(action for action in parser._actions if action.dest == "command_name")
+    commands = next(
+        action for action in parser._actions if action.dest == "command_name"
+    )
     assert set(commands.choices) == {command.name for command in COMMANDS}
     for name, inner in commands.choices.items():
-        offered = {option for action in inner._actions for option in action.option_strings}
+        offered = {
+            option for action in inner._actions for option in action.option_strings
+        }
         own = command_parser(name)._actions
         assert {option for action in own for option in action.option_strings} <= offered
         assert {"--json", "--cpu-devices"} <= offered
@@ -88,7 +94,9 @@ def test_every_option_of_every_command_is_offered():
 
 def test_a_recipe_is_parsed_and_not_executed(tmp_path):
     path = tmp_path / "evil.py"
-    path.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef recipe(lr: float = 1.0): ...\n")
+    path.write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\ndef recipe(lr: float = 1.0): ...\n"
+    )
     assert recipe_arguments(str(path)) == ["--lr"]
     assert not (tmp_path / "ran").exists()
     path.write_text("def recipe(:")

@@ -43,7 +43,9 @@ def data(folder, *args):
 
 
 def digests(out):
-    return {name: hashlib.sha256((out / name).read_bytes()).hexdigest() for name in FILES}
+    return {
+        name: hashlib.sha256((out / name).read_bytes()).hexdigest() for name in FILES
+    }
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +61,9 @@ def tokenizer_json(tmp_path_factory):
         initial_alphabet=alphabet,
         show_progress=False,
     )
-    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog"] * 100, trainer)
+    tokenizer.train_from_iterator(
+        ["the quick brown fox jumps over the lazy dog"] * 100, trainer
+    )
     tokenizer.enable_truncation(4)  # which prepare must not do
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     tokenizer.save(str(path))
@@ -82,7 +86,9 @@ def write_inputs(folder):
     lines = [json.dumps({"text": text, "id": i}) for i, text in enumerate(texts[1:4])]
     (folder / "texts" / "lines.jsonl").write_text("\n".join(lines) + "\n\n")
     pyarrow.parquet.write_table(
-        pyarrow.table({"text": texts[4:], "id": [1, 2]}), folder / "table.parquet", row_group_size=1
+        pyarrow.table({"text": texts[4:], "id": [1, 2]}),
+        folder / "table.parquet",
+        row_group_size=1,
     )
     return texts
 
@@ -90,12 +96,23 @@ def write_inputs(folder):
 def test_bytes_of_all_kinds_of_inputs(tmp_path):
     texts = write_inputs(tmp_path)
     code, _, err = data(
-        tmp_path, "prepare", "texts", "table.parquet", "--out", "out", "--json", "answer.json"
+        tmp_path,
+        "prepare",
+        "texts",
+        "table.parquet",
+        "--out",
+        "out",
+        "--json",
+        "answer.json",
     )
     assert code == 0, err
     assert "prepared 76 tokens (uint8) in 6 documents: out" in err
     file = open_tokens(tmp_path / "out")
-    assert (file.dtype, file.info["vocab_size"], file.info["end_token"]) == (np.uint8, 256, None)
+    assert (file.dtype, file.info["vocab_size"], file.info["end_token"]) == (
+        np.uint8,
+        256,
+        None,
+    )
     found = [
         file[a:b].tobytes().decode()
         for a, b in zip(file.documents, file.documents[1:], strict=False)
@@ -112,7 +129,15 @@ def test_bytes_of_all_kinds_of_inputs(tmp_path):
 
 def test_a_tokenizer_with_its_end_token(tmp_path, tokenizer_json):
     texts = write_inputs(tmp_path)
-    args = ["prepare", "texts", "table.parquet", "--tokenizer", tokenizer_json, "--out", "out"]
+    args = [
+        "prepare",
+        "texts",
+        "table.parquet",
+        "--tokenizer",
+        tokenizer_json,
+        "--out",
+        "out",
+    ]
     code, _, err = data(tmp_path, *args)
     assert code == 0, err
     file = open_tokens(tmp_path / "out")
@@ -121,7 +146,9 @@ def test_a_tokenizer_with_its_end_token(tmp_path, tokenizer_json):
         "name": "tokenizer.json",
         "sha256": hashlib.sha256(tokenizer_json.read_bytes()).hexdigest(),
     }
-    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == tokenizer_json.read_bytes()
+    assert (
+        tmp_path / "out" / "tokenizer.json"
+    ).read_bytes() == tokenizer_json.read_bytes()
     tokenizer = Tokenizer.from_file(str(tokenizer_json))
     tokenizer.no_truncation()
     expected = [
@@ -132,7 +159,8 @@ def test_a_tokenizer_with_its_end_token(tmp_path, tokenizer_json):
         for text in texts
     ]
     assert [
-        file[a:b].tolist() for a, b in zip(file.documents, file.documents[1:], strict=False)
+        file[a:b].tolist()
+        for a, b in zip(file.documents, file.documents[1:], strict=False)
     ] == expected
     assert Packed(file, 8).rows(np.array([0]))["inputs"].shape == (1, 8)
 
@@ -141,7 +169,9 @@ def test_a_tokenizer_with_its_end_token(tmp_path, tokenizer_json):
     assert (code, "nothing to do, already prepared" in err) == (0, True)
     assert digests(tmp_path / "out") == before
 
-    code, _, err = data(tmp_path, "prepare", "texts", "--out", "out", "--end-token", "\n")
+    code, _, err = data(
+        tmp_path, "prepare", "texts", "--out", "out", "--end-token", "\n"
+    )
     assert code == 2
     assert "'out' was started with other arguments" in err
     assert "inputs: 3 files of " in err
@@ -153,7 +183,9 @@ def test_a_tokenizer_with_its_end_token(tmp_path, tokenizer_json):
 
 def test_pieces_of_a_long_text_are_whole_lines_or_characters(tmp_path, tokenizer_json):
     """Longer than what is encoded at once; one of them is a single line of characters of three bytes."""
-    lines = "".join(f"the quick brown fox jumps over the lazy dog {n}\n" for n in range(30_000))
+    lines = "".join(
+        f"the quick brown fox jumps over the lazy dog {n}\n" for n in range(30_000)
+    )
     (tmp_path / "a.txt").write_text(lines)
     (tmp_path / "b.txt").write_text("語" * 400_000 + "x")
     code, _, err = data(
@@ -194,7 +226,11 @@ def test_mistakes_and_bad_data_are_named(tmp_path, tokenizer_json):
     (tmp_path / "short.parquet").write_bytes(damaged[:-20])
     cases = [
         (["prepare", "corpus.text", "--out", "o1"], 3, "no data file 'corpus.text'"),
-        (["prepare", "bad.jsonl", "--out", "o2"], 3, "'bad.jsonl', record 1 is not JSON"),
+        (
+            ["prepare", "bad.jsonl", "--out", "o2"],
+            3,
+            "'bad.jsonl', record 1 is not JSON",
+        ),
         (
             ["prepare", "field.jsonl", "--out", "o3"],
             3,
@@ -215,7 +251,11 @@ def test_mistakes_and_bad_data_are_named(tmp_path, tokenizer_json):
             3,
             "there is no text in the 1 inputs (0 bytes); the first is 'empty.txt'",
         ),
-        (["prepare", "corpus.txt.gz", "--out", "o7"], 3, "'corpus.txt.gz' is compressed"),
+        (
+            ["prepare", "corpus.txt.gz", "--out", "o7"],
+            3,
+            "'corpus.txt.gz' is compressed",
+        ),
         (["prepare", "nothing", "--out", "o8"], 3, "no files below 'nothing'"),
         (
             ["prepare", "table.parquet", "--field", "body", "--out", "o9"],
@@ -284,7 +324,9 @@ def test_a_killed_prepare_goes_on_to_the_same_bytes(tmp_path, tokenizer_json):
     words = np.array(
         ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "of", "old\n"]
     )
-    texts = [" ".join(rng.choice(words, int(rng.integers(1, 2000)))) for _ in range(600)]
+    texts = [
+        " ".join(rng.choice(words, int(rng.integers(1, 2000)))) for _ in range(600)
+    ]
     (tmp_path / "a.jsonl").write_text(
         "".join(json.dumps({"text": text}) + "\n" for text in texts[:300])
     )
@@ -292,17 +334,30 @@ def test_a_killed_prepare_goes_on_to_the_same_bytes(tmp_path, tokenizer_json):
         pyarrow.table({"text": texts[300:]}), tmp_path / "b.parquet", row_group_size=100
     )
     (tmp_path / "c.txt").write_text("\n".join(texts))
-    args = ["prepare", "a.jsonl", "b.parquet", "c.txt", "--tokenizer", str(tokenizer_json), "--out"]
+    args = [
+        "prepare",
+        "a.jsonl",
+        "b.parquet",
+        "c.txt",
+        "--tokenizer",
+        str(tokenizer_json),
+        "--out",
+    ]
     command = [
         sys.executable,
         "-c",
-        "import shardwise.data.prepare as p\np.SAVE_SECONDS, p.CHUNK = 0.0, 2**15\n" + ONE,
+        "import shardwise.data.prepare as p\np.SAVE_SECONDS, p.CHUNK = 0.0, 2**15\n"
+        + ONE,
         *args,
     ]
-    subprocess.run([*command, "straight"], cwd=tmp_path, check=True, capture_output=True)
+    subprocess.run(
+        [*command, "straight"], cwd=tmp_path, check=True, capture_output=True
+    )
     progress, seen, states = tmp_path / "killed" / "progress.json", b"", []
     for kill in range(9):
-        process = subprocess.Popen([*command, "killed"], cwd=tmp_path, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [*command, "killed"], cwd=tmp_path, stderr=subprocess.DEVNULL
+        )
         while kill and (not progress.exists() or progress.read_bytes() == seen):
             assert process.poll() is None, "it was not killed before it ended"
             time.sleep(0.002)
@@ -334,7 +389,11 @@ def test_a_prepare_begun_with_other_arguments_is_refused_and_two_at_once_too(tmp
     with (tmp_path / "slow.jsonl").open("a") as file:
         file.write('{"text": "b"}\n')
     code, _, err = data(tmp_path, "prepare", "slow.jsonl", "--out", "out")
-    assert (code, "1 files of 5600000 bytes" in err, "1 files of 5600014 bytes" in err) == (
+    assert (
+        code,
+        "1 files of 5600000 bytes" in err,
+        "1 files of 5600014 bytes" in err,
+    ) == (
         2,
         True,
         True,
@@ -343,13 +402,17 @@ def test_a_prepare_begun_with_other_arguments_is_refused_and_two_at_once_too(tmp
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl"])
 def test_memory_does_not_grow_with_the_corpus(tmp_path, kind):
-    line = json.dumps({"text": "the quick brown fox jumps over the lazy dog " * 20}) + "\n"
+    line = (
+        json.dumps({"text": "the quick brown fox jumps over the lazy dog " * 20}) + "\n"
+    )
     peaks = []
     for megabytes in (10, 100):
         with (tmp_path / f"{megabytes}.{kind}").open("w") as file:
             for _ in range(megabytes):
                 file.write(line * (2**20 // len(line)))
-        process = start("data", "prepare", f"{megabytes}.{kind}", "--out", megabytes, cwd=tmp_path)
+        process = start(
+            "data", "prepare", f"{megabytes}.{kind}", "--out", megabytes, cwd=tmp_path
+        )
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = status
         process.communicate()
@@ -373,7 +436,9 @@ def test_show_tells_of_prepared_data(tmp_path, tokenizer_json):
         )[0]
         == 0
     )
-    code, out, err = data(tmp_path, "show", "out", "--rows", "6", "--json", "answer.json")
+    code, out, err = data(
+        tmp_path, "show", "out", "--rows", "6", "--json", "answer.json"
+    )
     assert code == 0, err
     assert "the quick brown fox<|endoftext|>" in out
     assert "ü and 語<|endoftext|>" in out
@@ -385,11 +450,16 @@ def test_show_tells_of_prepared_data(tmp_path, tokenizer_json):
 
     np.arange(1000, dtype=np.uint16).tofile(tmp_path / "raw.bin")
     code, out, err = data(tmp_path, "show", "raw.bin", "--dtype", "uint16")
-    assert (code, "1,000 tokens (uint16), 1,000 distinct, the largest is 999" in out) == (
+    assert (
+        code,
+        "1,000 tokens (uint16), 1,000 distinct, the largest is 999" in out,
+    ) == (
         0,
         True,
     )
-    (tmp_path / "out" / "tokenizer.json").write_bytes(tokenizer_json.read_bytes() + b"\n")
+    (tmp_path / "out" / "tokenizer.json").write_bytes(
+        tokenizer_json.read_bytes() + b"\n"
+    )
     code, _, err = data(tmp_path, "show", "out")
     assert (code, "is not the tokenizer that" in err) == (3, True)
 
@@ -399,8 +469,20 @@ def test_show_tells_of_the_batch_of_a_step(tmp_path):
     (tmp_path / "code.txt").write_text("def f(x):\n    return x\n" * 200)
     assert data(tmp_path, "prepare", "code.txt", "texts", "--out", "out")[0] == 0
     recipe = ROOT / "recipes" / "tokens_gpt.py"
-    args = ["show", recipe, "--data", "out", "--batch-size", "4", "--length", "16", "--pack"]
-    code, out, err = data(tmp_path, *args, "--step", "3", "--rows", "2", "--json", "answer.json")
+    args = [
+        "show",
+        recipe,
+        "--data",
+        "out",
+        "--batch-size",
+        "4",
+        "--length",
+        "16",
+        "--pack",
+    ]
+    code, out, err = data(
+        tmp_path, *args, "--step", "3", "--rows", "2", "--json", "answer.json"
+    )
     assert code == 0, err
     assert "the batch of step 3 of 200: batches(2)" in out
     answer = json.loads((tmp_path / "answer.json").read_text())
@@ -408,7 +490,8 @@ def test_show_tells_of_the_batch_of_a_step(tmp_path):
     assert answer["arrays"]["inputs"]["shape"] == [4, 16]
     assert len(answer["rows"]) == 2
     assert all(
-        sum(segment["tokens"] for segment in row["segments"]) == 16 for row in answer["rows"]
+        sum(segment["tokens"] for segment in row["segments"]) == 16
+        for row in answer["rows"]
     )
     assert "document at 0, " in out
     assert "def f(x)" in out
@@ -416,7 +499,9 @@ def test_show_tells_of_the_batch_of_a_step(tmp_path):
 
 def test_the_recipe_for_token_files_trains(tmp_path):
     """The real command, packed and with held-out rows, on two devices; and again with another number of workers."""
-    (tmp_path / "code.txt").write_text(Path(ROOT / "src" / "shardwise" / "step.py").read_text() * 3)
+    (tmp_path / "code.txt").write_text(
+        Path(ROOT / "src" / "shardwise" / "step.py").read_text() * 3
+    )
     write_inputs(tmp_path)
     assert data(tmp_path, "prepare", "code.txt", "texts", "--out", "out")[0] == 0
     recipe = ROOT / "recipes" / "tokens_gpt.py"
@@ -437,7 +522,8 @@ def test_the_recipe_for_token_files_trains(tmp_path):
     )
     assert found.returncode == 0, found.stderr
     records = [
-        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        json.loads(line)
+        for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]
     losses = [record["loss"] for record in records if "loss" in record]
     assert len(losses) == 20

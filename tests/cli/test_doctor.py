@@ -77,7 +77,9 @@ def test_the_command_on_this_machine(tmp_path):
     assert found["found by JAX"]["text"] == "2 cpu (cpu)"
     assert "on 2 devices: first" in found["training step"]["text"]
     assert "training step" in done.stdout
-    assert all(finding["remedy"] for finding in answer["findings"] if finding["state"] != "ok")
+    assert all(
+        finding["remedy"] for finding in answer["findings"] if finding["state"] != "ok"
+    )
 
 
 def test_an_unknown_xla_flag(monkeypatch):
@@ -145,7 +147,12 @@ def test_wrong_results_are_a_problem():
 @pytest.mark.parametrize(
     ("variables", "name", "state", "words"),
     [
-        ({"JAX_ENABEL_X64": "1"}, "JAX_ENABEL_X64", "warning", "Did you mean 'JAX_ENABLE_X64'"),
+        (
+            {"JAX_ENABEL_X64": "1"},
+            "JAX_ENABEL_X64",
+            "warning",
+            "Did you mean 'JAX_ENABLE_X64'",
+        ),
         ({"JAX_ENABLE_X64": "true"}, "JAX_ENABLE_X64", "warning", "float64"),
         ({"JAX_DISABLE_JIT": "1"}, "JAX_DISABLE_JIT", "warning", "many times as long"),
         ({"JAX_PLATFORMS": "cudda"}, "JAX_PLATFORMS", "warning", "Did you mean 'cuda'"),
@@ -162,8 +169,18 @@ def test_wrong_results_are_a_problem():
             "problem",
             "up to 1",
         ),
-        ({"SHARDWISE_FAILPOINT": "x:1:kill"}, "SHARDWISE_FAILPOINT", "warning", "for tests"),
-        ({"SHARDWISE_JOBB": "1"}, "SHARDWISE_JOBB", "warning", "Did you mean 'SHARDWISE_JOB'"),
+        (
+            {"SHARDWISE_FAILPOINT": "x:1:kill"},
+            "SHARDWISE_FAILPOINT",
+            "warning",
+            "for tests",
+        ),
+        (
+            {"SHARDWISE_JOBB": "1"},
+            "SHARDWISE_JOBB",
+            "warning",
+            "Did you mean 'SHARDWISE_JOB'",
+        ),
     ],
 )
 def test_variables(variables, name, state, words):
@@ -181,7 +198,9 @@ def test_harmless_variables_are_not_reported():
         "SHARDWISE_JOB": "3",
         "XLA_PYTHON_CLIENT_MEM_FRACTION": ".9",
     }
-    assert list(by_name(check_environment({"jax_enable_x64": False}, fine))) == ["variables"]
+    assert list(by_name(check_environment({"jax_enable_x64": False}, fine))) == [
+        "variables"
+    ]
 
 
 def test_a_compilation_cache_that_others_can_write_to_is_reported(tmp_path):
@@ -214,7 +233,9 @@ def test_incompatible_versions(monkeypatch):
     monkeypatch.setattr(
         packages,
         "version_of",
-        lambda name: {"jaxlib": "0.4.1", "flax": "0.8.0", "grain": None}.get(name, real(name)),
+        lambda name: {"jaxlib": "0.4.1", "flax": "0.8.0", "grain": None}.get(
+            name, real(name)
+        ),
     )
     found = by_name(check_packages())
     assert {found[name].state for name in ("jax", "flax", "grain")} == {"problem"}
@@ -232,7 +253,11 @@ def test_incompatible_versions(monkeypatch):
             "warning",
             "ignores such a plugin with a warning, or crashes",
         ),
-        ({"jax-cuda12-plugin": "X", "jax-cuda13-plugin": "X"}, "warning", "are both installed"),
+        (
+            {"jax-cuda12-plugin": "X", "jax-cuda13-plugin": "X"},
+            "warning",
+            "are both installed",
+        ),
         ({"jax-metal": "0.1.1"}, "problem", "older releases"),
     ],
 )
@@ -243,7 +268,9 @@ def test_plugins(monkeypatch, plugins, state, words):
         "installed_plugins",
         lambda: {name: v.replace("X", jaxlib) for name, v in plugins.items()},
     )
-    assert any(result.state == state and words in result.text for result in check_packages())
+    assert any(
+        result.state == state and words in result.text for result in check_packages()
+    )
 
 
 NVIDIA_SMI = """#!/bin/sh
@@ -257,13 +284,21 @@ esac
 def test_gpus_and_their_driver(tmp_path, monkeypatch):
     tool = tmp_path / "nvidia-smi"
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(packages, "installed_plugins", lambda: {"jax-cuda12-plugin": "1"})
+    monkeypatch.setattr(
+        packages, "installed_plugins", lambda: {"jax-cuda12-plugin": "1"}
+    )
     tool.write_text(NVIDIA_SMI.format(pid=os.getpid()))
     tool.chmod(0o755)
     found = by_name(check_gpus())
-    assert (found["NVIDIA driver"].state, found["GPU 0"].state) == ("problem", "warning")
+    assert (found["NVIDIA driver"].state, found["GPU 0"].state) == (
+        "problem",
+        "warning",
+    )
     assert "470.57 is too old for cuda12" in found["NVIDIA driver"].text
-    assert found[f"process {os.getpid()}"].text == "python3 (this user's) holds 119000 MiB of a GPU"
+    assert (
+        found[f"process {os.getpid()}"].text
+        == "python3 (this user's) holds 119000 MiB of a GPU"
+    )
     tool.write_text("#!/bin/sh\nexec sleep 100\n")
     assert "the driver hangs" in by_name(check_gpus(0.3))["NVIDIA driver"].text
     tool.write_text("#!/bin/sh\necho 'Failed to initialize NVML'; exit 9\n")
@@ -277,7 +312,9 @@ def test_limits_of_a_container(tmp_path, monkeypatch):
         "cpu.max": "50000 100000",
     }.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(system, "_cgroup_files", lambda new, old, kind: iter([tmp_path / new]))
+    monkeypatch.setattr(
+        system, "_cgroup_files", lambda new, old, kind: iter([tmp_path / new])
+    )
     found = by_name([*system.check_memory(), *system.check_processors()])
     assert (found["memory"].state, found["processors"].state) == ("problem", "warning")
     assert "95.4 MiB of 286.1 MiB free in this container" in found["memory"].text
@@ -291,7 +328,9 @@ def test_the_program_cache(tmp_path, monkeypatch):
     folder = tmp_path / "shardwise" / "programs"
     folder.mkdir(parents=True, mode=0o700)
     (folder / "a").write_bytes(b"0" * 2048)
-    assert check_disks()["program cache"].text.startswith("1 files, 2.0 KiB of at most 8.0 GiB")
+    assert check_disks()["program cache"].text.startswith(
+        "1 files, 2.0 KiB of at most 8.0 GiB"
+    )
     folder.chmod(0o777)
     found = check_disks()["program cache"]
     assert (found.state, found.remedy[:9]) == ("warning", "chmod 700")
@@ -300,7 +339,12 @@ def test_the_program_cache(tmp_path, monkeypatch):
 
 def test_without_devices_no_process_is_started():
     results = check_machine(None, lambda text: None)
-    assert {result.group for result in results} == {"packages", "environment", "system", "disk"}
+    assert {result.group for result in results} == {
+        "packages",
+        "environment",
+        "system",
+        "disk",
+    }
 
 
 def test_a_run(tmp_path, monkeypatch, capsys):
@@ -335,7 +379,11 @@ def test_a_run(tmp_path, monkeypatch, capsys):
     Path("a/stacks/process-0.txt").write_text("Mon: saving step 3\nThread ...")
     assert has("stacks", "warning", "process-0.txt: Mon: saving step 3")
     Path("a/checkpoints/4/meta.json").write_text("{}")
-    assert has("checkpoints", "warning", "step 4: a/checkpoints/4/meta.json is damaged: its digest")
+    assert has(
+        "checkpoints",
+        "warning",
+        "step 4: a/checkpoints/4/meta.json is damaged: its digest",
+    )
     assert has("checkpoints", "ok", "step 2 is undamaged; the run would resume from it")
     assert has("next", "ok", "the same command resumes at step 2")
     Path("a/checkpoints/2/MANIFEST").unlink()

@@ -29,7 +29,9 @@ def test_a_plan_for_virtual_devices_has_a_page_and_a_command(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "fits" in done.stdout
     assert "all-reduce" in done.stdout
-    assert f"shardwise train {RECIPE} --mesh data=4,model=2 --cpu-devices 8" in done.stdout
+    assert (
+        f"shardwise train {RECIPE} --mesh data=4,model=2 --cpu-devices 8" in done.stdout
+    )
     answer = json.loads((tmp_path / "p.json").read_text())
     assert answer["plan"]["mesh"] == {"data": 4, "model": 2}
     assert answer["plan"]["num_devices"] == 8
@@ -55,7 +57,9 @@ def test_a_plan_for_virtual_devices_has_a_page_and_a_command(tmp_path):
         (("--on", "v5e:2x2", "--search", "--compile-at-most", "0"), 2, "at least 1"),
     ],
 )
-def test_a_usage_error_is_one_message(words, code, message, tmp_path, monkeypatch, capsys):
+def test_a_usage_error_is_one_message(
+    words, code, message, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert main(["plan", RECIPE, *words]) == code
     err = capsys.readouterr().err
@@ -99,7 +103,16 @@ def test_a_search_on_absent_chips_can_be_interrupted_and_continued(tmp_path):
 
 @pytest.mark.slow
 def test_a_step_that_is_too_large_is_answered_with_remedies(tmp_path):
-    words = ("--preset", "gpt2", "--batch-size", "256", "--length", "512", "--on", "v5e:1x1")
+    words = (
+        "--preset",
+        "gpt2",
+        "--batch-size",
+        "256",
+        "--length",
+        "512",
+        "--on",
+        "v5e:1x1",
+    )
     done = run(
         "plan",
         "recipes/gpt2.py",

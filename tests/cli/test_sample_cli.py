@@ -87,7 +87,8 @@ def save(folder, factory, step=0, **metadata):
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
     with Checkpoints(folder / "checkpoints") as checkpoints:
         checkpoints.save(
-            jax.device_put(replace(arrays, step=np.int32(step)), spec.shardings), metadata
+            jax.device_put(replace(arrays, step=np.int32(step)), spec.shardings),
+            metadata,
         )
 
 
@@ -118,7 +119,9 @@ def folder(tmp_path_factory):
     exec(RECIPE, names)  # noqa: S102
     save(folder / "own", lambda rngs: names["Model"](rngs, 6), data="a function")
     for step, loss in {1: 2.5, 2: 2.0, 3: 2.25}.items():
-        save(folder / "evaluated", gpt, step, data=bytes_of, metrics={"eval_loss": loss})
+        save(
+            folder / "evaluated", gpt, step, data=bytes_of, metrics={"eval_loss": loss}
+        )
     (folder / "others.py").write_text(OTHERS)
     exec(OTHERS, names)  # noqa: S102
     save(folder / "others", names["Fixed"], data=bytes_of, recipe="others.py:recipe")
@@ -140,13 +143,17 @@ def sample(folder, monkeypatch, capsysbinary):
     return call
 
 
-def test_text_goes_on_and_is_the_same_without_cache_on_a_mesh_and_published(sample, folder):
+def test_text_goes_on_and_is_the_same_without_cache_on_a_mesh_and_published(
+    sample, folder
+):
     code, out, err, answer = sample(
         "run", "--prompt", "def ", "--tokens", "40", "--temperature", "0"
     )
     assert (code, err) == (0, "")
     (written,) = answer["continuations"]
-    assert out == "def " + written["text"] + ("" if written["text"].endswith("\n") else "\n")
+    assert out == "def " + written["text"] + (
+        "" if written["text"].endswith("\n") else "\n"
+    )
     assert (len(written["tokens"]), answer["prompt_tokens"]) == (40, list(b"def "))
     assert bytes(written["tokens"]).decode(errors="replace") == written["text"]
     for args in (
@@ -156,7 +163,14 @@ def test_text_goes_on_and_is_the_same_without_cache_on_a_mesh_and_published(samp
         ["run", "--mesh", "data=4,model=2"],
     ):
         again = sample(
-            *args, "--prompt", "-", "--tokens", "40", "--temperature", "0", stdin=b"def "
+            *args,
+            "--prompt",
+            "-",
+            "--tokens",
+            "40",
+            "--temperature",
+            "0",
+            stdin=b"def ",
         )
         assert again[3]["continuations"] == answer["continuations"], args
     assert not (folder / "sprung").exists()
@@ -178,7 +192,17 @@ def test_several_texts_come_at_once_and_the_first_does_not_depend_on_the_others(
 
 
 def test_any_model_is_sampled_by_its_recipe(sample):
-    args = ["own", "--prompt", "ab", "--tokenizer", "bytes", "--tokens", "20", "--temperature", "0"]
+    args = [
+        "own",
+        "--prompt",
+        "ab",
+        "--tokenizer",
+        "bytes",
+        "--tokens",
+        "20",
+        "--temperature",
+        "0",
+    ]
     code, _, err, _ = sample(*args)
     assert code == 4
     assert "these 3 parameters belong to no known model family. GPT has" in err
@@ -202,7 +226,9 @@ def test_the_best_step_is_sampled_by_its_name(sample, folder):
         code, _, _, answer = sample(*args, *(["--step", step] if step else []))
         assert code == 0
         assert answer["source"].endswith(f"evaluated/checkpoints/{number}")
-    spec = abstract_state(lambda rngs: GPT(CONFIG, rngs), optax.sgd(0.1), make_mesh("data=8"))
+    spec = abstract_state(
+        lambda rngs: GPT(CONFIG, rngs), optax.sgd(0.1), make_mesh("data=8")
+    )
     _, loaded = load_initial(
         InitFrom(folder / "evaluated", step="best"), spec, 0
     )  # a run may begin with it, too
@@ -225,7 +251,9 @@ def test_a_model_that_takes_one_length_only_sees_rows_of_that_length(sample, fol
     text = list(b"ab")
     for _ in range(40):
         seen = text[-32:]
-        row = np.pad(np.array([seen], np.int32), ((0, 0), (0, 32 - len(seen))), constant_values=7)
+        row = np.pad(
+            np.array([seen], np.int32), ((0, 0), (0, 32 - len(seen))), constant_values=7
+        )
         text.append(int(forward(row)[0, len(seen) - 1].argmax()))
     assert long["continuations"][0]["tokens"] == text[2:]
     assert short["continuations"][0]["tokens"] == text[2:8]
@@ -304,7 +332,9 @@ def test_a_character_is_written_when_it_is_whole():
     written.flush()
     assert (written.rest, written.text) == ("\ufffd", text + "\ufffd")
     broken = _Text(Bytes(), list(b"x"), end=10)
-    assert "".join(broken.push(byte) for byte in b"\xff\xff\xff\xff\xffok\nmore").endswith("ok")
+    assert "".join(
+        broken.push(byte) for byte in b"\xff\xff\xff\xff\xffok\nmore"
+    ).endswith("ok")
     assert (broken.ended, broken.tokens[-1]) == (True, 10)
 
 
@@ -322,7 +352,8 @@ def test_a_terminal_gets_no_commands():
 def test_what_can_be_sampled_without_being_told_more(folder):
     """`train` offers it at its end only then."""
     assert {
-        name: can_sample(folder / name) for name in ("run", "evaluated", "own", "others", "none")
+        name: can_sample(folder / name)
+        for name in ("run", "evaluated", "own", "others", "none")
     } == {
         "run": True,
         "evaluated": True,

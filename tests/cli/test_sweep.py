@@ -10,7 +10,12 @@ import pytest
 from shardwise.cli import main
 from shardwise.cli.options import shared_parser
 from shardwise.cli.sweep import _forwarded_options
-from shardwise.cli.sweep_grid import check_arguments, make_points, show_value, split_words
+from shardwise.cli.sweep_grid import (
+    check_arguments,
+    make_points,
+    show_value,
+    split_words,
+)
 from shardwise.errors import ConfigError
 from shardwise.files.lock import lock_directory
 from tests.helpers.command import run, start
@@ -74,7 +79,9 @@ def load(folder):
 @pytest.mark.slow
 def test_a_grid_is_run_resumed_extended_and_compared(folder, monkeypatch, capsys):
     # stopped in its first run, which saves
-    process = start(*SWEEP, "--lr", "0.1", "1e30", "--steps", "6", "--pause", "0.1", cwd=folder)
+    process = start(
+        *SWEEP, "--lr", "0.1", "1e30", "--steps", "6", "--pause", "0.1", cwd=folder
+    )
     log = folder / "s" / "lr=0.1" / "metrics.jsonl"
     wait_until(lambda: log.exists() and log.read_text().count("\n") >= 2)
     process.send_signal(signal.SIGTERM)
@@ -92,9 +99,13 @@ def test_a_grid_is_run_resumed_extended_and_compared(folder, monkeypatch, capsys
     assert "1 runs are new" in err
     assert "[1 of 3] lr=0.1 resumes" in err
     assert "resuming s/lr=0.1 at step" in err
-    assert "[2 of 3] lr=1e+30 failed: exit code 5: non-finite numbers, or diverged" in err
+    assert (
+        "[2 of 3] lr=1e+30 failed: exit code 5: non-finite numbers, or diverged" in err
+    )
     assert [
-        json.loads(line)["step"] for line in log.read_text().splitlines() if "eval_loss" not in line
+        json.loads(line)["step"]
+        for line in log.read_text().splitlines()
+        if "eval_loss" not in line
     ] == list(range(1, 7))
     points = answer(folder)["points"]
     assert {point["name"]: (point["code"], point["by"]) for point in points} == {
@@ -102,7 +113,10 @@ def test_a_grid_is_run_resumed_extended_and_compared(folder, monkeypatch, capsys
         "lr=1e+30": (5, "eval_loss"),
     }
     assert points[-1]["name"] == "lr=1e+30"
-    assert answer(folder)["best"] == min(points[:2], key=lambda point: point["value"])["name"]
+    assert (
+        answer(folder)["best"]
+        == min(points[:2], key=lambda point: point["value"])["name"]
+    )
     assert answer(folder)["page"] == "s/report.html"
     page = (folder / "s" / "report.html").read_text()
     assert all(point["name"] in page for point in points)
@@ -114,11 +128,17 @@ def test_a_grid_is_run_resumed_extended_and_compared(folder, monkeypatch, capsys
     assert main(["sweep", "tiny.py", "--out", "s", *args, "--by", "eval_los"]) == 5
     err = capsys.readouterr().err
     assert "[1 of 3] lr=0.1 is done" in err
-    assert "lr=1e+30 failed before (exit code 5: non-finite numbers, or diverged); --retry" in err
+    assert (
+        "lr=1e+30 failed before (exit code 5: non-finite numbers, or diverged); --retry"
+        in err
+    )
     assert "there are eval_loss, loss. Did you mean 'eval_loss'?" in err
 
     # another sweep is refused, and so is a second one beside it
-    assert main(["sweep", "tiny.py", "--out", "s", "--lr", "0.1", "0.2", "--steps", "9"]) == 2
+    assert (
+        main(["sweep", "tiny.py", "--out", "s", "--lr", "0.1", "0.2", "--steps", "9"])
+        == 2
+    )
     err = capsys.readouterr().err
     assert "s holds a different sweep" in err
     assert "fixed: --steps 6 --pause 0.1 before, --steps 9 now" in err
@@ -204,7 +224,10 @@ def test_arguments_span_the_grid_or_are_for_all(folder):
         ]
     )
     grid, fixed = check_arguments(load(folder), given, "p")
-    assert fixed == {"--steps": ["5"], "--widths": ["1", "2"]}  # a tuple takes its values itself
+    assert fixed == {
+        "--steps": ["5"],
+        "--widths": ["1", "2"],
+    }  # a tuple takes its values itself
     points = make_points(grid, {"--bias"})
     assert len(points) == 8
     assert points[0].name == "lr=0.0001,bias=True,mesh=data2.model1"
@@ -216,20 +239,32 @@ def test_arguments_span_the_grid_or_are_for_all(folder):
 
 
 def test_names_stay_in_the_directory_and_apart(folder):
-    points = make_points({"--mesh": ["../../etc", "a/b", "a.b", "é"], "--lr": ["1e-4"]}, set())
+    points = make_points(
+        {"--mesh": ["../../etc", "a/b", "a.b", "é"], "--lr": ["1e-4"]}, set()
+    )
     names = [point.name for point in points]
     assert len(set(names)) == 4
     for name in names:
         assert Path(name).name == name
         assert ".." not in name.split("=")
     assert [
-        show_value(text) for text in ("1e-4", "0.0001", "03", "1e12", "0.1234567891", "adam")
+        show_value(text)
+        for text in ("1e-4", "0.0001", "03", "1e12", "0.1234567891", "adam")
     ] == [*("0.0001", "0.0001", "3", "1e+12", "0.1234567891", "adam")]
 
 
 def test_every_option_of_train_reaches_the_runs_as_it_was_given():
     given = [
-        *("--profile", "10:15", "--cpu-devices", "4", "--watchdog", "30.0", "--accept", "lr"),
+        *(
+            "--profile",
+            "10:15",
+            "--cpu-devices",
+            "4",
+            "--watchdog",
+            "30.0",
+            "--accept",
+            "lr",
+        ),
         *("--accept", "seed", "--track", "tensorboard", "--force-unlock", "--no-plan"),
     ]
     shared = shared_parser().parse_args(given)
@@ -247,4 +282,6 @@ def test_a_recipe_without_out_is_refused(folder):
     from shardwise.recipe import load_recipe
 
     with pytest.raises(ConfigError, match="has no argument 'out'"):
-        check_arguments(load_recipe(folder / "tiny.py", "bare"), {"--lr": ["1", "2"]}, "p")
+        check_arguments(
+            load_recipe(folder / "tiny.py", "bare"), {"--lr": ["1", "2"]}, "p"
+        )

@@ -8,7 +8,14 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from shardwise import Mean, Rules, abstract_state, init_state, make_mesh, make_train_step
+from shardwise import (
+    Mean,
+    Rules,
+    abstract_state,
+    init_state,
+    make_mesh,
+    make_train_step,
+)
 from shardwise.sharding import ModelLeaf, place_model, place_optimizer
 from shardwise.tree import named_leaves
 
@@ -74,14 +81,16 @@ OPTIMIZERS = {
     "reduce_on_plateau": optax.chain(optax.adam(1e-3), contrib.reduce_on_plateau()),
     "multi_steps": optax.MultiSteps(optax.adam(1e-3), 2),
     "clipped": optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(1e-3, 10))
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(optax.cosine_decay_schedule(1e-3, 10)),
     ),
     "injected": optax.inject_hyperparams(optax.adamw, hyperparam_dtype=jnp.float32)(
         learning_rate=1e-3
     ),
     "masked": optax.chain(
         optax.masked(
-            optax.add_decayed_weights(0.1), lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
+            optax.add_decayed_weights(0.1),
+            lambda p: jax.tree.map(lambda x: x.ndim > 1, p),
         ),
         optax.adam(1e-3),
     ),
@@ -96,7 +105,9 @@ class Net(nnx.Module):
     """Wide enough (over 128) for Adafactor to factor the second moment."""
 
     def __init__(self, rngs):
-        tensor_parallel = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
+        tensor_parallel = nnx.with_partitioning(
+            nnx.initializers.lecun_normal(), (None, "model")
+        )
         self.hidden = nnx.Linear(128, 256, kernel_init=tensor_parallel, rngs=rngs)
         self.out = nnx.Linear(256, 8, rngs=rngs)
 
@@ -110,14 +121,19 @@ def loss(model, batch):
 
 
 RNG = np.random.default_rng(0)
-BATCH = {"x": RNG.normal(size=(16, 128)).astype("f4"), "y": RNG.normal(size=(16, 8)).astype("f4")}
+BATCH = {
+    "x": RNG.normal(size=(16, 128)).astype("f4"),
+    "y": RNG.normal(size=(16, 8)).astype("f4"),
+}
 
 
 def three_steps(optimizer, mesh, model=Net):
     spec = abstract_state(model, optimizer, mesh, Rules(fsdp_min_size=1024))
     step = make_train_step(spec, loss, BATCH)
     state = init_state(spec, 0)
-    first = {path: np.asarray(leaf) for path, leaf in named_leaves(state.params).items()}
+    first = {
+        path: np.asarray(leaf) for path, leaf in named_leaves(state.params).items()
+    }
     losses, compiled = [], []
     for _ in range(3):
         state, metrics = step(state, step.place(BATCH))
@@ -129,7 +145,13 @@ def three_steps(optimizer, mesh, model=Net):
             )
             compiled.append("first step")
     jax.monitoring.clear_event_listeners()
-    return spec, [event for event in compiled if "backend_compile" in event], first, state, losses
+    return (
+        spec,
+        [event for event in compiled if "backend_compile" in event],
+        first,
+        state,
+        losses,
+    )
 
 
 # One optimizer for each kind of state.
@@ -153,7 +175,10 @@ QUICK = (
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS],
+    [
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+        for name in OPTIMIZERS
+    ],
 )
 def test_contract(name):
     optimizer = OPTIMIZERS[name]
@@ -179,9 +204,13 @@ def test_contract(name):
     np.testing.assert_allclose(losses, on_one_device, rtol=2e-5)
     if name not in ("noisy_sgd",):
         after = named_leaves(state.params)
-        moved = {path for path in before if not np.array_equal(before[path], after[path])}
+        moved = {
+            path for path in before if not np.array_equal(before[path], after[path])
+        }
         assert moved == {
-            path for path in before if not (name == "partition" and path == "hidden/bias")
+            path
+            for path in before
+            if not (name == "partition" and path == "hidden/bias")
         }
 
 
@@ -219,10 +248,14 @@ def test_each_adafactor_factor_follows_the_dim_that_it_keeps():
             assert leaves[path].sharding.spec == layout, path
 
     one_device = make_mesh("data=1", jax.devices()[:1])
-    *_, on_one_device, losses_on_one_device = three_steps(optimizer, one_device, Factored)
+    *_, on_one_device, losses_on_one_device = three_steps(
+        optimizer, one_device, Factored
+    )
     np.testing.assert_allclose(losses, losses_on_one_device, rtol=2e-5)
     for path, leaf in named_leaves(on_one_device.opt_state).items():
-        np.testing.assert_allclose(leaves[path], leaf, rtol=1e-3, atol=1e-9, err_msg=path)
+        np.testing.assert_allclose(
+            leaves[path], leaf, rtol=1e-3, atol=1e-9, err_msg=path
+        )
 
 
 @pytest.mark.parametrize(

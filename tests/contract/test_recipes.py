@@ -45,7 +45,9 @@ STEPS = 60
 
 
 def make(name, **options):
-    arguments = (STEPS, LEARNING_RATES[name]) if name in BY_STEPS else (LEARNING_RATES[name],)
+    arguments = (
+        (STEPS, LEARNING_RATES[name]) if name in BY_STEPS else (LEARNING_RATES[name],)
+    )
     if name == "prodigy":
         options["d0"] = 1e-3
     return RECIPES[name](*arguments, **options)
@@ -53,7 +55,9 @@ def make(name, **options):
 
 class Net(nnx.Module):
     def __init__(self, rngs):
-        tensor_parallel = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
+        tensor_parallel = nnx.with_partitioning(
+            nnx.initializers.lecun_normal(), (None, "model")
+        )
         self.embed = nnx.Linear(8, 16, rngs=rngs)
         self.hidden = nnx.Linear(16, 160, kernel_init=tensor_parallel, rngs=rngs)
         self.norm = nnx.LayerNorm(160, rngs=rngs)
@@ -86,7 +90,13 @@ def train(tx, mesh, count):
                 lambda event, *_, **__: compiled.append(event)
             )
     jax.monitoring.clear_event_listeners()
-    return spec, state, first, metrics, [event for event in compiled if "backend_compile" in event]
+    return (
+        spec,
+        state,
+        first,
+        metrics,
+        [event for event in compiled if "backend_compile" in event],
+    )
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -111,14 +121,21 @@ def test_descends_on_a_quadratic(name):
 
 # These have the same parts as "adamw" or "unstable".
 SIMILAR = ("adam", "standard", "transformer", "fine_tuning", "sgd")
-SOME = [pytest.param(name, marks=pytest.mark.slow) if name in SIMILAR else name for name in RECIPES]
+SOME = [
+    pytest.param(name, marks=pytest.mark.slow) if name in SIMILAR else name
+    for name in RECIPES
+]
 
 
-@pytest.mark.parametrize("other", ["data=1", pytest.param("fsdp=8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "other", ["data=1", pytest.param("fsdp=8", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", SOME)
 def test_contract(name, other, tmp_path):
     tx = make(name, clip=1.0, weight_decay=0.05, groups=GROUPS)
-    spec, state, first, metrics, recompiled = train(tx, make_mesh("data=2,fsdp=2,model=2"), 10)
+    spec, state, first, metrics, recompiled = train(
+        tx, make_mesh("data=2,fsdp=2,model=2"), 10
+    )
     assert recompiled == []
     assert metrics[-1]["loss"] < metrics[0]["loss"]
 
@@ -141,7 +158,9 @@ def test_contract(name, other, tmp_path):
     assert not [path for path in spec.opt_state if "embed" in path]
 
     # One device, or another mesh, trains the same.
-    elsewhere = train(tx, make_mesh(other, jax.devices()[:1] if other == "data=1" else None), 10)[3]
+    elsewhere = train(
+        tx, make_mesh(other, jax.devices()[:1] if other == "data=1" else None), 10
+    )[3]
     for key in ("loss", "grad_norm", "update_norm", "param_norm", "update_norm/head"):
         np.testing.assert_allclose(
             [m[key] for m in metrics],
@@ -163,7 +182,9 @@ def test_contract(name, other, tmp_path):
     checkpoints.save(state, {})
     restored = checkpoints.restore(spec, 10)
     checkpoints.close()
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), restored, state))
+    assert jax.tree.all(
+        jax.tree.map(lambda a, b: bool((a == b).all()), restored, state)
+    )
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -173,18 +194,28 @@ def test_decay_is_applied_where_explain_reports_it(name):
     spec = abstract_state(Net, tx, make_mesh("data=1", jax.devices()[:1]))
     params = init_state(spec, 0).params
     zeros = jax.tree.map(jnp.zeros_like, params)
-    updates, state = jax.jit(lambda zeros, params: tx.update(zeros, tx.init(params), params))(
-        zeros, params
+    updates, state = jax.jit(
+        lambda zeros, params: tx.update(zeros, tx.init(params), params)
+    )(zeros, params)
+    rates, updates, params = (
+        optim.live_values(state),
+        named_leaves(updates),
+        named_leaves(params),
     )
-    rates, updates, params = optim.live_values(state), named_leaves(updates), named_leaves(params)
     for row in explanation.rows:
         assert row.decay == pytest.approx(
             0.05 if row.path in ("hidden/kernel", "out/kernel") else 0.0, rel=0.02
         ), row.path
         if row.decay:
-            expected = -float(rates[f"lr/{row.group.split('/')[0]}"]) * row.decay * params[row.path]
+            expected = (
+                -float(rates[f"lr/{row.group.split('/')[0]}"])
+                * row.decay
+                * params[row.path]
+            )
             # Schedule-free computes the update as (a - b) + b, which rounds.
-            np.testing.assert_allclose(updates[row.path], expected, rtol=0.03, atol=1e-7)
+            np.testing.assert_allclose(
+                updates[row.path], expected, rtol=0.03, atol=1e-7
+            )
         else:
             assert np.abs(updates[row.path]).max() < 1e-6
     assert [finding.name for finding in explanation.findings] == []

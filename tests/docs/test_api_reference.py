@@ -34,13 +34,21 @@ def public_names(module: str, file: Path) -> dict[str, str]:
     found = {}
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.ImportFrom):
-            origin = f"{package}.{node.module or ''}".rstrip(".") if node.level else node.module
-            found |= {n.asname: f"{origin}.{n.name}" for n in node.names if n.asname == n.name}
+            origin = (
+                f"{package}.{node.module or ''}".rstrip(".")
+                if node.level
+                else node.module
+            )
+            found |= {
+                n.asname: f"{origin}.{n.name}" for n in node.names if n.asname == n.name
+            }
         elif isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             found[node.name] = f"{module}.{node.name}"
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            constants = (t.id for t in targets if isinstance(t, ast.Name) and t.id.isupper())
+            constants = (
+                t.id for t in targets if isinstance(t, ast.Name) and t.id.isupper()
+            )
             found |= {name: f"{module}.{name}" for name in constants}
     return {name: path for name, path in found.items() if not name.startswith("_")}
 
@@ -57,7 +65,8 @@ PUBLIC = sorted(
         resolve(path)
         for module, file in PACKAGES.items()
         for name, path in public_names(module, file).items()
-        if f"{module}.{name}" not in ("shardwise.data", "shardwise.models", "shardwise.optim")
+        if f"{module}.{name}"
+        not in ("shardwise.data", "shardwise.models", "shardwise.optim")
     }
 )
 
@@ -86,7 +95,9 @@ def entries(text: str, *sections: str) -> set[str]:
         ):
             indent = len(re.match(r" *", body[1].lstrip("\n"))[0])
             for line in body[1].splitlines():
-                if match := re.match(rf" {{{indent}}}(\S.*?)(?: \([^)]*\))?: ", line + " "):
+                if match := re.match(
+                    rf" {{{indent}}}(\S.*?)(?: \([^)]*\))?: ", line + " "
+                ):
                     found |= {name.strip().lstrip("*") for name in match[1].split(",")}
     return found
 
@@ -94,7 +105,9 @@ def entries(text: str, *sections: str) -> set[str]:
 def parameters(thing: object) -> set[str]:
     """Return the public parameters of a function, or of the constructor of a class."""
     if inspect.isclass(thing):
-        if getattr(thing, "_is_protocol", False) or not inspect.isfunction(thing.__init__):
+        if getattr(thing, "_is_protocol", False) or not inspect.isfunction(
+            thing.__init__
+        ):
             return set()
         # The signature of an NNX module itself is that of its metaclass.
         thing = thing.__init__
@@ -123,7 +136,9 @@ def test_a_public_name_documents_its_parameters(path):
     name = path.rpartition(".")[2]
     text = inspect.getdoc(thing) or ""
     assert text, "no docstring"
-    assert not text.startswith(f"{name}("), "the docstring that a dataclass gets by default"
+    assert not text.startswith(f"{name}("), (
+        "the docstring that a dataclass gets by default"
+    )
     sections = ("Args",)
     if inspect.isclass(thing):
         text += "\n\n" + (inspect.getdoc(thing.__init__) or "")

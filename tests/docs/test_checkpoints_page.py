@@ -16,7 +16,9 @@ def test_the_code_and_the_commands_of_the_page_do_what_is_shown(tmp_path):
     run_page(PAGE, tmp_path)
     assert (tmp_path / "a.safetensors").stat().st_size > 1000
     saved = tmp_path / "runs/a/checkpoints/50"
-    for line in (saved / "MANIFEST").read_text().splitlines():  # as `b3sum --check` does
+    for line in (
+        (saved / "MANIFEST").read_text().splitlines()
+    ):  # as `b3sum --check` does
         digest, name = re.fullmatch(r"([0-9a-f]{64})  (.+)", line).groups()
         assert blake3((saved / name).read_bytes()).hexdigest() == digest
 

@@ -21,7 +21,9 @@ def test_the_page_on_the_doctor(tmp_path):
 def test_the_page_on_sweeps(tmp_path):
     page = DOCS / "sweeps.md"
     commands = run_page(page, tmp_path).commands
-    shown = re.search(r"^```text\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)[1].split()
+    shown = re.search(
+        r"^```text\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE
+    )[1].split()
     assert all((tmp_path / name).exists() for name in shown)
     assert (tmp_path / "sweeps/a/lr=0.008/metrics.jsonl").exists()
     assert "[1 of 3] lr=0.001 is done" in commands[-1].said

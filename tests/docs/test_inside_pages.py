@@ -10,9 +10,14 @@ from tests.helpers.pages import DOCS, run_page
     ("name", "written"),
     [
         ("tracking", "runs/tracked/tensorboard/events.*"),
-        ("looking_inside", "runs/profiled/profile/plugins/profile/*/perfetto_trace.json.gz"),
+        (
+            "looking_inside",
+            "runs/profiled/profile/plugins/profile/*/perfetto_trace.json.gz",
+        ),
     ],
 )
-def test_the_code_and_the_commands_of_the_page_do_what_is_shown(name, written, tmp_path):
+def test_the_code_and_the_commands_of_the_page_do_what_is_shown(
+    name, written, tmp_path
+):
     run_page(DOCS / f"{name}.md", tmp_path)
     assert list(tmp_path.glob(written))

@@ -41,7 +41,9 @@ def test_a_notebook_runs(path, tmp_path):
         resources={"metadata": {"path": str(tmp_path)}},
     ).execute()
     printed = "".join(
-        out.get("text", "") for cell in notebook.cells for out in cell.get("outputs", [])
+        out.get("text", "")
+        for cell in notebook.cells
+        for out in cell.get("outputs", [])
     )
     if path.stem == "first_steps":
         assert "def " in printed

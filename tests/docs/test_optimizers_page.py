@@ -23,4 +23,6 @@ def test_the_page_has_every_finding_and_no_other():
     known = re.findall(r"\bFinding\(\s*\"([a-z-]+)\"", source)
     table = PAGE.read_text().partition("All findings:")[2]
     assert len(known) > 20
-    assert sorted(re.findall(r"^\| `([a-z-]+)` \|", table, re.MULTILINE)) == sorted(known)
+    assert sorted(re.findall(r"^\| `([a-z-]+)` \|", table, re.MULTILINE)) == sorted(
+        known
+    )

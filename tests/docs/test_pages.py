@@ -14,7 +14,11 @@ OTHERS = "".join(
     if path != Path(__file__)
 )
 PAGES = sorted(DOCS.rglob("*.md"))
-HERE = [page for page in PAGES if f'"{page.name}"' not in OTHERS and f'"{page.stem}"' not in OTHERS]
+HERE = [
+    page
+    for page in PAGES
+    if f'"{page.name}"' not in OTHERS and f'"{page.stem}"' not in OTHERS
+]
 
 
 @pytest.mark.parametrize(
@@ -34,9 +38,9 @@ def test_what_is_not_run_has_a_reason(page):
     for block in blocks_of(page):
         for mark in (block.mark, block.shown_mark):
             assert MARK.fullmatch(mark), f"{page.name}, line {block.line}: {mark}"
-    assert not re.search(r"^ *```(bash|sh|py|pycon|shell)\b", page.read_text(), re.MULTILINE), (
-        "write python or console, so that it is run"
-    )
+    assert not re.search(
+        r"^ *```(bash|sh|py|pycon|shell)\b", page.read_text(), re.MULTILINE
+    ), "write python or console, so that it is run"
 
 
 def test_the_comparison_of_output_can_fail():

@@ -38,7 +38,9 @@ def test_too_large_is_answered_as_shown():
 
 @pytest.mark.slow
 def test_the_code_of_the_page_runs(tmp_path):
-    (said,) = run_page(PAGE, tmp_path, {"run": make_run("data=8")}, languages=("python",)).printed
+    (said,) = run_page(
+        PAGE, tmp_path, {"run": make_run("data=8")}, languages=("python",)
+    ).printed
     assert "fsdp=8 " in said
     assert said.count("per device") == 3
 

@@ -28,9 +28,9 @@ def test_links_and_commands_exist(page):
     for command in commands_of(page):
         words = command.removeprefix("$ ").split()
         if words[0] == "make":
-            assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), (
-                command
-            )
+            assert re.search(
+                rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE
+            ), command
         else:
             assert words[0] == "shardwise", command
             if words[1] == "launch":
@@ -53,7 +53,9 @@ def test_links_and_commands_exist(page):
 def test_the_map_shows_every_package_and_top_level_module():
     text = (ROOT / "ARCHITECTURE.md").read_text()
     source = Path(shardwise.__file__).parent
-    names = {f"{path.name}/" if path.is_dir() else path.name for path in source.iterdir()}
+    names = {
+        f"{path.name}/" if path.is_dir() else path.name for path in source.iterdir()
+    }
     names -= {"__pycache__/", "py.typed", "__init__.pyi"}
     assert [name for name in sorted(names) if name not in text] == []
 
@@ -63,7 +65,9 @@ def test_the_path_of_one_step_is_short():
     text = (ROOT / "ARCHITECTURE.md").read_text()
     section = text[text.index("## The path of one training step") :]
     total = 0
-    for file, names in re.findall(r"^\| `([\w/]+\.py)` \| ([^|]+) \|", section, re.MULTILINE):
+    for file, names in re.findall(
+        r"^\| `([\w/]+\.py)` \| ([^|]+) \|", section, re.MULTILINE
+    ):
         tree = ast.parse((Path(shardwise.__file__).parent / file).read_text())
         lines = {
             node.name: node.end_lineno - node.lineno + 1

@@ -18,5 +18,7 @@ def test_the_page_runs_and_prints_what_is_shown(tmp_path):
     for section in re.findall(
         r"\*\*(\w+)\*\*", PAGE.read_text().partition("## How curves are drawn")[0]
     ):
-        assert f'id="{section.lower()}"' in page or section in ("Plan", "Samples"), section
+        assert f'id="{section.lower()}"' in page or section in ("Plan", "Samples"), (
+            section
+        )
     assert (DOCS / "report.png").exists()

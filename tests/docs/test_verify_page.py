@@ -12,7 +12,10 @@ PAGE = DOCS / "verify.md"
 @pytest.mark.slow
 def test_the_commands_of_the_page_print_what_is_shown(tmp_path):
     commands = run_page(PAGE, tmp_path, languages=("console",)).commands
-    assert [command.line.partition("# ")[2] for command in commands] == ["", "exit code 5"]
+    assert [command.line.partition("# ")[2] for command in commands] == [
+        "",
+        "exit code 5",
+    ]
 
 
 def test_the_mistake_of_the_page_is_the_one_that_is_planted():
@@ -27,5 +30,8 @@ def test_the_code_of_the_page_runs(tmp_path):
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     run_page(
-        PAGE, tmp_path, {"run": example.recipe(), "recipe": example.recipe}, languages=("python",)
+        PAGE,
+        tmp_path,
+        {"run": example.recipe(), "recipe": example.recipe},
+        languages=("python",),
     )

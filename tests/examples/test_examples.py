@@ -54,12 +54,15 @@ def test_own_loop_started_in_another_directory_stops_early_and_keeps_the_best(tm
     assert "FSDP" in printed
     assert "step   10: loss" in printed
     stopped, best, of_module = re.search(
-        r"stopped after step (\d+); the best was step (\d+): .*accuracy ([\d.]+)%", printed
+        r"stopped after step (\d+); the best was step (\d+): .*accuracy ([\d.]+)%",
+        printed,
     ).groups()
     # Five evaluations without improvement.
     assert int(stopped) == int(best) + 50
     assert int(stopped) < 2000
-    accuracy = float(re.search(rf"^step +{best}: .*accuracy ([\d.]+)%", printed, re.MULTILINE)[1])
+    accuracy = float(
+        re.search(rf"^step +{best}: .*accuracy ([\d.]+)%", printed, re.MULTILINE)[1]
+    )
     assert accuracy > 80
     # The parameters of the best step, not of the last one.
     assert float(of_module) == pytest.approx(accuracy, abs=0.1)
@@ -80,14 +83,18 @@ def test_sharded_model_equals_one_device():
 def test_data_parallel_by_hand_correct_and_wrong():
     figures = load("data_parallel_by_hand").main()
     ways = {name: value for name, value in figures.items() if isinstance(value, tuple)}
-    correct = {name: value for name, value in ways.items() if not name.startswith("WRONG")}
+    correct = {
+        name: value for name, value in ways.items() if not name.startswith("WRONG")
+    }
     assert len(correct) == 6
     for name, (length, deviation) in correct.items():
         assert length == pytest.approx(1, abs=1e-5), name
         assert deviation < 1e-6, name
 
     assert ways["WRONG: shard_map, pmean(gradients)"][0] == pytest.approx(8, abs=1e-4)
-    assert ways["WRONG: loop over shards, sum of gradients"][0] == pytest.approx(8, abs=1e-4)
+    assert ways["WRONG: loop over shards, sum of gradients"][0] == pytest.approx(
+        8, abs=1e-4
+    )
     assert 4 < ways["WRONG: loop over shards, an update for each"][0] < 8
     assert ways["WRONG: jax.jit of NNX objects"][0] == 0
     # The errors of these two depend on the examples.

@@ -86,7 +86,8 @@ class Started:
         peak, addresses = 0, set()
         while self.process.poll() is None:
             found = re.search(
-                r"VmHWM:\s+(\d+) kB", Path(f"/proc/{self.process.pid}/status").read_text()
+                r"VmHWM:\s+(\d+) kB",
+                Path(f"/proc/{self.process.pid}/status").read_text(),
             )
             peak = max(peak, int(found[1]) * 1024 if found else 0)
             addresses |= listening(self.process.pid)
@@ -102,7 +103,9 @@ class Started:
             self.process.wait(limit)
         except subprocess.TimeoutExpired:
             self.kill()
-            raise AssertionError(f"still running after {limit} s: {self.err[-800:]}") from None
+            raise AssertionError(
+                f"still running after {limit} s: {self.err[-800:]}"
+            ) from None
         seconds = time.monotonic() - self.began
         assert not self.is_group_alive(), "a process of the command is left"
         return Ended(self.process.returncode, self.err, seconds)
@@ -171,7 +174,11 @@ class Bench:
         }
 
     def start(
-        self, out: str | Path, *args: object, wrap: tuple[str, ...] = (), **environment: str
+        self,
+        out: str | Path,
+        *args: object,
+        wrap: tuple[str, ...] = (),
+        **environment: str,
     ) -> Started:
         """`shardwise train` on the recipe of the experiments."""
         command = (
@@ -191,7 +198,9 @@ class Bench:
     def train(self, out: str | Path, *args: object, **environment: str) -> Ended:
         return self.start(out, *args, **environment).end()
 
-    def start_plain(self, out: str | Path, *args: object, **environment: str) -> Started:
+    def start_plain(
+        self, out: str | Path, *args: object, **environment: str
+    ) -> Started:
         """The loop that people write by hand."""
         return self.popen(
             (sys.executable, HERE / "plain.py", "--out", self.folder / out, *args),
@@ -214,7 +223,14 @@ class Bench:
         address = _free_address()
         started = []
         for index in range(count):
-            where = ("--coordinator", address, "--num-processes", count, "--process-id", index)
+            where = (
+                "--coordinator",
+                address,
+                "--num-processes",
+                count,
+                "--process-id",
+                index,
+            )
             command = (
                 sys.executable,
                 "-m",
@@ -231,16 +247,28 @@ class Bench:
         return Processes(started)
 
     def start_plain_group(
-        self, out: str | Path, *args: object, each: dict[int, dict[str, str]] | None = None
+        self,
+        out: str | Path,
+        *args: object,
+        each: dict[int, dict[str, str]] | None = None,
     ) -> "Processes":
         """Two processes of the loop that people write by hand, a device each."""
         address, script = _free_address(), HERE / "plain.py"
         started = []
         for index in range(2):
             where = ("--coordinator", address, "--count", 2, "--index", index)
-            command = (sys.executable, script, "--out", self.folder / out, *where, *args)
+            command = (
+                sys.executable,
+                script,
+                "--out",
+                self.folder / out,
+                *where,
+                *args,
+            )
             started.append(
-                self.popen(command, out, JAX_NUM_CPU_DEVICES="1", **(each or {}).get(index, {}))
+                self.popen(
+                    command, out, JAX_NUM_CPU_DEVICES="1", **(each or {}).get(index, {})
+                )
             )
         return Processes(started)
 
@@ -256,7 +284,8 @@ class Bench:
         options = ("--processes", count, "--restarts", restarts)
         train = ("train", RECIPE, "--out", self.folder / out, *layout, *args)
         return self.popen(
-            (sys.executable, "-m", "shardwise.cli", "launch", *options, "--", *train), out
+            (sys.executable, "-m", "shardwise.cli", "launch", *options, "--", *train),
+            out,
         )
 
     def command(self, *args: object, **environment: str) -> Ended:
@@ -265,7 +294,9 @@ class Bench:
             (sys.executable, "-m", "shardwise.cli", *args), "command", **environment
         ).end()
 
-    def popen(self, command: tuple[object, ...], out: str | Path, **environment: str) -> Started:
+    def popen(
+        self, command: tuple[object, ...], out: str | Path, **environment: str
+    ) -> Started:
         out = self.folder / out
         log = self.folder / f"{out.name}.{time.monotonic_ns()}.err"
         environment = self.environment(BATCH_LOG=str(batch_log(out)), **environment)
@@ -306,7 +337,8 @@ def last_step(out: Path) -> int:
     path = out / "metrics.jsonl"
     try:
         return max(
-            (json.loads(line)["step"] for line in path.read_text().split("\n")[:-1]), default=0
+            (json.loads(line)["step"] for line in path.read_text().split("\n")[:-1]),
+            default=0,
         )
     except (FileNotFoundError, json.JSONDecodeError):
         return 0
@@ -324,12 +356,21 @@ def losses(out: Path, merged: bool = False) -> dict[tuple[int, str], str]:
     found: dict[tuple[int, str], str] = {}
     for record in read_log(out):
         for name, value in record.items():
-            if name == "step" or name in TIMES or "_per_s" in name or name.endswith("_s"):
+            if (
+                name == "step"
+                or name in TIMES
+                or "_per_s" in name
+                or name.endswith("_s")
+            ):
                 continue
             key = record["step"], name
             if merged and found.get(key, bits(value)) != bits(value):
-                raise Silent(f"{name} of step {record['step']} has changed when it was redone")
-            assert merged or key not in found, f"{name} of step {record['step']} is there twice"
+                raise Silent(
+                    f"{name} of step {record['step']} has changed when it was redone"
+                )
+            assert merged or key not in found, (
+                f"{name} of step {record['step']} is there twice"
+            )
             found[key] = bits(value)
     return found
 
@@ -339,7 +380,9 @@ def batches(out: Path) -> dict[int, str]:
     found: dict[int, str] = {}
     for line in batch_log(out).read_text().splitlines():
         step, digest = line.split()
-        assert found.setdefault(int(step), digest) == digest, f"batch {step} has changed"
+        assert found.setdefault(int(step), digest) == digest, (
+            f"batch {step} has changed"
+        )
     return found
 
 
@@ -362,14 +405,22 @@ def _read(directory: Path) -> object:
         reader.metadata(directory).item_metadata.tree,
         lambda *_: ocp.RestoreArgs(restore_type=np.ndarray),
     )
-    return reader.restore(directory, args=ocp.args.PyTreeRestore(restore_args=arguments))
+    return reader.restore(
+        directory, args=ocp.args.PyTreeRestore(restore_args=arguments)
+    )
 
 
-def _map(tree: object, function: Callable[[str, object], object], path: str = "") -> object:
+def _map(
+    tree: object, function: Callable[[str, object], object], path: str = ""
+) -> object:
     if isinstance(tree, dict):
-        return {key: _map(child, function, f"{path}/{key}") for key, child in tree.items()}
+        return {
+            key: _map(child, function, f"{path}/{key}") for key, child in tree.items()
+        }
     if isinstance(tree, list | tuple):
-        return [_map(child, function, f"{path}/{index}") for index, child in enumerate(tree)]
+        return [
+            _map(child, function, f"{path}/{index}") for index, child in enumerate(tree)
+        ]
     return None if tree is None else function(path, tree)
 
 
@@ -388,11 +439,17 @@ def is_whole(directory: Path) -> bool:
     manifest = directory / "MANIFEST"
     if not manifest.exists():
         return False
-    expected = dict(reversed(line.split("  ", 1)) for line in manifest.read_text().splitlines())
+    expected = dict(
+        reversed(line.split("  ", 1)) for line in manifest.read_text().splitlines()
+    )
     found = {
-        str(path.relative_to(directory)): path for path in files_of(directory) if path != manifest
+        str(path.relative_to(directory)): path
+        for path in files_of(directory)
+        if path != manifest
     }
-    return expected == {name: blake3(path.read_bytes()).hexdigest() for name, path in found.items()}
+    return expected == {
+        name: blake3(path.read_bytes()).hexdigest() for name, path in found.items()
+    }
 
 
 def files_of(directory: Path) -> list[Path]:
@@ -422,7 +479,9 @@ def check_exact(out: Path, straight: Path, steps: int, merged: bool = False) -> 
         raise Silent(f"{len(differing)} batches differ, first {differing[0]}")
     ours, theirs = leaves(out, steps), leaves(straight, steps)
     differing = sorted(
-        path for path in ours.keys() | theirs.keys() if ours.get(path) != theirs.get(path)
+        path
+        for path in ours.keys() | theirs.keys()
+        if ours.get(path) != theirs.get(path)
     )
     if differing:
         raise Silent(f"{len(differing)} leaves differ: {', '.join(differing[:3])}")
@@ -431,7 +490,9 @@ def check_exact(out: Path, straight: Path, steps: int, merged: bool = False) -> 
 def check_clean(out: Path) -> None:
     """No temporary files, and every listed step is whole."""
     assert leftovers(out) == [], f"left behind: {leftovers(out)}"
-    broken = [step for step in steps_of(out) if not is_whole(out / "checkpoints" / str(step))]
+    broken = [
+        step for step in steps_of(out) if not is_whole(out / "checkpoints" / str(step))
+    ]
     assert broken == [], f"steps {broken} are listed and not whole"
 
 
@@ -439,7 +500,9 @@ def check_refused(ended: Ended, code: int, *words: str) -> None:
     """The exit code, one message that begins with the name of the command and has these words in it, and no traceback."""
     if ended.code == 0:
         raise Silent(f"accepted, {code} was due: {ended.message}")
-    assert ended.code == code, f"exit code {ended.code}, {code} was due: {ended.message}"
+    assert ended.code == code, (
+        f"exit code {ended.code}, {code} was due: {ended.message}"
+    )
     assert "Traceback" not in ended.err, ended.message
     assert ended.err.count("shardwise: ") == 1 or "╭" in ended.err, ended.message
     missing = [word for word in words if word not in ended.err]
@@ -452,7 +515,10 @@ def child_of(pid: int, index: int) -> int:
         with suppress(OSError, IndexError, ValueError):
             words = (path / "cmdline").read_bytes().split(b"\0")
             parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == pid and words[words.index(b"--process-id") + 1] == str(index).encode():
+            if (
+                parent == pid
+                and words[words.index(b"--process-id") + 1] == str(index).encode()
+            ):
                 return int(path.name)
     raise AssertionError(f"the launcher {pid} has no process {index}")
 
@@ -541,7 +607,11 @@ def listening(pid: int) -> set[str]:
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             _, address, _, state, *rest = line.split()
             is_loopback = address.startswith(
-                ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
+                (
+                    "0100007F",
+                    "00000000000000000000000001000000",
+                    "0000000000000000FFFF00000100007F",
+                )
             )
             if state == "0A" and rest[5] in inodes and not is_loopback:
                 found.add(address)
@@ -562,7 +632,9 @@ def mounted(folder: Path, options: str) -> Iterator[Path]:
     """A file system in memory; needs root."""
     folder.mkdir(exist_ok=True)
     subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], check=True, capture_output=True
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder],
+        check=True,
+        capture_output=True,
     )
     try:
         yield folder
@@ -598,7 +670,10 @@ class Tally:
             verdict = f"{'SILENT' if isinstance(error, Silent) else 'failed'}: {str(error) or type(error).__name__}"
             self.failures.append(f"{what}: {verdict}")
         if verdict != "passed" or not quiet:
-            print(f"  {what}: {verdict[:700]} ({time.monotonic() - began:.1f} s)", flush=True)
+            print(
+                f"  {what}: {verdict[:700]} ({time.monotonic() - began:.1f} s)",
+                flush=True,
+            )
 
 
 @dataclass
@@ -623,7 +698,10 @@ def experiment(id: str, name: str, note: str = "") -> Iterator[Row]:
     finally:
         ROWS.append(row)
     assert not row.ours.failures, "\n".join(
-        [f"{len(row.ours.failures)} of {row.ours.trials} trials failed:", *row.ours.failures]
+        [
+            f"{len(row.ours.failures)} of {row.ours.trials} trials failed:",
+            *row.ours.failures,
+        ]
     )
 
 

@@ -44,7 +44,9 @@ class Model(nnx.Module):
     ):
         kind = jnp.dtype(dtype)
         self.tokens = nnx.Embed(vocabulary, width, param_dtype=kind, rngs=rngs)
-        self.blocks = nnx.List([Block(width, dropout, kind, rngs) for _ in range(depth)])
+        self.blocks = nnx.List(
+            [Block(width, dropout, kind, rngs) for _ in range(depth)]
+        )
         head = nnx.Linear(width, vocabulary, param_dtype=kind, rngs=rngs)
         setattr(self, "output" if renamed else "head", head)
         self.seen = Seen(jnp.zeros((), jnp.float32))
@@ -52,7 +54,11 @@ class Model(nnx.Module):
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         x = self.tokens(inputs)
-        x = x + jnp.cumsum(x, 1) / jnp.arange(1, inputs.shape[1] + 1, dtype=x.dtype)[:, None]
+        x = (
+            x
+            + jnp.cumsum(x, 1)
+            / jnp.arange(1, inputs.shape[1] + 1, dtype=x.dtype)[:, None]
+        )
         for block in self.blocks:
             x = block(x)
         self.seen[...] = self.seen[...] + inputs.size
@@ -67,7 +73,8 @@ def amplify(x: jax.Array, factor: jax.Array) -> jax.Array:
 
 
 amplify.defvjp(
-    lambda x, factor: (x, factor), lambda factor, g: (g * factor, jnp.zeros_like(factor))
+    lambda x, factor: (x, factor),
+    lambda factor, g: (g * factor, jnp.zeros_like(factor)),
 )
 
 
@@ -85,11 +92,15 @@ def corpus(records: int, length: int, vocabulary: int) -> np.ndarray:
     """A walk with noise, so that there is something to learn, long enough for `records` windows; the same on every machine."""
     size = records * length + (records > 0)
     rng = np.random.default_rng(1234)
-    steps = rng.integers(0, 3, size) + (rng.random(size) < 0.1) * rng.integers(0, vocabulary, size)
+    steps = rng.integers(0, 3, size) + (rng.random(size) < 0.1) * rng.integers(
+        0, vocabulary, size
+    )
     return (np.cumsum(steps) % vocabulary).astype(np.uint16)
 
 
-def poison(batch: dict[str, np.ndarray], nan: bool, infinite: bool) -> dict[str, np.ndarray]:
+def poison(
+    batch: dict[str, np.ndarray], nan: bool, infinite: bool
+) -> dict[str, np.ndarray]:
     """The batch with a row whose loss is NaN, or whose loss is finite and whose gradient is not."""
     weight, factor = (
         np.ones(len(batch["inputs"]), np.float32),

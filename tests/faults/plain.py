@@ -25,7 +25,9 @@ class Windows:
         return (len(self.tokens) - 1) // self.length
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        window = self.tokens[index * self.length : (index + 1) * self.length + 1].astype(np.int32)
+        window = self.tokens[
+            index * self.length : (index + 1) * self.length + 1
+        ].astype(np.int32)
         return {"inputs": window[:-1], "labels": window[1:]}
 
 
@@ -33,7 +35,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--data", type=Path)
-    parser.add_argument("--coordinator")  # of several processes, with --count and --index
+    parser.add_argument(
+        "--coordinator"
+    )  # of several processes, with --count and --index
     parser.add_argument("--no-shuffle", dest="shuffle", action="store_false")
     for name, default in {"optimizer": "adamw", "dtype": "float32"}.items():
         parser.add_argument(f"--{name}", default=default)
@@ -78,7 +82,9 @@ def main() -> None:
         PartitionSpec(),
     )
     rows = NamedSharding(whole.mesh, PartitionSpec("data"))
-    schedule = optax.warmup_cosine_decay_schedule(0.0, args.lr, args.steps // 10, args.steps)
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, args.lr, args.steps // 10, args.steps
+    )
     transformation = optax.chain(
         optax.clip_by_global_norm(1.0), getattr(optax, args.optimizer)(schedule)
     )
@@ -105,18 +111,24 @@ def main() -> None:
         else corpus(args.records, args.length, args.vocabulary)
     )
     dataset = grain.MapDataset.source(Windows(tokens, args.length)).seed(args.seed)
-    dataset = (dataset.shuffle() if args.shuffle else dataset).repeat().batch(args.batch_size)
+    dataset = (
+        (dataset.shuffle() if args.shuffle else dataset).repeat().batch(args.batch_size)
+    )
     iterator = iter(dataset.to_iter_dataset())
 
     args.out.mkdir(parents=True, exist_ok=True)
     options = ocp.CheckpointManagerOptions(
         save_interval_steps=args.save_every, max_to_keep=3, cleanup_tmp_directories=True
     )
-    manager = ocp.CheckpointManager((args.out / "checkpoints").resolve(), options=options)
+    manager = ocp.CheckpointManager(
+        (args.out / "checkpoints").resolve(), options=options
+    )
     start = manager.latest_step() or 0
     if start:
         wanted = ocp.args.Composite(
-            state=ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, state)),
+            state=ocp.args.StandardRestore(
+                jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+            ),
             data=grain.checkpoint.CheckpointRestore(iterator),
         )
         restored = manager.restore(start, args=wanted)

@@ -29,7 +29,9 @@ class Faulty(Batches):
 
     def __call__(self, step: int) -> dict[str, np.ndarray]:
         wait_for_data(step, self.pause, self.stall_at)
-        batch = poison(super().__call__(step), step == self.nan_at, step == self.infinite_at)
+        batch = poison(
+            super().__call__(step), step == self.nan_at, step == self.infinite_at
+        )
         note(step, batch)
         return batch
 
@@ -42,7 +44,8 @@ class Faulty(Batches):
 def decode(record: dict | bytes) -> dict[str, np.ndarray]:
     """A row from {"tokens": [...]}, as a record of JSON lines or as the bytes of one in ArrayRecord."""
     tokens = np.array(
-        (json.loads(record) if isinstance(record, bytes) else record)["tokens"], np.int32
+        (json.loads(record) if isinstance(record, bytes) else record)["tokens"],
+        np.int32,
     )
     return {"inputs": tokens[:-1], "labels": tokens[1:]}
 
@@ -99,16 +102,25 @@ def recipe(
     )
     if filtered:
         source = keep(source, lambda row: False)
-    faults = {"pause": pause, "nan_at": nan_at, "infinite_at": infinite_at, "stall_at": stall_at}
+    faults = {
+        "pause": pause,
+        "nan_at": nan_at,
+        "infinite_at": infinite_at,
+        "stall_at": stall_at,
+    }
     return Run(
         model=partial(Model, vocabulary, width, depth, dropout, dtype, renamed),
         loss=loss,
         optimizer=getattr(optim, optimizer)(
             optim.cosine(lr, steps, warmup=0.1), clip=1.0, ema=0.999, spikes=spikes
         ),
-        data=Faulty(source, batch_size, seed=seed, shuffle=shuffle, skip_bad=skip_bad, **faults),
+        data=Faulty(
+            source, batch_size, seed=seed, shuffle=shuffle, skip_bad=skip_bad, **faults
+        ),
         eval_data=Faulty(
-            Tokens(corpus(eval_records, length, vocabulary), length), batch_size, pause=eval_pause
+            Tokens(corpus(eval_records, length, vocabulary), length),
+            batch_size,
+            pause=eval_pause,
         ),
         steps=steps,
         mesh=mesh,

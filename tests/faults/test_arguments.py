@@ -102,15 +102,15 @@ def test_f14_bad_arguments(bench, share):
             ):
                 ended = bench.command(*args)
                 if args:
-                    check_refused(ended, 2, *([words] if isinstance(words, str) else words))
+                    check_refused(
+                        ended, 2, *([words] if isinstance(words, str) else words)
+                    )
                 else:
                     assert (ended.code, words in ended.err) == (2, True)
                 assert "compiling" not in ended.err
                 if early:
                     slowest = max(slowest, ended.seconds)
-        row.note = (
-            f"slowest reply to the {len(EARLY[::share])} that need no recipe: {slowest:.1f} s"
-        )
+        row.note = f"slowest reply to the {len(EARLY[::share])} that need no recipe: {slowest:.1f} s"
 
 
 MESHES = [
@@ -151,7 +151,11 @@ MISMATCHES = {  # arguments -> words that the answer must have
         "float32[48, 192]",
         "float32[56, 224]",
     ),
-    ("--dtype", "bfloat16"): ("params/blocks/1/up/kernel", "float32[48, 192]", "bfloat16[48, 192]"),
+    ("--dtype", "bfloat16"): (
+        "params/blocks/1/up/kernel",
+        "float32[48, 192]",
+        "bfloat16[48, 192]",
+    ),
     ("--renamed",): ("params/head/kernel", "params/output/kernel", "opt_state"),
     ("--depth", "4"): ("params/blocks/3/down/bias", "opt_state"),
     ("--vocabulary", "130"): ("params/tokens/embedding", "params/head/bias"),
@@ -170,7 +174,9 @@ PLAIN_MISMATCHES = [args for args in MISMATCHES if args != ("--renamed",)]
 def test_f16_a_checkpoint_of_another_model(bench, straight, straight_plain, count):
     """Refused with a table of the first leaves that do not fit and the number of the others, nothing loaded, nothing changed."""
     run = straight(*SHORT)
-    with experiment("F16", "other shape, dtype, optimizer or name than in the checkpoint") as row:
+    with experiment(
+        "F16", "other shape, dtype, optimizer or name than in the checkpoint"
+    ) as row:
         out = copy_of(run, bench, "run")
         before = leaves(out, 20)
         for args, words in list(MISMATCHES.items())[:count]:
@@ -180,7 +186,9 @@ def test_f16_a_checkpoint_of_another_model(bench, straight, straight_plain, coun
                 assert "compiling" not in ended.err
                 if args[0] == "--width":
                     shaped = [
-                        path for path, (_, shape, _) in before.items() if {48, 192} & set(shape)
+                        path
+                        for path, (_, shape, _) in before.items()
+                        if {48, 192} & set(shape)
                     ]
                     named = [path for path in shaped if path.lstrip("/") in ended.err]
                     others = int(re.search(r"and (\d+) more", ended.err)[1])
@@ -196,7 +204,12 @@ def test_f16_a_checkpoint_of_another_model(bench, straight, straight_plain, coun
                     copy_of(plain, bench, "plain " + "".join(args))
                     if (
                         bench.plain(
-                            "plain-" + "".join(args), "--steps", "22", "--save-every", "4", *args
+                            "plain-" + "".join(args),
+                            "--steps",
+                            "22",
+                            "--save-every",
+                            "4",
+                            *args,
                         ).code
                         == 0
                     ):

@@ -31,7 +31,9 @@ SEED = 3
 @pytest.mark.parametrize(
     ("flips", "commands"), [(30, 1), pytest.param(200, 3, marks=pytest.mark.faults)]
 )
-def test_f03_every_flipped_bit_is_found(bench, straight, straight_plain, flips, commands):
+def test_f03_every_flipped_bit_is_found(
+    bench, straight, straight_plain, flips, commands
+):
     """The digests are checked for every flip; the whole command is started for some of them."""
     from shardwise.files.manifest import verify_manifest
 
@@ -43,16 +45,21 @@ def test_f03_every_flipped_bit_is_found(bench, straight, straight_plain, flips, 
         for number in range(flips):
             path, bit = pick_bit(newest, rng)
             with row.ours.trial(
-                f"flip {number + 1}: bit {bit} of {path.relative_to(newest)}", quiet=True
+                f"flip {number + 1}: bit {bit} of {path.relative_to(newest)}",
+                quiet=True,
             ):
                 flip_bit(path, bit)
                 problems = verify_manifest(newest)
                 flip_bit(path, bit)
                 assert problems, "not found"
-                assert str(path) in "\n".join(problems) or path.name == "MANIFEST", problems
+                assert str(path) in "\n".join(problems) or path.name == "MANIFEST", (
+                    problems
+                )
         for number in range(commands):
             path, bit = pick_bit(newest, rng)
-            with row.ours.trial(f"command {number + 1}: bit {bit} of {path.relative_to(newest)}"):
+            with row.ours.trial(
+                f"command {number + 1}: bit {bit} of {path.relative_to(newest)}"
+            ):
                 out = copy_of(run, bench, f"command{number}")
                 damaged = out / "checkpoints" / "20" / path.relative_to(newest)
                 flip_bit(damaged, bit)
@@ -110,7 +117,9 @@ PLAIN_DAMAGE = ("flipped", "truncated", "zeroed", "file missing", "empty")
     [("truncated",), pytest.param(tuple(DAMAGE), marks=pytest.mark.faults)],
     ids=["quick", "all"],
 )
-def test_f05_falls_back_to_the_newest_whole_step(bench, straight, straight_plain, kinds):
+def test_f05_falls_back_to_the_newest_whole_step(
+    bench, straight, straight_plain, kinds
+):
     run = straight(*SHORT)
     with experiment("F05", "newest checkpoint damaged, older ones complete") as row:
         for kind in kinds:

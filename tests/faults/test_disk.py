@@ -42,10 +42,14 @@ def test_f06_a_full_disk(bench, straight, straight_plain):
     expected = straight(*SHORT)
     if not can_mount(bench.folder / "probe"):
         with (
-            experiment("F06", "disk full", "cannot mount here: simulated by a fail point") as row,
+            experiment(
+                "F06", "disk full", "cannot mount here: simulated by a fail point"
+            ) as row,
             row.ours.trial("three saves in a row"),
         ):
-            ended = bench.train("run", *SHORT, SHARDWISE_FAILPOINT="checkpoint.arrays:2-4:enospc")
+            ended = bench.train(
+                "run", *SHORT, SHARDWISE_FAILPOINT="checkpoint.arrays:2-4:enospc"
+            )
             check_done(ended)
             assert "No space left" in ended.err, ended.message
             check_exact(bench.folder / "run", expected, 20)
@@ -135,7 +139,8 @@ def as_nobody(bench, out):
 def test_f23_a_directory_that_cannot_be_used(bench):
     """Known before anything is compiled."""
     with experiment(
-        "F23", "run directory read-only, without permission, a file, missing, or with I/O errors"
+        "F23",
+        "run directory read-only, without permission, a file, missing, or with I/O errors",
     ) as row:
         (bench.folder / "file").write_text("not a directory")
         with row.ours.trial("its parent is a file"):
@@ -161,7 +166,8 @@ def test_f23_a_directory_that_cannot_be_used(bench):
 def test_f23_a_directory_that_breaks_in_mid_run(bench, straight):
     expected = straight(*SHORT)
     with experiment(
-        "F23", "run directory read-only, without permission, a file, missing, or with I/O errors"
+        "F23",
+        "run directory read-only, without permission, a file, missing, or with I/O errors",
     ) as row:
         if os.geteuid() == 0:
             with row.ours.trial("no permission"):
@@ -192,7 +198,9 @@ def test_f23_a_directory_that_breaks_in_mid_run(bench, straight):
         ):
             with row.ours.trial(f"one I/O error at {point}"):
                 out = bench.folder / point
-                ended = bench.train(out.name, *SHORT, SHARDWISE_FAILPOINT=f"{point}:1:eio")
+                ended = bench.train(
+                    out.name, *SHORT, SHARDWISE_FAILPOINT=f"{point}:1:eio"
+                )
                 check_done(ended)
                 assert "warning:" in ended.err, ended.message
                 assert steps_of(out)[-1] == 20
@@ -205,22 +213,31 @@ def test_f26_saves_that_fail_in_the_background(bench, straight):
     expected = straight(*SHORT)
     with experiment("F26", "saving fails: once, at the last save, always") as row:
         with row.ours.trial("once"):
-            ended = bench.train("once", *SHORT, SHARDWISE_FAILPOINT="checkpoint.written:2:eio")
+            ended = bench.train(
+                "once", *SHORT, SHARDWISE_FAILPOINT="checkpoint.written:2:eio"
+            )
             check_done(ended)
             assert "8 could not be saved" in ended.err, ended.message
             assert "the next try is after step" in ended.err, ended.message
             check_exact(bench.folder / "once", expected, 20)
             check_clean(bench.folder / "once")
         with row.ours.trial("at the last save, once"):
-            ended = bench.train("last", *SHORT, SHARDWISE_FAILPOINT="checkpoint.written:5:enospc")
+            ended = bench.train(
+                "last", *SHORT, SHARDWISE_FAILPOINT="checkpoint.written:5:enospc"
+            )
             check_done(ended)
             check_exact(bench.folder / "last", expected, 20)
-        for name, count in (("at the last save, every time", "5-99"), ("always", "1-99")):
+        for name, count in (
+            ("at the last save, every time", "5-99"),
+            ("always", "1-99"),
+        ):
             with row.ours.trial(name):
                 out = bench.folder / name.replace(" ", "-").replace(",", "")
                 check_refused(
                     bench.train(
-                        out.name, *SHORT, SHARDWISE_FAILPOINT=f"checkpoint.written:{count}:enospc"
+                        out.name,
+                        *SHORT,
+                        SHARDWISE_FAILPOINT=f"checkpoint.written:{count}:enospc",
                     ),
                     4,
                     "step 20",
@@ -234,7 +251,9 @@ def test_f26_saves_that_fail_in_the_background(bench, straight):
 def strace_works():
     return (
         shutil.which("strace") is not None
-        and subprocess.run(["strace", "-o", "/dev/null", "true"], capture_output=True).returncode
+        and subprocess.run(
+            ["strace", "-o", "/dev/null", "true"], capture_output=True
+        ).returncode
         == 0
     )
 
@@ -257,7 +276,9 @@ def read_strace(path):
             continue
         name = rest.partition("(")[0]
         paths = (
-            re.findall(r"<(/[^>]*)>", rest) if "sync" in name else re.findall(r'"([^"]*)"', rest)
+            re.findall(r"<(/[^>]*)>", rest)
+            if "sync" in name
+            else re.findall(r'"([^"]*)"', rest)
         )
         calls.append((name, *paths[:2]))
     return calls
@@ -265,15 +286,23 @@ def read_strace(path):
 
 def check_order(calls, out, step):
     """Every file and directory of the step is flushed before the rename, the directory above it afterwards."""
-    final, temporary = out / "checkpoints" / str(step), out / "checkpoints" / f"{step}.tmp"
+    final, temporary = (
+        out / "checkpoints" / str(step),
+        out / "checkpoints" / f"{step}.tmp",
+    )
     renames = [
         i
         for i, call in enumerate(calls)
-        if call[0].startswith(("rename", "replace")) and call[1:] == (str(temporary), str(final))
+        if call[0].startswith(("rename", "replace"))
+        and call[1:] == (str(temporary), str(final))
     ]
     assert len(renames) == 1, f"{len(renames)} renames of {temporary}"
     flushed = {call[1] for call in calls[: renames[0]] if "sync" in call[0]}
-    wanted = [*files_of(final), *(path for path in final.rglob("*") if path.is_dir()), final]
+    wanted = [
+        *files_of(final),
+        *(path for path in final.rglob("*") if path.is_dir()),
+        final,
+    ]
     missing = [
         str(path.relative_to(final))
         for path in wanted
@@ -281,7 +310,8 @@ def check_order(calls, out, step):
     ]
     assert missing == [], f"not flushed before the rename: {missing}"
     assert any(
-        "sync" in call[0] and call[1] == str(final.parent) for call in calls[renames[0] :]
+        "sync" in call[0] and call[1] == str(final.parent)
+        for call in calls[renames[0] :]
     ), "the directory is not flushed after the rename"
 
 
@@ -325,10 +355,12 @@ def test_f30_everything_is_flushed_before_the_rename(bench):
             index = next(
                 i
                 for i, call in enumerate(calls)
-                if call[-1] == str(out / "run.json") and call[0].startswith(("rename", "replace"))
+                if call[-1] == str(out / "run.json")
+                and call[0].startswith(("rename", "replace"))
             )
             assert any(
-                "sync" in call[0] and call[1] == str(out / "run.json.tmp") for call in calls[:index]
+                "sync" in call[0] and call[1] == str(out / "run.json.tmp")
+                for call in calls[:index]
             )
         if traced:
             with row.plain.trial("the last step"):
@@ -351,11 +383,19 @@ def test_f30_everything_is_flushed_before_the_rename(bench):
 def check_plain_order(calls, out, step):
     final = out / "checkpoints" / str(step)
     renames = [
-        i for i, call in enumerate(calls) if call[0].startswith("rename") and call[-1] == str(final)
+        i
+        for i, call in enumerate(calls)
+        if call[0].startswith("rename") and call[-1] == str(final)
     ]
     assert renames, "no rename"
     temporary = Path(calls[renames[0]][1])
     flushed = {call[1] for call in calls[: renames[0]] if "sync" in call[0]}
     names = {Path(path).name.removesuffix(".__lock") for path in flushed}
-    missing = [str(path.relative_to(final)) for path in files_of(final) if path.name not in names]
-    assert missing == [], f"not flushed before the rename of {temporary.name}: {missing}"
+    missing = [
+        str(path.relative_to(final))
+        for path in files_of(final)
+        if path.name not in names
+    ]
+    assert missing == [], (
+        f"not flushed before the rename of {temporary.name}: {missing}"
+    )

@@ -125,7 +125,11 @@ def declared_size(out, outside):
     store = tensorstore.KvStore.open(
         {"driver": "ocdbt", "base": f"file://{step / 'state'}/"}
     ).result()
-    key = next(key for key in store.list().result() if key.endswith(b"params.head.kernel/.zarray"))
+    key = next(
+        key
+        for key in store.list().result()
+        if key.endswith(b"params.head.kernel/.zarray")
+    )
     description = json.loads(store.read(key).result().value)
     description["shape"] = description["chunks"] = [10**8, 10**7]
     store.write(key, json.dumps(description).encode()).result()
@@ -215,7 +219,10 @@ def test_f25_hostile_files(bench, straight, count):
         for make, due in list(CASES.items())[:count]:
             with row.ours.trial(make.__name__.replace("_", " ")):
                 out = copy_of(
-                    run, bench, make.__name__, without=(12, 20) if due == REFUSED else (20,)
+                    run,
+                    bench,
+                    make.__name__,
+                    without=(12, 20) if due == REFUSED else (20,),
                 )
                 outside = bench.folder / f"outside-{make.__name__}"
                 outside.mkdir()
@@ -229,7 +236,9 @@ def test_f25_hostile_files(bench, straight, count):
                 strange = sorted(found.events - usual.events)
                 assert strange == [], f"not done in a usual run: {strange[:3]}"
                 assert found.ports == set(), f"listens on {found.ports}"
-                assert found.elsewhere == set(), f"written elsewhere: {sorted(found.elsewhere)[:3]}"
+                assert found.elsewhere == set(), (
+                    f"written elsewhere: {sorted(found.elsewhere)[:3]}"
+                )
                 if due == EXACT:
                     check_done(found.ended)
                     check_exact(out, run, 20)
@@ -237,7 +246,8 @@ def test_f25_hostile_files(bench, straight, count):
                     check_done(found.ended)
                 elif found.ended.code != 0:
                     check_refused(
-                        found.ended, 7 if make is link_for_lock and found.ended.code == 7 else 4
+                        found.ended,
+                        7 if make is link_for_lock and found.ended.code == 7 else 4,
                     )
                 elif due == REFUSED:
                     raise Silent("loaded")
@@ -266,7 +276,14 @@ class spied:
             f"{self.memory / 2**20:.0f} MiB, usually {memory / 2**20:.0f}"
         )
         lines = [line.split("\t", 1) for line in log.read_text().splitlines()]
-        allowed = (str(out), f"{out}.batches", str(bench.cache), str(settings), "/dev/", "/proc/")
+        allowed = (
+            str(out),
+            f"{out}.batches",
+            str(bench.cache),
+            str(settings),
+            "/dev/",
+            "/proc/",
+        )
         self.elsewhere = {
             what
             for event, what in lines
@@ -275,5 +292,7 @@ class spied:
             and not what.startswith(allowed)
         }
         self.events = {
-            f"{event} {what}" for event, what in lines if event not in ("write", "change")
+            f"{event} {what}"
+            for event, what in lines
+            if event not in ("write", "change")
         }

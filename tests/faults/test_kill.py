@@ -65,7 +65,9 @@ def test_f01_fifty_kills_at_random_moments(bench, straight, straight_plain):
 
         def check_after():
             broken = [
-                step for step in steps_of(out) if not is_whole(out / "checkpoints" / str(step))
+                step
+                for step in steps_of(out)
+                if not is_whole(out / "checkpoints" / str(step))
             ]
             assert broken == [], f"{broken} are listed and not whole"
 
@@ -76,7 +78,12 @@ def test_f01_fifty_kills_at_random_moments(bench, straight, straight_plain):
         rng = seeded(SEED)
         delays = [rng.uniform(0, start_up + 3) for _ in range(KILLS)]
         redone, ended = kill_at_random(
-            row.ours, lambda: bench.start("run", *LONG), out, delays, check_after, check_end
+            row.ours,
+            lambda: bench.start("run", *LONG),
+            out,
+            delays,
+            check_after,
+            check_end,
         )
         row.note = f"seed {SEED}; complete runs of 100 steps: {ended}; at most {max(redone)} steps repeated after a kill, save_every=2"
         kill_at_random(
@@ -87,7 +94,9 @@ def test_f01_fifty_kills_at_random_moments(bench, straight, straight_plain):
             lambda: None,
             lambda: check_exact(plain_out, plain, 100, merged=True),
         )
-        assert max(redone) <= 5, f"{max(redone)} steps redone, and saves are 2 steps apart"
+        assert max(redone) <= 5, (
+            f"{max(redone)} steps redone, and saves are 2 steps apart"
+        )
 
 
 POINTS = [  # (fail point, visit, steps that must be there afterwards; the last one only if its save had come to its end)
@@ -107,14 +116,21 @@ POINTS = [  # (fail point, visit, steps that must be there afterwards; the last 
 @pytest.mark.faults
 def test_f02_killed_at_every_point_of_a_save(bench, straight):
     expected = straight(*SHORT)
-    with experiment("F02", "SIGKILL at fail points of a save, a restore and an evaluation") as row:
+    with experiment(
+        "F02", "SIGKILL at fail points of a save, a restore and an evaluation"
+    ) as row:
         for point, count, kept in POINTS:
             with row.ours.trial(f"{point}:{count}"):
                 out = bench.folder / f"{point}{count}"
                 if point == "restore":
                     shutil.copytree(bench.folder / "checkpoint.rename5.killed", out)
-                    shutil.copy(bench.folder / "checkpoint.rename5.killed.batches", batch_log(out))
-                ended = bench.train(out.name, *SHORT, SHARDWISE_FAILPOINT=f"{point}:{count}:kill")
+                    shutil.copy(
+                        bench.folder / "checkpoint.rename5.killed.batches",
+                        batch_log(out),
+                    )
+                ended = bench.train(
+                    out.name, *SHORT, SHARDWISE_FAILPOINT=f"{point}:{count}:kill"
+                )
                 assert ended.code == -signal.SIGKILL, ended.message
                 there = steps_of(out)
                 assert there == kept or (point == "evaluate" and there == kept[:-1]), (
@@ -161,7 +177,11 @@ def test_f26_goodput_under_kills(bench):
     ) as row:
         notes = []
         for name, tally, start in (
-            ("shardwise", row.ours, lambda: bench.start("run", *ENDLESS, "--eval-every", "100000")),
+            (
+                "shardwise",
+                row.ours,
+                lambda: bench.start("run", *ENDLESS, "--eval-every", "100000"),
+            ),
             ("plain", row.plain, lambda: bench.start_plain("plain", *ENDLESS)),
         ):
             with tally.trial(name):
@@ -190,7 +210,9 @@ def test_f26_kills_that_come_sooner_than_a_save(bench):
             messages += process.kill().err
         return messages
 
-    with experiment("F26c", "killed 20 steps after each start, save_every=100,000") as row:
+    with experiment(
+        "F26c", "killed 20 steps after each start, save_every=100,000"
+    ) as row:
         with row.ours.trial("five starts"):
             out = bench.folder / "run"
             messages = start_and_kill(

@@ -44,9 +44,13 @@ def test_f21_two_runs_in_one_directory(bench, straight):
                 try:
                     deadline = time.monotonic() + 120
                     while all(process.process.poll() is None for process in pair):
-                        assert time.monotonic() < deadline, "neither of them was refused"
+                        assert time.monotonic() < deadline, (
+                            "neither of them was refused"
+                        )
                         time.sleep(0.02)
-                    loser, winner = sorted(pair, key=lambda process: process.process.poll() is None)
+                    loser, winner = sorted(
+                        pair, key=lambda process: process.process.poll() is None
+                    )
                     check_refused(loser.end(), 7)
                     assert winner.process.poll() is None, "both of them ended"
                 finally:
@@ -69,7 +73,9 @@ def test_f21_two_runs_in_one_directory(bench, straight):
                     }
                 )
             )
-            check_refused(bench.train("moved", *SHORT), 7, "elsewhere", "--force-unlock")
+            check_refused(
+                bench.train("moved", *SHORT), 7, "elsewhere", "--force-unlock"
+            )
             check_done(bench.train("moved", *SHORT, "--force-unlock"))
             check_exact(out, expected, 20)
         with row.ours.trial("a lock file that is none"):
@@ -82,7 +88,12 @@ def test_f21_two_runs_in_one_directory(bench, straight):
             with row.plain.trial(f"pair {number + 1}, seeds 0 and 1"):
                 pair = [
                     bench.start_plain(
-                        f"plain{number}", *PLAIN_SHORT, "--pause", "0.1", "--seed", str(seed)
+                        f"plain{number}",
+                        *PLAIN_SHORT,
+                        "--pause",
+                        "0.1",
+                        "--seed",
+                        str(seed),
                     )
                     for seed in (0, 1)
                 ]
@@ -94,4 +105,6 @@ def test_f21_two_runs_in_one_directory(bench, straight):
                 if codes == [0, 0]:
                     raise Silent("both ran to the end in one directory")
                 assert 0 not in codes or last_step(pair[0].out) == 20
-                raise AssertionError(f"exit codes {codes}: one of them met files of the other")
+                raise AssertionError(
+                    f"exit codes {codes}: one of them met files of the other"
+                )

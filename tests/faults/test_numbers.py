@@ -25,27 +25,41 @@ SAVED_AT_7 = ("--steps", "20", "--save-every", "7", "--eval-every", "10")
 def all_finite(out):
     for step in steps_of(out):
         for path, (dtype, _, content) in leaves(out, step).items():
-            if dtype.startswith("float") and not np.isfinite(np.frombuffer(content, dtype)).all():
-                raise Silent(f"checkpoint {step} has numbers that are not finite in {path}")
+            if (
+                dtype.startswith("float")
+                and not np.isfinite(np.frombuffer(content, dtype)).all()
+            ):
+                raise Silent(
+                    f"checkpoint {step} has numbers that are not finite in {path}"
+                )
 
 
 @pytest.mark.faults
 def test_f09_a_batch_that_gives_no_number(bench):
     """Batch 7 is the eighth: step 8 is the one that is not applied."""
     with experiment("F09", "NaN loss, infinite gradient") as row:
-        for name, args in (("nan", ("--nan-at", 7)), ("infinite gradient", ("--infinite-at", 7))):
+        for name, args in (
+            ("nan", ("--nan-at", 7)),
+            ("infinite gradient", ("--infinite-at", 7)),
+        ):
             with row.ours.trial(f"{name}, stop"):
                 out = bench.folder / f"stop {name}".replace(" ", "-")
                 ended = bench.train(out.name, *SAVED_AT_7, *args)
                 check_refused(
-                    ended, 5, "step 8", "look at the batch", "newest checkpoint is step 7"
+                    ended,
+                    5,
+                    "step 8",
+                    "look at the batch",
+                    "newest checkpoint is step 7",
                 )
                 assert steps_of(out)[-1:] == [7], steps_of(out)
                 all_finite(out)
                 check_clean(out)
             with row.ours.trial(f"{name}, skip"):
                 out = bench.folder / f"skip {name}".replace(" ", "-")
-                check_done(bench.train(out.name, *SAVED_AT_7, *args, "--on-nonfinite", "skip"))
+                check_done(
+                    bench.train(out.name, *SAVED_AT_7, *args, "--on-nonfinite", "skip")
+                )
                 assert [r["step"] for r in read_log(out) if r.get("skipped")] == [8]
                 all_finite(out)
                 # By hand: the checkpoint of step 7, with its step set to 8, is what is left when a batch is left out.
@@ -54,16 +68,23 @@ def test_f09_a_batch_that_gives_no_number(bench):
                 shutil.copytree(out / "checkpoints" / "7", hand / "checkpoints" / "8")
                 rewrite(
                     hand / "checkpoints" / "8",
-                    lambda path, array: np.full_like(array, 8) if path == "/step" else array,
+                    lambda path, array: (
+                        np.full_like(array, 8) if path == "/step" else array
+                    ),
                     step=8,
                 )
-                check_done(bench.train(hand.name, *SAVED_AT_7, *args, "--on-nonfinite", "skip"))
+                check_done(
+                    bench.train(hand.name, *SAVED_AT_7, *args, "--on-nonfinite", "skip")
+                )
                 ours, by_hand = (
-                    {k: v for k, v in losses(o).items() if k[0] > 8} for o in (out, hand)
+                    {k: v for k, v in losses(o).items() if k[0] > 8}
+                    for o in (out, hand)
                 )
                 assert by_hand
                 if ours != by_hand or leaves(out, 20) != leaves(hand, 20):
-                    raise Silent("another run than the one that leaves the batch out by hand")
+                    raise Silent(
+                        "another run than the one that leaves the batch out by hand"
+                    )
         with row.plain.trial("nan"):
             ended = bench.plain("plain", *PLAIN_SHORT, "--nan-at", "7")
             if ended.code == 0:
@@ -80,9 +101,25 @@ def test_f10_a_learning_rate_that_is_far_too_large(bench):
             row.note = f"1e12: stopped after step {max(r['step'] for r in read_log(bench.folder / 'huge'))}"
         with row.ours.trial("spikes in a row"):
             # Which steps are spikes is chance, and another one on each processor; two in a row come with any rate from 10 to 1000.
-            args = ("--optimizer", "sgd", "--lr", "10", "--spikes", "2", "--max-skips", "1")
+            args = (
+                "--optimizer",
+                "sgd",
+                "--lr",
+                "10",
+                "--spikes",
+                "2",
+                "--max-skips",
+                "1",
+            )
             ended = bench.train(
-                "slow", "--steps", "60", "--save-every", "4", "--eval-every", "30", *args
+                "slow",
+                "--steps",
+                "60",
+                "--save-every",
+                "4",
+                "--eval-every",
+                "30",
+                *args,
             )
             check_refused(ended, 5, "learning rate", "checkpoint")
             all_finite(bench.folder / "slow")

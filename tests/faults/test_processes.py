@@ -75,7 +75,9 @@ def f08(bench, expected, victim, step):
     ended = processes.end(30)
     seconds = time.monotonic() - began
     assert [one.code for one in ended] == [75, 75], [one.message for one in ended]
-    assert sum(one.err.count("shardwise: ") for one in ended) == 1, [one.message for one in ended]
+    assert sum(one.err.count("shardwise: ") for one in ended) == 1, [
+        one.message for one in ended
+    ]
     stopped = int(re.search(r"after step (\d+)", ended[0].err)[1])
     assert steps_of(bench.folder / "run")[-1] == stopped
     go_on(bench, expected)
@@ -99,7 +101,9 @@ def test_f08_sigterm_to_one_of_two(bench, straight_pair):
             assert [one.code for one in ended] == [75, 75], [
                 (one.code, one.message[-150:]) for one in ended
             ]
-        row.note = f"both saved the same step and ended after at most {max(times):.1f} s"
+        row.note = (
+            f"both saved the same step and ended after at most {max(times):.1f} s"
+        )
 
 
 @pytest.mark.faults
@@ -129,13 +133,24 @@ def test_f17_topology_chain(bench):
     def layout(devices, mesh):
         return ("--cpu-devices", str(devices), "--mesh", mesh)
 
-    with experiment("F17", "another number of processes and devices, killed at each change") as row:
+    with experiment(
+        "F17", "another number of processes and devices, killed at each change"
+    ) as row:
         with row.ours.trial("straight"):
-            check_done(bench.launch("straight", *args, count=1, layout=layout(8, "data=8")).end())
+            check_done(
+                bench.launch(
+                    "straight", *args, count=1, layout=layout(8, "data=8")
+                ).end()
+            )
         for number, (count, devices, mesh) in enumerate(chain):
             with row.ours.trial(f"{count} x {devices} devices as {mesh}"):
                 processes = bench.start_group(
-                    "run", *args, "--pause", "0.1", count=count, layout=layout(devices, mesh)
+                    "run",
+                    *args,
+                    "--pause",
+                    "0.1",
+                    count=count,
+                    layout=layout(devices, mesh),
                 )
                 if number == len(chain) - 1:
                     for ended in processes.end():
@@ -187,9 +202,13 @@ def test_f18_a_killed_process(bench, straight_pair):
         ]:
             number += 1
             own = fresh(bench, number)
-            with row.ours.trial(f"process {victim} {'at ' + point if point else 'in a step'}"):
+            with row.ours.trial(
+                f"process {victim} {'at ' + point if point else 'in a step'}"
+            ):
                 processes = own.start_group(
-                    "run", *SLOW, each={victim: {"SHARDWISE_FAILPOINT": point}} if point else None
+                    "run",
+                    *SLOW,
+                    each={victim: {"SHARDWISE_FAILPOINT": point}} if point else None,
                 )
                 if point is None:
                     processes.wait_for_step(7)
@@ -199,7 +218,12 @@ def test_f18_a_killed_process(bench, straight_pair):
                 ended = processes.end(40)
                 times[victim].append(
                     check_lost(
-                        processes, ended, 1 - victim, [f"process {victim}", "lost"], began, 15
+                        processes,
+                        ended,
+                        1 - victim,
+                        [f"process {victim}", "lost"],
+                        began,
+                        15,
                     )
                 )
                 go_on(own, straight_pair)
@@ -234,13 +258,21 @@ def test_f19_a_stuck_process(bench, straight_pair):
         stall = bench.folder / "stall"
         stall.touch()
         places = {
-            "in a read of data": ({"STALL": str(stall)}, ("--stall-at", "7"), "process 1 is stuck"),
+            "in a read of data": (
+                {"STALL": str(stall)},
+                ("--stall-at", "7"),
+                "process 1 is stuck",
+            ),
             "in an evaluation": (
                 {"SHARDWISE_FAILPOINT": "evaluate:2:hang"},
                 (),
                 "process 1 is stuck",
             ),
-            "at the end": ({"SHARDWISE_FAILPOINT": "end:1:hang"}, (), "process 1 is stuck"),
+            "at the end": (
+                {"SHARDWISE_FAILPOINT": "end:1:hang"},
+                (),
+                "process 1 is stuck",
+            ),
             # All wait for each other in one phase, and only the stacks tell who for what.
             "while it saves": (
                 {"SHARDWISE_FAILPOINT": "checkpoint.written:2:hang"},
@@ -264,11 +296,15 @@ def test_f19_a_stuck_process(bench, straight_pair):
                     "run", *SHORT, *args, "--watchdog", WATCHDOG, each={1: environment}
                 )
                 ended = processes.end(150)
-                assert [one.code for one in ended] == [6, 6], [one.message for one in ended]
+                assert [one.code for one in ended] == [6, 6], [
+                    one.message for one in ended
+                ]
                 for index, one in enumerate(ended):
                     assert words in one.err, one.message
                     assert "Traceback" not in one.err, one.message
-                    stacks = (own.folder / "run" / "stacks" / f"process-{index}.txt").read_text()
+                    stacks = (
+                        own.folder / "run" / "stacks" / f"process-{index}.txt"
+                    ).read_text()
                     assert "most recent call first" in stacks
                     assert "Thread" in stacks
                 idle = float(re.search(r"for (\d+) s", ended[0].err)[1])
@@ -278,7 +314,9 @@ def test_f19_a_stuck_process(bench, straight_pair):
                     go_on(own, straight_pair)
         with row.plain.trial("in a read of data"):
             each = {1: {"STALL": str(stall)}}
-            processes = bench.start_plain_group("plain", *PLAIN_SLOW, "--stall-at", "7", each=each)
+            processes = bench.start_plain_group(
+                "plain", *PLAIN_SLOW, "--stall-at", "7", each=each
+            )
             processes.wait_for_step(7)
             assert [one.code for one in processes.end(60)] == [6, 6]
         own = fresh(bench, "stopped")
@@ -299,16 +337,28 @@ def test_no_false_alarm_for_what_takes_long(bench):
     """An evaluation and a read of data that are longer than the watchdog's limit, with work in them."""
     with (
         experiment(
-            "F19b", "long compilation, save and evaluation with a watchdog of 5 s: no false alarm"
+            "F19b",
+            "long compilation, save and evaluation with a watchdog of 5 s: no false alarm",
         ) as row,
         row.ours.trial("to the end"),
     ):
-        args = ("--steps", "6", "--save-every", "3", "--eval-every", "3", "--eval-pause", "2.0")
+        args = (
+            "--steps",
+            "6",
+            "--save-every",
+            "3",
+            "--eval-every",
+            "3",
+            "--eval-pause",
+            "2.0",
+        )
         for ended in bench.start_group("run", *args, "--watchdog", "5").end():
             check_done(ended)
 
 
-def test_a_launcher_listens_on_loopback_only_and_a_signal_to_one_process_stops_both(bench):
+def test_a_launcher_listens_on_loopback_only_and_a_signal_to_one_process_stops_both(
+    bench,
+):
     launcher = bench.launch("run", *SLOW)
     launcher.wait_for_step(2)
     children = [child_of(launcher.process.pid, index) for index in range(2)]
@@ -318,7 +368,9 @@ def test_a_launcher_listens_on_loopback_only_and_a_signal_to_one_process_stops_b
     check_refused(ended, 75, "after step")
     assert "[0] " in ended.err
     assert "[1] " not in ended.err
-    assert steps_of(bench.folder / "run")[-1] == int(re.search(r"after step (\d+)", ended.err)[1])
+    assert steps_of(bench.folder / "run")[-1] == int(
+        re.search(r"after step (\d+)", ended.err)[1]
+    )
     check_clean(bench.folder / "run")
 
 
@@ -329,17 +381,27 @@ def test_a_mistake_is_told_once(bench):
 @pytest.mark.faults
 def test_f18_restarts_have_an_end(bench):
     with (
-        experiment("F18b", "launcher whose runs are killed before they save: it gives up") as row,
+        experiment(
+            "F18b", "launcher whose runs are killed before they save: it gives up"
+        ) as row,
         row.ours.trial("gives up"),
     ):
         launcher = bench.launch(
-            "run", "--steps", "100000", "--save-every", "50000", "--pause", "0.05", restarts=50
+            "run",
+            "--steps",
+            "100000",
+            "--save-every",
+            "50000",
+            "--pause",
+            "0.05",
+            restarts=50,
         )
         for _ in range(3):
             out = bench.folder / "run"
             before = len(read_starts(out))
             launcher.wait_for(
-                lambda out=out, before=before: len(read_starts(out)) > before, "another start"
+                lambda out=out, before=before: len(read_starts(out)) > before,
+                "another start",
             )
             time.sleep(0.5)
             os.kill(child_of(launcher.process.pid, 1), signal.SIGKILL)
@@ -408,7 +470,9 @@ def plain_goodput(bench, out, random):
         processes.kill()
         if kill:
             processes = bench.start_plain_group(out.name, *ENDLESS)
-    executed = (out / "metrics.jsonl").read_text().count("\n")  # a line for each step, of all lives
+    executed = (
+        (out / "metrics.jsonl").read_text().count("\n")
+    )  # a line for each step, of all lives
     return max(steps_of(out), default=0), executed, time.monotonic() - began
 
 
@@ -428,7 +492,9 @@ def test_f26_goodput_of_two_processes(bench):
             assert useful > 0
 
         with row.ours.trial("shardwise launch"):
-            launcher = bench.launch("run", *ENDLESS, "--eval-every", "1000000", restarts=100)
+            launcher = bench.launch(
+                "run", *ENDLESS, "--eval-every", "1000000", restarts=100
+            )
             *found, recoveries = goodput(launcher, bench.folder / "run", random)
             note(
                 "shardwise",

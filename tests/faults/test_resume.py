@@ -24,7 +24,10 @@ from model import corpus
 
 DRIFTS = {  # arguments -> (words of the refusal, what accepts it)
     ("--seed", "1"): (("seed", "--accept seed", "--accept data"), ("seed", "data")),
-    ("--batch-size", "16"): (("data/batch_size", "8", "16", "--accept data"), ("data",)),
+    ("--batch-size", "16"): (
+        ("data/batch_size", "8", "16", "--accept data"),
+        ("data",),
+    ),
     ("--records", "101"): (("data/rows", "100", "101"), ("data",)),
     ("--length", "8"): (("data/source/length", "16", "8"), ("data",)),
     ("--no-shuffle",): (("data/shuffle", "True", "False"), ("data",)),
@@ -43,10 +46,13 @@ PLAIN_DRIFTS = (
 @pytest.mark.parametrize(
     "count", [2, pytest.param(99, marks=pytest.mark.faults)], ids=["quick", "all"]
 )
-def test_f12_another_run_than_the_one_that_is_resumed(bench, straight, straight_plain, count):
+def test_f12_another_run_than_the_one_that_is_resumed(
+    bench, straight, straight_plain, count
+):
     run = straight(*SHORT)
     with experiment(
-        "F12", "resumed with another seed, batch size, length, order, data or learning rate"
+        "F12",
+        "resumed with another seed, batch size, length, order, data or learning rate",
     ) as row:
         out = copy_of(run, bench, "run", without=(20,))
         for args, (words, _) in list(DRIFTS.items())[:count]:
@@ -89,7 +95,9 @@ EMPTY = {
     "count", [2, pytest.param(99, marks=pytest.mark.faults)], ids=["quick", "all"]
 )
 def test_f13_too_little_data(bench, count):
-    with experiment("F13", "no data, less than one batch, or all of it filtered out") as row:
+    with experiment(
+        "F13", "no data, less than one batch, or all of it filtered out"
+    ) as row:
         for args, words in list(EMPTY.items())[:count]:
             with row.ours.trial(" ".join(args)):
                 ended = bench.train("run", *SHORT, *args)
@@ -145,7 +153,9 @@ FLIPS = 6
 @pytest.mark.faults
 def test_f11_broken_data(bench, straight):
     rng = seeded(11)
-    with experiment("F11", "data missing, deleted, truncated, undecodable or changed") as row:
+    with experiment(
+        "F11", "data missing, deleted, truncated, undecodable or changed"
+    ) as row:
         data = tokens_file(bench.folder)
         args = (*SHORT, "--data", data)
         with row.ours.trial("missing at the start"):
@@ -187,7 +197,9 @@ def test_f11_broken_data(bench, straight):
             content = bytearray(data.read_bytes())
             content[LOW_BYTE] ^= 1
             data.write_bytes(content)
-            check_refused(bench.train("changed", *args), 2, "data/source/files", "--accept data")
+            check_refused(
+                bench.train("changed", *args), 2, "data/source/files", "--accept data"
+            )
             check_done(bench.train("changed", *args, "--accept", "data"))
         with row.ours.trial("a record that cannot be decoded"):
             lines = lines_file(bench.folder, bad=[31])
@@ -222,7 +234,9 @@ def test_f11_broken_data(bench, straight):
         expected = straight(*SHORT, "--data", str(records))
         for number in range(FLIPS):
             place = rng.choice([place for place, byte in enumerate(good) if byte])
-            with row.ours.trial(f"ArrayRecord, bit {number % 8} of byte {place} flipped"):
+            with row.ours.trial(
+                f"ArrayRecord, bit {number % 8} of byte {place} flipped"
+            ):
                 content = bytearray(good)
                 content[place] ^= 1 << number % 8
                 records.write_bytes(content)

@@ -95,7 +95,9 @@ PHASES = {
 @pytest.mark.faults
 def test_f07_a_signal_in_any_phase(bench, straight, straight_plain, tmp_path_factory):
     expected = straight(*SHORT)
-    with experiment("F07", "SIGTERM, SIGINT and a second signal, in every phase") as row:
+    with experiment(
+        "F07", "SIGTERM, SIGINT and a second signal, in every phase"
+    ) as row:
         slowest = 0.0
         cases = [(phase, signal.SIGTERM) for phase in PHASES] + [
             ("steps", signal.SIGINT),
@@ -112,7 +114,9 @@ def test_f07_a_signal_in_any_phase(bench, straight, straight_plain, tmp_path_fac
                 check_stopped(ended)
                 out = process.out
                 finished = last_step(out)
-                if finished and phase != "restore":  # there the log is still that of the run before
+                if (
+                    finished and phase != "restore"
+                ):  # there the log is still that of the run before
                     assert steps_of(out)[-1:] == [finished], (
                         f"finished {finished}, saved {steps_of(out)}: {ended.message}"
                     )
@@ -141,7 +145,9 @@ def test_f07_a_signal_in_any_phase(bench, straight, straight_plain, tmp_path_fac
         plain = straight_plain(*PLAIN_SHORT)
         for number in (signal.SIGTERM, signal.SIGINT):
             with row.plain.trial(f"{number.name} during steps"):
-                process = bench.start_plain(f"plain{number}", *PLAIN_SHORT, "--pause", "0.2")
+                process = bench.start_plain(
+                    f"plain{number}", *PLAIN_SHORT, "--pause", "0.2"
+                )
                 process.wait_for_step(6)
                 process.signal(number)
                 ended = process.end()
@@ -149,4 +155,6 @@ def test_f07_a_signal_in_any_phase(bench, straight, straight_plain, tmp_path_fac
                 saved = steps_of(process.out)[-1:]
                 check_done(bench.plain(process.out.name, *PLAIN_SHORT))
                 check_exact(process.out, plain, 20, merged=True)
-                assert saved == [finished], f"rc {ended.code}; finished {finished}, saved {saved}"
+                assert saved == [finished], (
+                    f"rc {ended.code}; finished {finished}, saved {saved}"
+                )

@@ -48,10 +48,15 @@ def test_f27_every_kind_of_state_is_saved_and_restored(bench, straight):
                 if still:
                     raise Silent(f"{still} are as they were")
         with row.ours.trial("random values for every leaf, byte by byte"):
-            out, rng = copy_of(run, bench, "random", without=(12, 20)), np.random.default_rng(27)
+            out, rng = (
+                copy_of(run, bench, "random", without=(12, 20)),
+                np.random.default_rng(27),
+            )
             rewrite(
                 out / "checkpoints" / "16",
-                lambda path, array: array if path == "/step" else random_like(array, rng),
+                lambda path, array: (
+                    array if path == "/step" else random_like(array, rng)
+                ),
             )
             written = {
                 path.lstrip("/"): hashlib.sha256(content).hexdigest()

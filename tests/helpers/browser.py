@@ -17,7 +17,8 @@ def text(browser, selector):
 def texts(browser, selector):
     """Return the text content of all elements, visible or not."""
     return browser.execute_script(
-        "return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent)", selector
+        "return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent)",
+        selector,
     )
 
 
@@ -60,8 +61,13 @@ def contrast(one, other):
     luminances = []
     for color in (one, other):
         channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-        luminances.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05)
+        linear = [
+            c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+            for c in channels
+        ]
+        luminances.append(
+            0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05
+        )
     return max(luminances) / min(luminances)
 
 
@@ -70,4 +76,6 @@ def set_screen(browser, width=1280, dark=False, media=""):
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": media, "features": [scheme]})
+    browser.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia", {"media": media, "features": [scheme]}
+    )

@@ -6,11 +6,18 @@ import sys
 from pathlib import Path
 
 
-def start(*words: object, cwd: Path | None = None, **environment: str) -> subprocess.Popen[str]:
+def start(
+    *words: object, cwd: Path | None = None, **environment: str
+) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "shardwise.cli", *map(str, words)]
     variables = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
     return subprocess.Popen(
-        command, cwd=cwd, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=cwd,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 

@@ -84,9 +84,13 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(404, b"", {"X-Error-Code": "EntryNotFound"})
             return
         content = file.read_bytes()
-        self.answer(200, content, {"ETag": f'"{digest(content)}"', "X-Repo-Commit": COMMIT})
+        self.answer(
+            200, content, {"ETag": f'"{digest(content)}"', "X-Repo-Commit": COMMIT}
+        )
 
-    def answer(self, status: int, content: bytes, headers: dict[str, str] | None = None) -> None:
+    def answer(
+        self, status: int, content: bytes, headers: dict[str, str] | None = None
+    ) -> None:
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))

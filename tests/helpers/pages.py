@@ -97,9 +97,9 @@ def blocks_of(page: Path) -> list[Block]:
                 match["shown_mark"] or "",
             )
         )
-    assert len(found) == len(re.findall(r"^```(?:python|console)$", text, re.MULTILINE)), (
-        f"{page}: a block is not closed, or indented"
-    )
+    assert len(found) == len(
+        re.findall(r"^```(?:python|console)$", text, re.MULTILINE)
+    ), f"{page}: a block is not closed, or indented"
     return found
 
 
@@ -115,8 +115,12 @@ def commands_of(page: Path) -> list[str]:
 def same_words(printed: str, shown: str, figures_differ: bool) -> bool:
     """Lines are wrapped on pages; "..." stands for any words."""
     if figures_differ:
-        printed, shown = (FIGURE.sub("#", RULE.sub(" ", text)) for text in (printed, shown))
-    pattern = r"\s+".join(".*?" if word == "..." else re.escape(word) for word in shown.split())
+        printed, shown = (
+            FIGURE.sub("#", RULE.sub(" ", text)) for text in (printed, shown)
+        )
+    pattern = r"\s+".join(
+        ".*?" if word == "..." else re.escape(word) for word in shown.split()
+    )
     return re.fullmatch(pattern, " ".join(printed.split()), re.DOTALL) is not None
 
 
@@ -170,9 +174,13 @@ def _run_block(page: Path, block: Block, ran: Ran, stdin: str) -> None:
     ran.commands.extend(done)
     if block.shown is None:  # commands may print more than a page wants to show
         return
-    printed = "".join(one.said if block.of_standard_error else one.printed for one in done)
+    printed = "".join(
+        one.said if block.of_standard_error else one.printed for one in done
+    )
     same = same_lines if block.of_standard_error else same_words
-    assert same(printed, block.shown, block.figures_differ), f"{place} printed:\n{printed}"
+    assert same(printed, block.shown, block.figures_differ), (
+        f"{place} printed:\n{printed}"
+    )
 
 
 def run_command(line: str, stdin: str = "") -> Done:

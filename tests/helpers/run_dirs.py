@@ -105,7 +105,10 @@ def make_run(path, steps=40, again=True):
             {"step": steps, "eval_loss": 0.5},
         ],
     )
-    lines(path / "starts.jsonl", [{"step": 0, "time": T0 + 9}, {"step": 20, "time": T0 + 109}])
+    lines(
+        path / "starts.jsonl",
+        [{"step": 0, "time": T0 + 9}, {"step": 20, "time": T0 + 109}],
+    )
     starting = [
         {"step": s, "time": t, "total": 10.0, "seconds": PHASES}
         for s, t in ((0, T0 + 10), (20, T0 + 110))
@@ -116,16 +119,31 @@ def make_run(path, steps=40, again=True):
             "start": T0,
             "time": T0 + 30,
             "step": 25,
-            "seconds": {"compile": 4.0, "steps": 13.0, "data": 2.5, "evaluate": 3.0, "save": 1.0},
+            "seconds": {
+                "compile": 4.0,
+                "steps": 13.0,
+                "data": 2.5,
+                "evaluate": 3.0,
+                "save": 1.0,
+            },
         }
         two = {
             "start": T0 + 100,
             "time": T0 + 125,
             "step": steps,
-            "seconds": {"compile": 4.0, "steps": 10.5, "data": 2.0, "evaluate": 1.0, "save": 1.0},
+            "seconds": {
+                "compile": 4.0,
+                "steps": 10.5,
+                "data": 2.0,
+                "evaluate": 1.0,
+                "save": 1.0,
+            },
         }
         lines(path / "phases.jsonl", [{**one, "time": T0 + 20, "step": 10}, one, two])
-    lines(path / "samples.jsonl", [{"step": 20, "text": "early"}, {"step": 40, "text": "late <b>"}])
+    lines(
+        path / "samples.jsonl",
+        [{"step": 20, "text": "early"}, {"step": 40, "text": "late <b>"}],
+    )
     about = {
         "recipe": "r.py:recipe",
         "arguments": {"lr": "0.001", "out": str(path)},
@@ -134,7 +152,10 @@ def make_run(path, steps=40, again=True):
         "steps": steps,
     }
     (path / "run.json").write_text(
-        json.dumps(about | {"versions": {"jax": "0.10.2"}, "devices": {"count": 2, "kind": "cpu"}})
+        json.dumps(
+            about
+            | {"versions": {"jax": "0.10.2"}, "devices": {"count": 2, "kind": "cpu"}}
+        )
     )
     (path / "plan.json").write_text(
         json.dumps(
@@ -145,7 +166,9 @@ def make_run(path, steps=40, again=True):
         )
     )
     (path / "checkpoints" / "40").mkdir(parents=True)
-    (path / "checkpoints" / "40" / "meta.json").write_text(json.dumps({"metrics": {"loss": 0.125}}))
+    (path / "checkpoints" / "40" / "meta.json").write_text(
+        json.dumps({"metrics": {"loss": 0.125}})
+    )
     return path
 
 
@@ -163,7 +186,9 @@ def damage_run(path):
         '{"step": 1' + "0" * 5000 + "}",
         '{"step": 99, "loss',
     ]
-    (path / "metrics.jsonl").write_bytes(good.encode() + "\n".join(odd).encode("latin1"))
+    (path / "metrics.jsonl").write_bytes(
+        good.encode() + "\n".join(odd).encode("latin1")
+    )
     for name in (
         "run.json",
         "plan.json",

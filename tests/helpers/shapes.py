@@ -9,7 +9,9 @@ from shardwise.module import ModuleDef, build_module, split_module
 from shardwise.tree import PyTree
 
 
-def definition_and_shapes(factory: Callable[[nnx.Rngs], nnx.Module]) -> tuple[ModuleDef, PyTree]:
+def definition_and_shapes(
+    factory: Callable[[nnx.Rngs], nnx.Module],
+) -> tuple[ModuleDef, PyTree]:
     """Return the definition of a model and the shapes of its parameters. Nothing is computed."""
     definitions = []
 

@@ -24,7 +24,9 @@ IN_HOST = 'hostname "$0" && exec "$@"'
 
 def run(*words: object) -> str:
     """Run a command that must succeed, and return its output."""
-    ended = subprocess.run([str(word) for word in words], text=True, capture_output=True)
+    ended = subprocess.run(
+        [str(word) for word in words], text=True, capture_output=True
+    )
     assert ended.returncode == 0, (
         f"{' '.join(map(str, words))}: {ended.stdout}{ended.stderr}(these tests need root on Linux)"
     )
@@ -62,7 +64,10 @@ class Network:
         run("ip", "-n", self.switch, "link", "add", "switch", "type", "bridge")
         run("ip", "-n", self.switch, "link", "set", "switch", "up")
         for index in range(self.count):
-            name, cable = self.name(index), ("name", "eth0", "address", self.hardware(index))
+            name, cable = (
+                self.name(index),
+                ("name", "eth0", "address", self.hardware(index)),
+            )
             run("ip", "netns", "add", name)
             run(
                 "ip",
@@ -79,14 +84,39 @@ class Network:
                 "netns",
                 self.switch,
             )
-            run("ip", "-n", self.switch, "link", "set", f"port{index}", "master", "switch", "up")
-            run("ip", "-n", name, "address", "add", f"{self.address(index)}/24", "dev", "eth0")
+            run(
+                "ip",
+                "-n",
+                self.switch,
+                "link",
+                "set",
+                f"port{index}",
+                "master",
+                "switch",
+                "up",
+            )
+            run(
+                "ip",
+                "-n",
+                name,
+                "address",
+                "add",
+                f"{self.address(index)}/24",
+                "dev",
+                "eth0",
+            )
             run("ip", "-n", name, "link", "set", "eth0", "up")
             run("ip", "-n", name, "link", "set", "lo", "up")
             # All addresses are known from the start, so that an unanswered ARP request does not
             # reveal a cut link.
             for other in set(range(self.count)) - {index}:
-                entry = (self.address(other), "lladdr", self.hardware(other), "dev", "eth0")
+                entry = (
+                    self.address(other),
+                    "lladdr",
+                    self.hardware(other),
+                    "dev",
+                    "eth0",
+                )
                 run("ip", "-n", name, "neighbour", "add", *entry, "nud", "permanent")
 
     def hardware(self, index: int) -> str:
@@ -105,13 +135,31 @@ class Network:
     def cut(self, *indices: int) -> None:
         """Make the switch drop what these hosts send each other; no socket closes."""
         for index in indices:
-            run("bridge", "-n", self.switch, "link", "set", "dev", f"port{index}", "isolated", "on")
+            run(
+                "bridge",
+                "-n",
+                self.switch,
+                "link",
+                "set",
+                "dev",
+                f"port{index}",
+                "isolated",
+                "on",
+            )
 
     def mend(self) -> None:
         """Undo `cut`."""
         for index in range(self.count):
             run(
-                "bridge", "-n", self.switch, "link", "set", "dev", f"port{index}", "isolated", "off"
+                "bridge",
+                "-n",
+                self.switch,
+                "link",
+                "set",
+                "dev",
+                f"port{index}",
+                "isolated",
+                "off",
             )
 
 
@@ -123,8 +171,12 @@ class Hosts:
     bench: harness.Bench
     started: list[harness.Started] = field(default_factory=list)
 
-    def start(self, index: int, out: str, *command: object, **environment: str) -> harness.Started:
-        process = self.bench.popen(self.network.inside(index, *command), out, **environment)
+    def start(
+        self, index: int, out: str, *command: object, **environment: str
+    ) -> harness.Started:
+        process = self.bench.popen(
+            self.network.inside(index, *command), out, **environment
+        )
         self.started.append(process)
         return process
 
@@ -166,7 +218,9 @@ class Hosts:
                 devices,
                 *recipe,
             )
-            processes.append(self.start(index, out, *words, **(only or {}).get(index, {})))
+            processes.append(
+                self.start(index, out, *words, **(only or {}).get(index, {}))
+            )
         return Running(processes)
 
     def train(self, out: str, *args: object, hosts: int = 2, devices: int = 2) -> Path:
@@ -208,8 +262,12 @@ class Running:
                 if self[index].process.poll() is not None:
                     took[index] = time.monotonic() - began
                     waiting.discard(index)
-            output = "\n".join(f"process {index}: {self[index].err[-800:]}" for index in waiting)
-            assert time.monotonic() - began < seconds, f"still running after {seconds} s: {output}"
+            output = "\n".join(
+                f"process {index}: {self[index].err[-800:]}" for index in waiting
+            )
+            assert time.monotonic() - began < seconds, (
+                f"still running after {seconds} s: {output}"
+            )
             time.sleep(0.02)
         return took
 

@@ -13,12 +13,17 @@ from shardwise.cluster.signals import Stop
 from shardwise.cluster.watch import Watch
 
 
-def main(coordinator: str, count: str, index: str, devices: str, file: str, *meshes: str) -> None:
+def main(
+    coordinator: str, count: str, index: str, devices: str, file: str, *meshes: str
+) -> None:
     use_cpu_devices(int(devices))
     group = start_group(coordinator, int(count), int(index))
     with Watch(group, Stop()):
         found = {
-            text: [[device.process_index for device in row] for row in make_mesh(text).devices]
+            text: [
+                [device.process_index for device in row]
+                for row in make_mesh(text).devices
+            ]
             for text in meshes
         }
     Path(file).write_text(json.dumps({"hosts": group.hosts, "meshes": found}))

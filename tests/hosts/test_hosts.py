@@ -64,7 +64,9 @@ def check_same_run(out, alone, held_out):
     assert len(ours) == 21
     differences = {key: abs(ours[key] - theirs[key]) / abs(theirs[key]) for key in ours}
     for name, bound in (("loss", 2e-6), ("eval_loss", held_out)):
-        worst = max(difference for (_, kind), difference in differences.items() if kind == name)
+        worst = max(
+            difference for (_, kind), difference in differences.items() if kind == name
+        )
         print(f"  largest relative difference of {name}: {worst:.1e}")
         assert worst <= bound
     assert batches(out) == batches(alone)
@@ -97,7 +99,9 @@ def check_resumes(hosts, out, straight, *args):
 
 def show(what, took):
     """Print how long the processes took to end."""
-    parts = [f"process {index} ended after {took[index]:.1f} s" for index in sorted(took)]
+    parts = [
+        f"process {index} ended after {took[index]:.1f} s" for index in sorted(took)
+    ]
     print(f"  {what}: {', '.join(parts)}", flush=True)
 
 
@@ -112,9 +116,25 @@ def alone(all_hosts):
     def get(*mesh):
         if mesh not in made:
             name = f"alone{len(made)}"
-            recipe = (RECIPE, "--out", all_hosts.bench.folder / name, "--mesh", *mesh, *SHORT)
+            recipe = (
+                RECIPE,
+                "--out",
+                all_hosts.bench.folder / name,
+                "--mesh",
+                *mesh,
+                *SHORT,
+            )
             process = all_hosts.bench.popen(
-                (sys.executable, "-m", "shardwise.cli", "--cpu-devices", 4, "train", *recipe), name
+                (
+                    sys.executable,
+                    "-m",
+                    "shardwise.cli",
+                    "--cpu-devices",
+                    4,
+                    "train",
+                    *recipe,
+                ),
+                name,
             )
             check_done(process.end())
             made[mesh] = process.out
@@ -134,7 +154,9 @@ def alone(all_hosts):
         (("data=2,model=2", *RULE), 4),
     ],
     ids=lambda value: (
-        " ".join(map(str, value[:3:2])) if isinstance(value, tuple) else f"{value} hosts"
+        " ".join(map(str, value[:3:2]))
+        if isinstance(value, tuple)
+        else f"{value} hosts"
     ),
 )
 def test_hosts_train_the_same_run(hosts, alone, mesh, count):
@@ -150,13 +172,18 @@ def test_hosts_train_the_same_run(hosts, alone, mesh, count):
 
 def test_only_data_crosses_hosts(hosts):
     """In whatever order the axes are written, the model axis stays within a host."""
-    meshes, script = ("data=2,model=2", "model=2,data=2"), Path(__file__).parent / "meshes.py"
+    meshes, script = (
+        ("data=2,model=2", "model=2,data=2"),
+        Path(__file__).parent / "meshes.py",
+    )
     address, files = (
         f"{hosts.network.address(0)}:{hosts.network.port}",
         [hosts.bench.folder / f"{index}.json" for index in range(2)],
     )
     started = [
-        hosts.start(i, f"mesh{i}", sys.executable, script, address, 2, i, 2, file, *meshes)
+        hosts.start(
+            i, f"mesh{i}", sys.executable, script, address, 2, i, 2, file, *meshes
+        )
         for i, file in enumerate(files)
     ]
     for process in started:
@@ -175,7 +202,9 @@ def listening(pid):
     with suppress(OSError):
         for link in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):
-                sockets.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
+                sockets.add(
+                    os.readlink(link).removeprefix("socket:[").removesuffix("]")
+                )
         for table in ("tcp", "tcp6"):
             for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
                 _, local, _, state, *rest = line.split()
@@ -186,7 +215,12 @@ def listening(pid):
                         for start in range(0, len(address), 8)
                     ]
                     plain = ipaddress.ip_address(b"".join(words))
-                    found.add((str(getattr(plain, "ipv4_mapped", None) or plain), int(port, 16)))
+                    found.add(
+                        (
+                            str(getattr(plain, "ipv4_mapped", None) or plain),
+                            int(port, 16),
+                        )
+                    )
     return found
 
 
@@ -201,7 +235,9 @@ def test_processes_listen_only_on_their_own_address(hosts):
         check_done(ended)
     print(f"  listened on: {found}")
     for index in range(2):
-        assert {address for address, _ in found[index]} == {hosts.network.address(index)}
+        assert {address for address, _ in found[index]} == {
+            hosts.network.address(index)
+        }
     assert (hosts.network.address(0), hosts.network.port) in found[0]
 
 
@@ -212,7 +248,9 @@ def test_a_lost_host_is_named(hosts, undisturbed, lost):
     running[lost].signal(signal.SIGKILL)
     took = running.end_within(LOST, but=(lost,))
     show(f"host {lost} lost", took)
-    check_ended(running[1 - lost], 6, f"process {lost} on {hosts.network.name(lost)}", "lost")
+    check_ended(
+        running[1 - lost], 6, f"process {lost} on {hosts.network.name(lost)}", "lost"
+    )
     check_resumes(hosts, running[0].out, undisturbed(*RUN), *RUN, *SLOW)
 
 
@@ -223,23 +261,41 @@ def test_a_cut_link_ends_both_sides(hosts, undisturbed):
     took = running.end_within(CUT)
     show("link cut", took)
     for index, process in enumerate(running.processes):
-        check_ended(process, 6, f"process {1 - index} on {hosts.network.name(1 - index)}", "lost")
+        check_ended(
+            process,
+            6,
+            f"process {1 - index} on {hosts.network.name(1 - index)}",
+            "lost",
+        )
     hosts.network.mend()
     check_resumes(hosts, running[0].out, undisturbed(*RUN), *RUN, *SLOW)
 
 
 def test_hosts_that_never_meet_say_so(hosts):
     hosts.network.cut(0, 1)
-    running = hosts.start_train("run", *RUN, command=(Path(__file__).parent / "hasty.py", 10))
+    running = hosts.start_train(
+        "run", *RUN, command=(Path(__file__).parent / "hasty.py", 10)
+    )
     show("never joined, with 10 s for it", running.end_within(60))
     for index, process in enumerate(running.processes):
-        check_ended(process, 6, f"process {index} of 2 cannot join", hosts.network.address(0))
+        check_ended(
+            process, 6, f"process {index} of 2 cannot join", hosts.network.address(0)
+        )
 
 
 def test_a_cut_between_two_hosts_that_both_reach_the_first(hosts):
     """Nobody is lost and nobody can continue: heartbeats arrive, but a collective does not."""
     running = hosts.start_train(
-        "run", "--mesh", "data=3", "--batch-size", 18, *SLOW, "--watchdog", 15, hosts=3, devices=1
+        "run",
+        "--mesh",
+        "data=3",
+        "--batch-size",
+        18,
+        *SLOW,
+        "--watchdog",
+        15,
+        hosts=3,
+        devices=1,
     )
     running.wait_for_step(7)
     hosts.network.cut(1, 2)
@@ -248,7 +304,9 @@ def test_a_cut_between_two_hosts_that_both_reach_the_first(hosts):
     for index, process in enumerate(running.processes):
         assert process.process.returncode == 6, process.err[-800:]
         assert not DUMP.search(process.err), process.err[-3000:]
-        assert "File" in (running[0].out / "stacks" / f"process-{index}.txt").read_text()
+        assert (
+            "File" in (running[0].out / "stacks" / f"process-{index}.txt").read_text()
+        )
     check_ended(running[0], 6, "stuck")
 
 
@@ -292,10 +350,14 @@ def test_a_host_whose_data_stalls_is_named(hosts, undisturbed):
     running.wait_for_step(8)
     took = running.end_within(60)
     show("data of host 1 stalls, --watchdog 15", took)
-    check_ended(running[0], 6, f"process 1 on {hosts.network.name(1)}", "stuck", "--watchdog")
+    check_ended(
+        running[0], 6, f"process 1 on {hosts.network.name(1)}", "stuck", "--watchdog"
+    )
     assert running[1].process.returncode == 6
     assert not DUMP.search(running[1].err), running[1].err[-3000:]
     for index in range(2):
-        assert "File" in (running[0].out / "stacks" / f"process-{index}.txt").read_text()
+        assert (
+            "File" in (running[0].out / "stacks" / f"process-{index}.txt").read_text()
+        )
     assert "wait_for_data" in (running[0].out / "stacks" / "process-1.txt").read_text()
     check_resumes(hosts, running[0].out, undisturbed(*RUN), *args)

@@ -89,7 +89,9 @@ def digits_case():
     spec.loader.exec_module(digits)
     images, labels = load_digits(return_X_y=True)
     data = {"image": (images / 16).reshape(-1, 8, 8, 1).astype("f4"), "label": labels}
-    rules = Rules(fsdp_min_size=64, paths=(("conv2/kernel", (None, None, "fsdp", "model")),))
+    rules = Rules(
+        fsdp_min_size=64, paths=(("conv2/kernel", (None, None, "fsdp", "model")),)
+    )
     return Case(digits.ConvNet, digits.loss, Batches(data, 32), rules)
 
 
@@ -105,7 +107,9 @@ class Mixer(nnx.Module):
             8,
             32,
             rngs=rngs,
-            kernel_init=nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model")),
+            kernel_init=nnx.with_partitioning(
+                nnx.initializers.lecun_normal(), (None, "model")
+            ),
         )
         self.norm = nnx.BatchNorm(32, momentum=0.8, rngs=rngs)
         self.scale = nnx.Param(jnp.ones((32,)), out_sharding=("model",))
@@ -142,8 +146,12 @@ def train(case, mesh):
     spec = abstract_state(case.factory, optimizer, mesh, case.rules)
     step = make_train_step(spec, case.loss, case.batches(0), accumulate=2)
     state = init_state(spec, 3)
-    initial = {name: np.asarray(leaf).tobytes() for name, leaf in named_leaves(state).items()}
-    losses = [metrics["loss"] for _, _, metrics in steps(step, state, case.batches, until=20)]
+    initial = {
+        name: np.asarray(leaf).tobytes() for name, leaf in named_leaves(state).items()
+    }
+    losses = [
+        metrics["loss"] for _, _, metrics in steps(step, state, case.batches, until=20)
+    ]
     return initial, np.array(jax.device_get(losses))
 
 
@@ -163,9 +171,15 @@ def gpt_scan_case():
         pytest.param(mixer_case, SOME, id="mixer", marks=pytest.mark.slow),
         pytest.param(gpt_scan_case, SOME[2:3], id="gpt-scan"),
         pytest.param(gpt_case, LAYOUTS, id="gpt-everywhere", marks=pytest.mark.slow),
-        pytest.param(digits_case, LAYOUTS, id="digits-everywhere", marks=pytest.mark.slow),
-        pytest.param(mixer_case, LAYOUTS, id="mixer-everywhere", marks=pytest.mark.slow),
-        pytest.param(gpt_scan_case, LAYOUTS, id="gpt-scan-everywhere", marks=pytest.mark.slow),
+        pytest.param(
+            digits_case, LAYOUTS, id="digits-everywhere", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            mixer_case, LAYOUTS, id="mixer-everywhere", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            gpt_scan_case, LAYOUTS, id="gpt-scan-everywhere", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_every_layout_trains_the_same(make_case, layouts):

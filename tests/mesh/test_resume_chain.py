@@ -11,11 +11,27 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
-from shardwise import Batches, Checkpoints, Mean, Rules, Run, abstract_state, fit, make_mesh, optim
+from shardwise import (
+    Batches,
+    Checkpoints,
+    Mean,
+    Rules,
+    Run,
+    abstract_state,
+    fit,
+    make_mesh,
+    optim,
+)
 from shardwise.tree import named_leaves
 
 LENGTH = 50
-CHAIN = [("data=4,fsdp=2", 8), ("fsdp=4", 4), ("data=1", 1), ("model=2", 2), ("data=4,fsdp=2", 8)]
+CHAIN = [
+    ("data=4,fsdp=2", 8),
+    ("fsdp=4", 4),
+    ("data=1", 1),
+    ("model=2", 2),
+    ("data=4,fsdp=2", 8),
+]
 PATHS = (("up/kernel", (None, "model")), ("down/kernel", ("model", None)))
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(320, 16)).astype("f4")
@@ -77,11 +93,15 @@ def train(out, mesh, devices, steps, seen):
 
 
 def lines(out):
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def bits(state):
-    return {name: np.asarray(leaf).tobytes() for name, leaf in named_leaves(state).items()}
+    return {
+        name: np.asarray(leaf).tobytes() for name, leaf in named_leaves(state).items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +126,9 @@ def test_chain_has_the_same_batches_and_losses(straight, tmp_path):
 
 def test_run_is_bit_identical_after_it_returns_to_the_first_layout(straight, tmp_path):
     straight_out, _, result = straight
-    shutil.copytree(straight_out / "checkpoints" / "40", tmp_path / "checkpoints" / "40")
+    shutil.copytree(
+        straight_out / "checkpoints" / "40", tmp_path / "checkpoints" / "40"
+    )
     shutil.copy(straight_out / "metrics.jsonl", tmp_path / "metrics.jsonl")
     # Each of the other layouts restores the checkpoint and saves it again.
     for mesh, devices in CHAIN[1:4]:

@@ -140,7 +140,9 @@ def find_python(version):
                 )
                 if done.returncode == 0 and done.stdout.split()[1] == version:
                     return done.stdout.split()[0]
-    return pytest.fail(f"this test needs Python {version}: put python{version} on the PATH")
+    return pytest.fail(
+        f"this test needs Python {version}: put python{version} on the PATH"
+    )
 
 
 def recipe_of_the_readme():
@@ -204,7 +206,9 @@ def test_the_wheel_works_in_an_empty_environment(version, wheel, tmp_path):
     assert said == PROJECT["version"]
     assert Path(place).is_relative_to(tmp_path)
     (tmp_path / "recipe.py").write_text(recipe_of_the_readme())
-    run(bin / "shardwise", "train", "recipe.py", "--out", "runs/a", "--cpu-devices", "2")
+    run(
+        bin / "shardwise", "train", "recipe.py", "--out", "runs/a", "--cpu-devices", "2"
+    )
     lines = [
         json.loads(line)
         for line in (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()

@@ -9,7 +9,9 @@ from shardwise import Batches, InitFrom, Mean, Run, lora, optim
 from shardwise.checkpoint.reader import read_json
 from shardwise.weights.hf_config import config_from_hf, model_of
 
-PATTERNS = [f"blocks/*{name}" for name in ("query", "key", "value", "out", "gate", "up", "down")]
+PATTERNS = [
+    f"blocks/*{name}" for name in ("query", "key", "value", "out", "gate", "up", "down")
+]
 
 
 def loss(model, batch):
@@ -20,9 +22,15 @@ def loss(model, batch):
     )
 
 
-def recipe(base: Path, steps: int = 6, out: Path | None = None, mesh: str = "data=-1") -> Run:
+def recipe(
+    base: Path, steps: int = 6, out: Path | None = None, mesh: str = "data=-1"
+) -> Run:
     config = config_from_hf(read_json(base / "config.json"))
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (64, 17)).astype(np.int32)
+    tokens = (
+        np.random.default_rng(0)
+        .integers(0, config.vocab_size, (64, 17))
+        .astype(np.int32)
+    )
     return Run(
         model=lora(lambda rngs: model_of(config, rngs), PATTERNS, rank=4),
         loss=loss,

@@ -35,7 +35,9 @@ class Recorded:
 
 def data() -> tuple[Recorded, Batches]:
     tokens = (
-        np.random.default_rng(5).integers(0, CONFIG.vocab_size, (100, LENGTH + 1)).astype(np.int32)
+        np.random.default_rng(5)
+        .integers(0, CONFIG.vocab_size, (100, LENGTH + 1))
+        .astype(np.int32)
     )
     source = Recorded(tokens)
     return source, Batches(source, BATCH_SIZE, seed=11)
@@ -52,7 +54,9 @@ class Bigrams(nnx.Module):
     """
 
     def __init__(self, rngs):
-        sharded = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
+        sharded = nnx.with_partitioning(
+            nnx.initializers.lecun_normal(), (None, "model")
+        )
         self.embed = nnx.Embed(CONFIG.vocab_size, 64, rngs=rngs)
         self.up = nnx.Linear(64, 128, kernel_init=sharded, rngs=rngs)
         self.dropout = nnx.Dropout(0.1, rngs=rngs)
@@ -67,7 +71,9 @@ MODELS = {"gpt": gpt, "bigrams": Bigrams}
 
 def loss(model, batch) -> Mean:
     logits = model(batch["inputs"]).astype(jnp.float32)
-    return Mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]))
+    return Mean(
+        optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
+    )
 
 
 def optimizer() -> optax.GradientTransformation:

@@ -14,7 +14,9 @@ def loss(model, batch):
 
 
 def recipe(steps: int = 20, out: Path | None = None, patience: int = 2) -> Run:
-    data = Batches({"x": np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32)}, 8)
+    data = Batches(
+        {"x": np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32)}, 8
+    )
     return Run(
         model=lambda rngs: nnx.Linear(4, 1, rngs=rngs),
         loss=loss,

@@ -34,7 +34,11 @@ def train(count, base, out, *args):
     command = [sys.executable, "-m", "shardwise.cli", *launch, *arguments]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        list(map(str, command)), env=environment, capture_output=True, text=True, timeout=300
+        list(map(str, command)),
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return open_step(find_step(out))
@@ -43,7 +47,10 @@ def train(count, base, out, *args):
 def export(run):
     """Export a run for transformers, and return the directory."""
     out = run.with_name(f"{run.name}-hub")
-    assert main(["checkpoint", "export", str(run), "--format", "hf", "--out", str(out)]) == 0
+    assert (
+        main(["checkpoint", "export", str(run), "--format", "hf", "--out", str(out)])
+        == 0
+    )
     return out
 
 
@@ -63,7 +70,9 @@ def test_two_processes_train_the_same_adapters_as_one_also_after_a_resume(tmp_pa
     for name in fixture:
         if name.startswith("weights/"):
             value = fixture[name]
-            weights[name.removeprefix("weights/")] = value[:96] if len(value) == 97 else value
+            weights[name.removeprefix("weights/")] = (
+                value[:96] if len(value) == 97 else value
+            )
     save_file(weights, base / "model.safetensors")
 
     alone = train(1, base, tmp_path / "alone", "--mesh", "data=8")
@@ -73,18 +82,27 @@ def test_two_processes_train_the_same_adapters_as_one_also_after_a_resume(tmp_pa
     # A and B for seven stacks of matrices, and no state of the frozen weights.
     assert len([name for name in both.leaves if name.startswith("params/")]) == 14
     assert all(
-        name.endswith(("lora_a", "lora_b")) or not leaf.shape for name, leaf in both.leaves.items()
+        name.endswith(("lora_a", "lora_b")) or not leaf.shape
+        for name, leaf in both.leaves.items()
     )
     checksums = [
-        {path: leaf["checksum"] for path, leaf in step.metadata["frozen"]["leaves"].items()}
+        {
+            path: leaf["checksum"]
+            for path, leaf in step.metadata["frozen"]["leaves"].items()
+        }
         for step in (alone, both)
     ]
     assert checksums[0] == checksums[1]
     ours, theirs = (step.read(step.leaves) for step in (alone, both))
     assert max_difference(ours, theirs) < 2e-6
-    assert min(np.abs(ours[name]).max() for name in ours if name.startswith("params/")) > 1e-2
+    assert (
+        min(np.abs(ours[name]).max() for name in ours if name.startswith("params/"))
+        > 1e-2
+    )
 
     exported = [export(tmp_path / run) for run in ("alone", "both")]
     first, second = (load_file(folder / "model.safetensors") for folder in exported)
     assert max_difference(first, second) < 2e-6
-    assert json.loads((exported[1] / "config.json").read_text())["model_type"] == "llama"
+    assert (
+        json.loads((exported[1] / "config.json").read_text())["model_type"] == "llama"
+    )

@@ -13,7 +13,17 @@ RECIPE = Path(__file__).parent / "stuck.py"
 def train(out, *args):
     """Run two processes on this machine; return what they print."""
     done = run(
-        "launch", "--processes", 2, "--", "train", RECIPE, "--out", out, "--cpu-devices", 1, *args
+        "launch",
+        "--processes",
+        2,
+        "--",
+        "train",
+        RECIPE,
+        "--out",
+        out,
+        "--cpu-devices",
+        1,
+        *args,
     )
     assert done.returncode == 0, done.stderr
     return done.stderr
@@ -25,11 +35,13 @@ def test_two_processes_stop_early_together_and_stay_stopped_when_resumed(tmp_pat
     assert "stopped early after step 6: eval_loss has not improved on" in train(out)
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["2", "6"]
     samples = [
-        json.loads(line)["step"] for line in (out / "samples.jsonl").read_text().splitlines()
+        json.loads(line)["step"]
+        for line in (out / "samples.jsonl").read_text().splitlines()
     ]
     assert samples == [2, 4, 6]
     assert "nothing to do" in train(out)
     assert "stopped early after step 10" in train(out, "--patience", "4")
     assert [
-        json.loads(line)["step"] for line in (out / "phases.jsonl").read_text().splitlines()
+        json.loads(line)["step"]
+        for line in (out / "phases.jsonl").read_text().splitlines()
     ] == [6, 10]

@@ -35,13 +35,24 @@ def train(tmp_path_factory):
         for name, value in os.environ.items()
         if not name.startswith(("JAX_", "XLA_", "PJRT_"))
     }
-    environment |= {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
+    environment |= {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
+    }
 
     def run(count, model, layouts, files):
         address = f"127.0.0.1:{free_port()}"
         processes = []
         for index, file in enumerate(files):
-            words = [sys.executable, HERE / "worker.py", address, count, index, 8 // count, file]
+            words = [
+                sys.executable,
+                HERE / "worker.py",
+                address,
+                count,
+                index,
+                8 // count,
+                file,
+            ]
             process = subprocess.Popen(
                 list(map(str, [*words, model, *layouts])),
                 env=environment,
@@ -55,12 +66,17 @@ def train(tmp_path_factory):
         finally:
             for process in processes:
                 process.kill()
-        assert [process.returncode for process in processes] == [0] * count, "\n".join(outputs)
+        assert [process.returncode for process in processes] == [0] * count, "\n".join(
+            outputs
+        )
 
     def get(count, model, layouts):
         key = count, model, layouts
         if key not in cache:
-            files = [folder / f"{len(cache)}.{index}-of-{count}.json" for index in range(count)]
+            files = [
+                folder / f"{len(cache)}.{index}-of-{count}.json"
+                for index in range(count)
+            ]
             run(count, model, layouts, files)
             cache[key] = [json.loads(file.read_text()) for file in files]
         return cache[key]

@@ -66,13 +66,25 @@ def run(model: str, layout: str) -> dict:
 
 
 def main(
-    coordinator: str, count: str, index: str, devices: str, file: str, model: str, *layouts: str
+    coordinator: str,
+    count: str,
+    index: str,
+    devices: str,
+    file: str,
+    model: str,
+    *layouts: str,
 ) -> None:
     use_cpu_devices(int(devices))
-    group = start_group(coordinator, int(count), int(index)) if int(count) > 1 else ProcessGroup()
+    group = (
+        start_group(coordinator, int(count), int(index))
+        if int(count) > 1
+        else ProcessGroup()
+    )
     assert (group.count, group.index, jax.device_count()) == (int(count), int(index), 8)
     with Watch(group, Stop()):
-        Path(file).write_text(json.dumps({layout: run(model, layout) for layout in layouts}))
+        Path(file).write_text(
+            json.dumps({layout: run(model, layout) for layout in layouts})
+        )
 
 
 if __name__ == "__main__":

@@ -76,7 +76,8 @@ class Slurm:
         path = folder / "job.sbatch"
         path.write_text(script)
         found = re.search(
-            r"Submitted batch job (\d+)", self.call("sbatch", *options, path, cwd=folder)
+            r"Submitted batch job (\d+)",
+            self.call("sbatch", *options, path, cwd=folder),
         )
         assert found
         return Submitted(self, int(found[1]), folder)
@@ -93,7 +94,8 @@ class Submitted:
     @property
     def log(self) -> str:
         return "\n".join(
-            path.read_text(errors="replace") for path in self.folder.glob(f"*-{self.number}.log")
+            path.read_text(errors="replace")
+            for path in self.folder.glob(f"*-{self.number}.log")
         )
 
     def show(self, field: str) -> str:
@@ -115,8 +117,17 @@ class Submitted:
 
     def end(self) -> str:
         """Wait for the end of the job and return its state."""
-        unfinished = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED")
-        self.wait_for(lambda: self.show("JobState") not in unfinished, "the end of the job")
+        unfinished = (
+            "PENDING",
+            "CONFIGURING",
+            "RUNNING",
+            "COMPLETING",
+            "REQUEUED",
+            "SUSPENDED",
+        )
+        self.wait_for(
+            lambda: self.show("JobState") not in unfinished, "the end of the job"
+        )
         return self.show("JobState")
 
 
@@ -152,7 +163,9 @@ def slurm(tmp_path_factory):
     inherited = {
         k: v
         for k, v in os.environ.items()
-        if not k.startswith(("JAX_", "XLA_", "SHARDWISE_", "PYTEST_", "SLURM_", "SBATCH_"))
+        if not k.startswith(
+            ("JAX_", "XLA_", "SHARDWISE_", "PYTEST_", "SLURM_", "SBATCH_")
+        )
     }
     environment = inherited | {
         "SLURM_CONF": str(config),
@@ -173,7 +186,8 @@ def slurm(tmp_path_factory):
         "seed": folder / "seed",
     }
     files = [
-        f"--{name}{'' if name == 'socket' else '-file'}={path}" for name, path in names.items()
+        f"--{name}{'' if name == 'socket' else '-file'}={path}"
+        for name, path in names.items()
     ]
     made = Slurm(folder, environment)
     running: list[subprocess.Popen] = []
@@ -183,7 +197,9 @@ def slurm(tmp_path_factory):
         running.append(_start(made, "slurmctld", "-D", "-i"))
         running.append(_start(made, "slurmd", "-D"))
         _wait(
-            lambda: "idle" in _answer(made, "sinfo", "--noheader", "--format=%T"), running, folder
+            lambda: "idle" in _answer(made, "sinfo", "--noheader", "--format=%T"),
+            running,
+            folder,
         )
         yield made
         made.call("scancel", "--quiet", "--user", getpass.getuser())
@@ -220,7 +236,9 @@ def _answer(made: Slurm, *words: str) -> str:
     ).stdout.strip()
 
 
-def _wait(condition: Callable[[], object], running: list[subprocess.Popen], folder: Path) -> None:
+def _wait(
+    condition: Callable[[], object], running: list[subprocess.Popen], folder: Path
+) -> None:
     deadline = time.monotonic() + 60
     while not condition():
         alive = all(process.poll() is None for process in running)

@@ -62,11 +62,15 @@ def tasks_of(submitted):
 
 
 def wait_for_step(submitted, step):
-    submitted.wait_for(lambda: max(steps_of(submitted.folder), default=0) >= step, f"step {step}")
+    submitted.wait_for(
+        lambda: max(steps_of(submitted.folder), default=0) >= step, f"step {step}"
+    )
 
 
 def wait_for_restart(submitted, code):
-    submitted.wait_for(lambda: "shardwise job: " in submitted.log, "the end of the first start")
+    submitted.wait_for(
+        lambda: "shardwise job: " in submitted.log, "the end of the first start"
+    )
     assert f"(exit code {code}); resuming with start 2" in submitted.log
 
 
@@ -95,7 +99,9 @@ def test_the_job_runs(slurm, tmp_path, processes):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_job_resumes_after_a_signal(slurm, tmp_path, processes):
-    submitted = slurm.submit(jobfiles.slurm(job("--pause", "0.3", processes=processes)), tmp_path)
+    submitted = slurm.submit(
+        jobfiles.slurm(job("--pause", "0.3", processes=processes)), tmp_path
+    )
     wait_for_step(submitted, 7)
     slurm.call("scancel", "--signal=TERM", submitted.number)
     wait_for_restart(submitted, 75)
@@ -113,7 +119,9 @@ def test_the_job_saves_before_the_time_limit(slurm, tmp_path):
 
 
 def test_all_processes_restart_after_one_is_lost(slurm, tmp_path):
-    submitted = slurm.submit(jobfiles.slurm(job("--pause", "0.3", processes=2)), tmp_path)
+    submitted = slurm.submit(
+        jobfiles.slurm(job("--pause", "0.3", processes=2)), tmp_path
+    )
     wait_for_step(submitted, 7)
     os.kill(tasks_of(submitted)[1], signal.SIGKILL)
     wait_for_restart(submitted, 137)
@@ -132,7 +140,9 @@ def test_an_invalid_argument_ends_the_job(slurm, tmp_path, processes):
 
 
 def test_restarts_are_limited(slurm, tmp_path):
-    submitted = slurm.submit(jobfiles.slurm(job("--pause", "0.3", restarts=0)), tmp_path)
+    submitted = slurm.submit(
+        jobfiles.slurm(job("--pause", "0.3", restarts=0)), tmp_path
+    )
     wait_for_step(submitted, 7)
     slurm.call("scancel", "--signal=TERM", submitted.number)
     assert submitted.end() == "FAILED"

@@ -30,7 +30,9 @@ class Size:
 class Block(nnx.Module):
     def __init__(self, width, rngs):
         self.norm1 = nnx.LayerNorm(width, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(width // 64, width, decode=False, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            width // 64, width, decode=False, rngs=rngs
+        )
         self.norm2 = nnx.LayerNorm(width, rngs=rngs)
         self.up = nnx.Linear(width, 4 * width, rngs=rngs)
         self.down = nnx.Linear(4 * width, width, rngs=rngs)
@@ -57,17 +59,28 @@ class PlainGPT(nnx.Module):
 
 def loss(model, batch):
     return Mean(
-        optax.softmax_cross_entropy_with_integer_labels(model(batch["inputs"]), batch["labels"])
+        optax.softmax_cross_entropy_with_integer_labels(
+            model(batch["inputs"]), batch["labels"]
+        )
     )
 
 
 def compile_for(mesh, size):
-    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
+    devices = topologies.get_topology_desc(
+        platform="tpu", topology_name="v5e:2x4"
+    ).devices
     spec = abstract_state(
-        lambda rngs: PlainGPT(size, rngs), optax.adamw(1e-3), make_mesh(mesh, devices), size.rules
+        lambda rngs: PlainGPT(size, rngs),
+        optax.adamw(1e-3),
+        make_mesh(mesh, devices),
+        size.rules,
     )
     tokens = jax.ShapeDtypeStruct((BATCH_SIZE, size.length), jnp.int32)
-    program = make_train_step(spec, loss, {"inputs": tokens, "labels": tokens}).lower().compile()
+    program = (
+        make_train_step(spec, loss, {"inputs": tokens, "labels": tokens})
+        .lower()
+        .compile()
+    )
     return program.memory_analysis(), program.cost_analysis()["flops"]
 
 
@@ -75,7 +88,8 @@ def compile_for(mesh, size):
     "size",
     [
         pytest.param(
-            Size(1, width=256, vocab=8192, length=512, rules=Rules(fsdp_min_size=256)), id="small"
+            Size(1, width=256, vocab=8192, length=512, rules=Rules(fsdp_min_size=256)),
+            id="small",
         ),
         pytest.param(Size(1), id="one layer", marks=pytest.mark.slow),
         pytest.param(Size(4), id="four layers", marks=pytest.mark.slow),

@@ -20,22 +20,38 @@ class Stack(nnx.Module):
     """The matrices of eight transformer layers: 96 million parameters."""
 
     def __init__(self, rngs):
-        self.qkv = nnx.List([nnx.Linear(WIDTH, 3 * WIDTH, rngs=rngs) for _ in range(LAYERS)])
-        self.out = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(LAYERS)])
-        self.up = nnx.List([nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs) for _ in range(LAYERS)])
-        self.down = nnx.List([nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs) for _ in range(LAYERS)])
+        self.qkv = nnx.List(
+            [nnx.Linear(WIDTH, 3 * WIDTH, rngs=rngs) for _ in range(LAYERS)]
+        )
+        self.out = nnx.List(
+            [nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(LAYERS)]
+        )
+        self.up = nnx.List(
+            [nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs) for _ in range(LAYERS)]
+        )
+        self.down = nnx.List(
+            [nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs) for _ in range(LAYERS)]
+        )
 
 
 def compile_update(tx, mesh):
-    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
+    devices = topologies.get_topology_desc(
+        platform="tpu", topology_name="v5e:2x4"
+    ).devices
     spec = abstract_state(Stack, tx, make_mesh(mesh, devices))
-    params, state, layout = spec.abstract.params, spec.abstract.opt_state, spec.shardings
+    params, state, layout = (
+        spec.abstract.params,
+        spec.abstract.opt_state,
+        spec.shardings,
+    )
 
     def update(grads, state, params):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    jitted = jax.jit(update, donate_argnums=(1, 2), out_shardings=(layout.params, layout.opt_state))
+    jitted = jax.jit(
+        update, donate_argnums=(1, 2), out_shardings=(layout.params, layout.opt_state)
+    )
     program = jitted.lower(params, state, params).compile()
     momentum_bytes = 4 * spec.num_params
     return program.memory_analysis(), program.cost_analysis()["flops"], momentum_bytes

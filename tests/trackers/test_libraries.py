@@ -84,7 +84,10 @@ def wandb_records(path):
     content, at, parts = path.read_bytes(), 7, []
     assert content.startswith(b":W&B")
     while at + 7 <= len(content):
-        length, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+        length, kind = (
+            int.from_bytes(content[at + 4 : at + 6], "little"),
+            content[at + 6],
+        )
         # 1 is a complete message; 2, 3 and 4 are the first, a middle and the last part of one.
         if kind:
             parts.append(content[at + 7 : at + 7 + length])
@@ -154,8 +157,8 @@ def test_trackio_database_matches_the_log(tmp_path):
     name = json.loads((tmp_path / "a" / "trackers.json").read_text())["trackio"]
     logs = SQLiteStorage.get_logs("shardwise", name)
     for metric, values in written.items():
-        assert [(line["step"], line[metric]) for line in logs if metric in line] == list(
-            values.items()
-        )
+        assert [
+            (line["step"], line[metric]) for line in logs if metric in line
+        ] == list(values.items())
     assert [line["step"] for line in logs if "sample" in line] == [2, 4, 6, 8]
     assert list((tmp_path / "trackio").glob("*.db"))

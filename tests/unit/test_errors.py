@@ -37,7 +37,9 @@ def test_no_two_exceptions_share_an_exit_code():
 
 
 def test_a_process_exits_with_the_number():
-    code = "import sys; from shardwise.errors import Stopped; sys.exit(Stopped.exit_code)"
+    code = (
+        "import sys; from shardwise.errors import Stopped; sys.exit(Stopped.exit_code)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 75
 
 

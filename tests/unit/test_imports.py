@@ -21,12 +21,16 @@ BANDS = {
     "training": "training",
     "cli": "cli",
 }
-BAND_OF = {name: band for band, names in enumerate(BANDS.values()) for name in names.split()}
+BAND_OF = {
+    name: band for band, names in enumerate(BANDS.values()) for name in names.split()
+}
 
 
 def module_name(path, root=ROOT):
     return (
-        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix("__init__").rstrip(".")
+        ".".join(path.relative_to(root).with_suffix("").parts)
+        .removesuffix("__init__")
+        .rstrip(".")
     )
 
 
@@ -39,7 +43,9 @@ def imports_of(text, name, modules):
                     yield alias.name.removeprefix("shardwise.")
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name} has a relative import; write it out"
-            if node.module == "shardwise" or (node.module or "").startswith("shardwise."):
+            if node.module == "shardwise" or (node.module or "").startswith(
+                "shardwise."
+            ):
                 source = node.module.removeprefix("shardwise").lstrip(".")
                 # `from shardwise.models import gpt` imports a module,
                 # `from shardwise.text import columns` a name.
@@ -51,7 +57,10 @@ def imports_of(text, name, modules):
 def graph():
     texts = {module_name(path): path.read_text() for path in ROOT.rglob("*.py")}
     modules = set(texts)
-    return {name: set(imports_of(text, name, modules)) - {name} for name, text in texts.items()}
+    return {
+        name: set(imports_of(text, name, modules)) - {name}
+        for name, text in texts.items()
+    }
 
 
 def test_every_module_has_a_band(graph):

@@ -53,7 +53,9 @@ def test_evaluation_is_exact_for_any_number_of_examples(rows, batch_size, with_w
     data, batch_size = make_data(rows), min(batch_size, rows)
     loss = weighted if with_weights else scalar
     batches = Batches(data, batch_size)
-    got = evaluate(make_eval_step(SPEC, loss, next(batches.once())), STATE, batches)["loss"]
+    got = evaluate(make_eval_step(SPEC, loss, next(batches.once())), STATE, batches)[
+        "loss"
+    ]
     # In evaluation mode: running statistics, and no dropout.
     normalized = data["x"] / np.sqrt(1 + 1e-5)
     outputs = normalized @ np.asarray(STATE.params["linear"]["kernel"])[:, 0]
@@ -91,4 +93,6 @@ def test_resumed_run_equals_uninterrupted_run():
 
     straight = run(init_state(SPEC, 0), 6)
     broken = run(run(init_state(SPEC, 0), 2), 6)
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b)), straight, broken))
+    assert jax.tree.all(
+        jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b)), straight, broken)
+    )

@@ -22,7 +22,9 @@ def test_sizes_are_parsed_and_one_axis_can_be_filled(values, data):
     assert parse_mesh(",".join(f"{n}={s}" for n, s in want.items()), total) == want
     filled = data.draw(st.sampled_from(names))
     assert (
-        parse_mesh(", ".join(f"{n}={-1 if n == filled else s}" for n, s in want.items()), total)
+        parse_mesh(
+            ", ".join(f"{n}={-1 if n == filled else s}" for n, s in want.items()), total
+        )
         == want
     )
 
@@ -72,7 +74,9 @@ def test_meshes_have_automatic_axes_and_use_every_device(text):
     mesh = make_mesh(text)
     assert mesh_text(mesh) == text
     assert set(mesh.axis_types) == {AxisType.Auto}
-    assert {device.id for device in mesh.devices.flat} == {device.id for device in jax.devices()}
+    assert {device.id for device in mesh.devices.flat} == {
+        device.id for device in jax.devices()
+    }
 
 
 def test_mesh_over_some_of_the_devices():

@@ -16,7 +16,10 @@ floats = st.floats(-100, 100, width=32)
 
 
 @given(
-    st.lists(st.tuples(floats, st.floats(0.125, 10, width=32)), min_size=2, max_size=20), st.data()
+    st.lists(
+        st.tuples(floats, st.floats(0.125, 10, width=32)), min_size=2, max_size=20
+    ),
+    st.data(),
 )
 def test_parts_of_a_mean_add_up(pairs, data):
     totals, weights = (np.array(x, "f4") for x in zip(*pairs, strict=True))
@@ -24,7 +27,9 @@ def test_parts_of_a_mean_add_up(pairs, data):
     complete = Mean(totals, weights).summed()
     first = Mean(totals[:middle], weights[:middle]).summed()
     second = Mean(totals[middle:], weights[middle:]).summed()
-    np.testing.assert_allclose((first + second).value, complete.value, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        (first + second).value, complete.value, rtol=1e-4, atol=1e-4
+    )
     masked = Mean(totals, weights).summed(np.arange(len(pairs)) < middle)
     want = totals[:middle].sum(dtype="f8")
     np.testing.assert_allclose(masked.total, want, rtol=1e-4, atol=1e-4)
@@ -36,7 +41,12 @@ def test_weight_of_a_mean_is_known_while_tracing():
     def trace(nats, mask):
         known.extend(
             mean.items
-            for mean in (Mean(nats), Mean(nats, mask), Mean(nats, 0.5), Mean(nats.sum(), nats.size))
+            for mean in (
+                Mean(nats),
+                Mean(nats, mask),
+                Mean(nats, 0.5),
+                Mean(nats.sum(), nats.size),
+            )
         )
         known.append(Mean(nats.sum(), mask.sum()).items)
         known.append(Mean(nats, np.arange(4)).items)
@@ -76,7 +86,8 @@ def gpt_flops(**changes):
 def test_flops_of_a_gpt_match_the_formula():
     tokens, width, layers, length, vocab = 2 * 64, 32, 3, 64, 512
     want = (
-        2 * tokens * (12 * width**2 * layers + vocab * width) + layers * 4 * tokens * length * width
+        2 * tokens * (12 * width**2 * layers + vocab * width)
+        + layers * 4 * tokens * length * width
     )
     # The bias of the values, multiplied by the output projection.
     want += 2 * width**2 * layers

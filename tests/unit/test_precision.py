@@ -40,12 +40,20 @@ def gradients(compute_dtype, scan, accumulate=1):
 
     def loss(model, batch):
         return Mean(
-            (model(batch["tokens"]) * batch["weights"]).sum(-1).astype(jnp.float32), 1 / TOKENS
+            (model(batch["tokens"]) * batch["weights"]).sum(-1).astype(jnp.float32),
+            1 / TOKENS,
         )
 
-    spec = abstract_state(lambda rngs: Model(scan, rngs), optax.sgd(1.0), make_mesh("data=8"))
-    batch = {"tokens": np.zeros(TOKENS, "i4"), "weights": WEIGHTS.astype(compute_dtype or "f4")}
-    step = make_train_step(spec, loss, batch, compute_dtype=compute_dtype, accumulate=accumulate)
+    spec = abstract_state(
+        lambda rngs: Model(scan, rngs), optax.sgd(1.0), make_mesh("data=8")
+    )
+    batch = {
+        "tokens": np.zeros(TOKENS, "i4"),
+        "weights": WEIGHTS.astype(compute_dtype or "f4"),
+    }
+    step = make_train_step(
+        spec, loss, batch, compute_dtype=compute_dtype, accumulate=accumulate
+    )
     return step.gradients(init_state(spec, 0), step.place(batch))[0]
 
 
@@ -56,7 +64,9 @@ def test_gradients_of_embeddings_and_biases_are_accurate_in_bfloat16(scan, accum
     for layer, name in (("embed", "embedding"), ("linear", "bias")):
         want = exact[layer][name]
         tolerance = 0.01 * float(jnp.abs(want).max())
-        np.testing.assert_allclose(half[layer][name], want, rtol=0.02, atol=tolerance, err_msg=name)
+        np.testing.assert_allclose(
+            half[layer][name], want, rtol=0.02, atol=tolerance, err_msg=name
+        )
 
 
 def test_jax_alone_loses_most_of_such_a_sum():
@@ -69,7 +79,9 @@ def test_jax_alone_loses_most_of_such_a_sum():
     table, exact = jnp.zeros((4, 8), jnp.bfloat16), WEIGHTS.astype(np.float64).sum(0)
     assert (np.asarray(jax.jit(pull)(table), np.float64)[0] < 0.1 * exact).all()
     np.testing.assert_allclose(
-        np.asarray(jax.jit(sums_in_float32(pull))(table), np.float64)[0], exact, rtol=0.01
+        np.asarray(jax.jit(sums_in_float32(pull))(table), np.float64)[0],
+        exact,
+        rtol=0.01,
     )
 
 

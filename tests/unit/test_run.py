@@ -24,7 +24,9 @@ DATA = {"x": X, "y": X @ RNG.normal(size=(4, 2)).astype("f4")}
 
 
 def model(rngs):
-    return nnx.Sequential(nnx.Linear(4, 8, rngs=rngs), nnx.tanh, nnx.Linear(8, 2, rngs=rngs))
+    return nnx.Sequential(
+        nnx.Linear(4, 8, rngs=rngs), nnx.tanh, nnx.Linear(8, 2, rngs=rngs)
+    )
 
 
 def loss(model, batch):
@@ -46,7 +48,10 @@ def go(tmp_path=None, *, data=DATA, steps=20, optimizer=None, **options):
 
 
 def records(tmp_path):
-    return [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def test_live_values_are_in_the_metrics_of_every_step(tmp_path):
@@ -56,9 +61,13 @@ def test_live_values_are_in_the_metrics_of_every_step(tmp_path):
     lines = records(tmp_path)
     assert len(lines) == 20
     for n, line in enumerate(lines):
-        assert line["lr/head"] == pytest.approx(float(optim.cosine(0.1, 20, warmup=5)(n)), rel=1e-5)
+        assert line["lr/head"] == pytest.approx(
+            float(optim.cosine(0.1, 20, warmup=5)(n)), rel=1e-5
+        )
         assert line["lr/body"] == pytest.approx(0.1 * line["lr/head"], rel=1e-5)
-        assert line["clipped_norm"] == pytest.approx(min(line["grad_norm"], 0.5), rel=1e-5)
+        assert line["clipped_norm"] == pytest.approx(
+            min(line["grad_norm"], 0.5), rel=1e-5
+        )
         for name in ("grad_norm", "update_norm", "param_norm"):
             assert line[name] == pytest.approx(
                 np.hypot(line[f"{name}/body"], line[f"{name}/head"]), rel=1e-5
@@ -70,7 +79,12 @@ def test_evaluation_uses_the_averaged_weights():
     result = go(optimizer=optimizer, eval_data=Batches(DATA, 16))
     average = optim.evaluation_params(result.state.opt_state, result.state.params)
     by_hand = (
-        loss(result.spec.definition.merge(average, result.state.other, jax.random.key(0)), DATA)
+        loss(
+            result.spec.definition.merge(
+                average, result.state.other, jax.random.key(0)
+            ),
+            DATA,
+        )
         .summed()
         .value
     )
@@ -85,7 +99,9 @@ def poisoned(bad):
     rows = {name: np.concatenate([value] * 5) for name, value in DATA.items()}
     rows["y"] = rows["y"].copy()
     rows["y"][5 * 16 : 8 * 16] = bad
-    return lambda step: {name: value[step * 16 : step * 16 + 16] for name, value in rows.items()}
+    return lambda step: {
+        name: value[step * 16 : step * 16 + 16] for name, value in rows.items()
+    }
 
 
 def test_skipped_updates_change_nothing_and_too_many_stop_the_run(tmp_path):
@@ -102,12 +118,16 @@ def test_skipped_updates_change_nothing_and_too_many_stop_the_run(tmp_path):
     result = fit(run, console=Console(file=io.StringIO()))
     lines = records(tmp_path / "a")
     assert [n for n, line in enumerate(lines) if line.get("skipped")] == [5, 6, 7]
-    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(result.state.params))
+    assert all(
+        bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(result.state.params)
+    )
     # Three updates were skipped, so the schedule is at update 5.
     assert lines[8]["lr"] == pytest.approx(float(optim.linear(0.01, 20)(5)), rel=1e-5)
 
     strict = Run(**{**run.__dict__, "max_skips": 2, "out": tmp_path / "b"})
-    with pytest.raises(NumericsError, match="step 8: 3 updates in succession were skipped"):
+    with pytest.raises(
+        NumericsError, match="step 8: 3 updates in succession were skipped"
+    ):
         fit(strict, console=Console(file=io.StringIO()))
 
 
@@ -123,7 +143,11 @@ def test_spikes_are_skipped_and_logged(tmp_path):
         out=tmp_path,
     )
     result = fit(run, console=Console(file=io.StringIO()))
-    assert [n for n, line in enumerate(records(tmp_path)) if line.get("skipped")] == [5, 6, 7]
+    assert [n for n, line in enumerate(records(tmp_path)) if line.get("skipped")] == [
+        5,
+        6,
+        7,
+    ]
     assert int(result.state.opt_state.count) == 17
 
 
@@ -132,7 +156,8 @@ def test_changed_learning_rate_is_refused_unless_accepted(tmp_path):
     # The run is complete, so this call trains nothing.
     before = jax.tree.map(np.asarray, go(tmp_path, steps=10).state.params)
     with pytest.raises(
-        ConfigError, match=r"(?s)lr/of group 'all' at update 9 +3.661e-05 +0.0001981.* --accept lr"
+        ConfigError,
+        match=r"(?s)lr/of group 'all' at update 9 +3.661e-05 +0.0001981.* --accept lr",
     ):
         go(tmp_path, steps=20)
     with pytest.raises(ConfigError, match="group 'all'"):
@@ -155,7 +180,12 @@ def test_optimizer_whose_state_changes_dtype_is_refused():
 
     injected = optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)(1e-3)
     run = Run(
-        model=half, loss=loss, optimizer=injected, data=Batches(DATA, 16), steps=2, mesh="data=8"
+        model=half,
+        loss=loss,
+        optimizer=injected,
+        data=Batches(DATA, 16),
+        steps=2,
+        mesh="data=8",
     )
     with pytest.raises(ConfigError, match="bfloat16 becomes float32"):
         fit(run, console=Console(file=io.StringIO()))

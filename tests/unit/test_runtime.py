@@ -31,7 +31,11 @@ KEPT = """
 def test_step_allocates_no_new_pages():
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     result = subprocess.run(
-        [sys.executable, "-c", dedent(KEPT)], capture_output=True, text=True, check=True, env=env
+        [sys.executable, "-c", dedent(KEPT)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=env,
     )
     # Page faults in 10 steps: about 40,000 without the settings. Occasionally the heap grows by
     # 4,096 pages.
@@ -62,7 +66,10 @@ FILLED = """
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
 def test_gaps_are_filled_repeatedly():
     result = subprocess.run(
-        [sys.executable, "-c", dedent(FILLED)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", dedent(FILLED)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     first, again = (list(map(int, line.split())) for line in result.stdout.splitlines())
     assert first[1] >= 1000
@@ -87,6 +94,9 @@ BOUNDED = """
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
 def test_gaps_hold_at_most_64_mib():
     result = subprocess.run(
-        [sys.executable, "-c", dedent(BOUNDED)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", dedent(BOUNDED)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert 60 << 20 < int(result.stdout) <= 64 << 20

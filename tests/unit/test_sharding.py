@@ -45,9 +45,24 @@ def place(shape, annotation=None, mesh="data=2,fsdp=2,model=2", rules=None, path
     ("annotation", "mesh", "spec", "why"),
     [
         ((None, "model"), "data=4,model=2", P(None, "model"), "annotation (-, model)"),
-        (("embed", "mlp"), "data=2,fsdp=2,model=2", P("fsdp", "model"), "annotation (embed, mlp)"),
-        (("embed", "mlp"), "data=2,fsdp=2,tp=2", P("fsdp", "tp"), "annotation (embed, mlp)"),
-        (("embed", "mlp"), "data=8", P(), "annotation (embed, mlp): no such axis in this mesh"),
+        (
+            ("embed", "mlp"),
+            "data=2,fsdp=2,model=2",
+            P("fsdp", "model"),
+            "annotation (embed, mlp)",
+        ),
+        (
+            ("embed", "mlp"),
+            "data=2,fsdp=2,tp=2",
+            P("fsdp", "tp"),
+            "annotation (embed, mlp)",
+        ),
+        (
+            ("embed", "mlp"),
+            "data=8",
+            P(),
+            "annotation (embed, mlp): no such axis in this mesh",
+        ),
         (
             (("data", "model"), None),
             "data=4,model=2",
@@ -97,14 +112,19 @@ def test_rule_by_path_applies_without_annotation_and_literally():
     # The mesh has no axis "tp", so the rule decides.
     assert place((512, 256), (None, "tp"), rules=only).spec == P(None, "fsdp")
     two = {"w": ModelLeaf((512, 256), F32), "x": ModelLeaf((512, 256), F32)}
-    specs = [p.spec for p in place_model(two, make_mesh("data=4,fsdp=2"), rules).values()]
+    specs = [
+        p.spec for p in place_model(two, make_mesh("data=4,fsdp=2"), rules).values()
+    ]
     # The first match decides, and a leaf that a rule replicates stays replicated.
     assert specs == [P("fsdp", None), P()]
 
 
 def test_named_shardings_and_specs_are_annotations():
     mesh = make_mesh("data=4,model=2")
-    assert annotation_of({"out_sharding": NamedSharding(mesh, P(None, "model"))}) == (None, "model")
+    assert annotation_of({"out_sharding": NamedSharding(mesh, P(None, "model"))}) == (
+        None,
+        "model",
+    )
     assert annotation_of({"out_sharding": P("model")}) == ("model",)
     assert annotation_of({}) is None
 
@@ -150,7 +170,9 @@ def test_invalid_shardings_are_errors_with_numbers(shape, annotation, mesh, mess
     devices = jax.devices()[:5] if "5" in mesh else None
     with pytest.raises(ConfigError) as error:
         place_model(
-            {"blocks/0/w": ModelLeaf(shape, F32, annotation)}, make_mesh(mesh, devices), Rules()
+            {"blocks/0/w": ModelLeaf(shape, F32, annotation)},
+            make_mesh(mesh, devices),
+            Rules(),
         )
     assert "parameter 'blocks/0/w'" in str(error.value)
     assert message in str(error.value)
@@ -160,7 +182,8 @@ def test_indivisible_leaf_with_small_shards_is_replicated_with_a_reason():
     placed = place((99, 101), mesh="fsdp=8")
     assert placed.spec == P()
     assert (
-        placed.reason == "small: 8 shards of under 4096 elements, and no dim is divisible by fsdp"
+        placed.reason
+        == "small: 8 shards of under 4096 elements, and no dim is divisible by fsdp"
     )
 
 
@@ -171,11 +194,17 @@ def test_closest_name_is_suggested():
         ConfigError,
         match=r"rule 'blocks/\*/kernal'.*matches no parameter. Did you mean 'blocks/0/kernel'",
     ):
-        place((64, 64), path="blocks/0/kernel", rules=Rules(paths=(("blocks/*/kernal", ()),)))
+        place(
+            (64, 64),
+            path="blocks/0/kernel",
+            rules=Rules(paths=(("blocks/*/kernal", ()),)),
+        )
 
 
 def test_all_problems_are_reported_at_once():
-    leaves = {name: ModelLeaf((7, 64), F32, ("model", None)) for name in ("a", "b", "c")}
+    leaves = {
+        name: ModelLeaf((7, 64), F32, ("model", None)) for name in ("a", "b", "c")
+    }
     with pytest.raises(ConfigError) as error:
         place_model(leaves, make_mesh("data=4,model=2"), Rules())
     assert [f"parameter '{name}'" in str(error.value) for name in leaves] == [True] * 3
@@ -186,7 +215,9 @@ def test_axis_that_shards_nothing_is_refused():
         ConfigError,
         match="mesh axis 'model' \\(size 2\\) shards neither the batch nor any parameter",
     ):
-        place_model({"w": ModelLeaf((64, 64), F32)}, make_mesh("data=4,model=2"), Rules())
+        place_model(
+            {"w": ModelLeaf((64, 64), F32)}, make_mesh("data=4,model=2"), Rules()
+        )
     place_model({"w": ModelLeaf((64, 64), F32)}, make_mesh("data=8,model=1"), Rules())
 
 
@@ -219,7 +250,9 @@ def test_automatic_fsdp_stores_an_equal_share_or_gives_a_reason(shape, size):
     for dim in shard_shape:
         held *= dim
     assert placement.bytes_per_device == held
-    small = elements < 16 or (elements // size < 16 and all(dim % size for dim in shape))
+    small = elements < 16 or (
+        elements // size < 16 and all(dim % size for dim in shape)
+    )
     assert held == elements * 4 // (1 if small else size)
     assert placement.reason.startswith("small") == small
 
@@ -247,7 +280,9 @@ def test_factored_and_masked_optimizer_states_follow_their_parameters():
         {"train": optax.adamw(1e-3), "freeze": optax.set_to_zero()},
         lambda p: {"w": "train", "b": "freeze"},
     )
-    placements = place_optimizer(jax.eval_shape(masked.init, params), placed, mesh, Rules())
+    placements = place_optimizer(
+        jax.eval_shape(masked.init, params), placed, mesh, Rules()
+    )
     assert [p.spec for path, p in placements.items() if path.endswith("/w")] == [
         P("fsdp", "model")
     ] * 2
@@ -262,10 +297,17 @@ def test_longest_matching_parameter_path_decides():
     }
     placed = place_model(leaves, mesh, Rules())
     state = jax.eval_shape(
-        optax.trace(0.9).init, {"kernel": jnp.zeros((8, 8)), "a": {"kernel": jnp.zeros((8, 8))}}
+        optax.trace(0.9).init,
+        {"kernel": jnp.zeros((8, 8)), "a": {"kernel": jnp.zeros((8, 8))}},
     )
-    specs = {path: p.spec for path, p in place_optimizer(state, placed, mesh, Rules()).items()}
-    assert specs == {"trace/kernel": P("model", None), "trace/a/kernel": P(None, "model")}
+    specs = {
+        path: p.spec
+        for path, p in place_optimizer(state, placed, mesh, Rules()).items()
+    }
+    assert specs == {
+        "trace/kernel": P("model", None),
+        "trace/a/kernel": P(None, "model"),
+    }
 
 
 def test_table_shows_layout_reason_and_bytes():
@@ -307,8 +349,11 @@ def test_activation_gets_the_sharding_that_the_model_requests(mesh, names, spec)
 def test_impossible_constraint_is_refused():
     with activations_on(make_mesh("data=4,model=2"), Rules()):
         with pytest.raises(
-            ConfigError, match=r"an activation has shape .16, 9.; .* 9 is not divisible by 2"
+            ConfigError,
+            match=r"an activation has shape .16, 9.; .* 9 is not divisible by 2",
         ):
             constrain(jnp.ones((16, 9)), "batch", "mlp")
-        with pytest.raises(ConfigError, match=r"neither an axis of the mesh .* Did you mean 'mlp'"):
+        with pytest.raises(
+            ConfigError, match=r"neither an axis of the mesh .* Did you mean 'mlp'"
+        ):
             constrain(jnp.ones((16, 8)), "batch", "mpl")

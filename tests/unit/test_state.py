@@ -23,7 +23,9 @@ class Wide(nnx.Module):
             256,
             1024,
             rngs=rngs,
-            kernel_init=nnx.with_partitioning(nnx.initializers.normal(), ("embed", "mlp")),
+            kernel_init=nnx.with_partitioning(
+                nnx.initializers.normal(), ("embed", "mlp")
+            ),
         )
         self.down = nnx.Linear(1024, 256, rngs=rngs)
 
@@ -42,7 +44,9 @@ def test_no_device_holds_a_complete_copy_of_a_sharded_parameter():
         return params, spec.optimizer.init(params)
 
     shardings = (spec.shardings.params, spec.shardings.opt_state)
-    program = jax.jit(create, out_shardings=shardings).lower(jax.random.key(0)).compile()
+    program = (
+        jax.jit(create, out_shardings=shardings).lower(jax.random.key(0)).compile()
+    )
     largest = max(
         np.prod([int(d) for d in dims.split(",")])
         for dims in re.findall(r"f32\[([\d,]+)\]", program.as_text())
@@ -52,7 +56,9 @@ def test_no_device_holds_a_complete_copy_of_a_sharded_parameter():
 
 def test_same_seed_gives_same_bits_on_every_mesh():
     def bits(text, devices):
-        spec = abstract_state(Wide, optax.adamw(1e-3), make_mesh(text, jax.devices()[:devices]))
+        spec = abstract_state(
+            Wide, optax.adamw(1e-3), make_mesh(text, jax.devices()[:devices])
+        )
         return {
             name: np.asarray(leaf).tobytes()
             for name, leaf in named_leaves(init_state(spec, 7)).items()
@@ -67,18 +73,26 @@ def test_same_seed_gives_same_bits_on_every_mesh():
 @pytest.mark.parametrize("shape", [(8, 32), (64, 32), (256, 24), (8, 8), (3, 3, 8, 16)])
 @pytest.mark.parametrize(
     "init",
-    [nnx.initializers.lecun_normal(), nnx.initializers.normal(), nnx.initializers.xavier_uniform()],
+    [
+        nnx.initializers.lecun_normal(),
+        nnx.initializers.normal(),
+        nnx.initializers.xavier_uniform(),
+    ],
 )
 def test_shards_narrower_than_a_vector_register_have_the_same_bits(init, shape):
     class Narrow(nnx.Module):
         def __init__(self, rngs):
             self.kernel = nnx.Param(
-                init(rngs.params(), shape), out_sharding=(*(None,) * (len(shape) - 1), "model")
+                init(rngs.params(), shape),
+                out_sharding=(*(None,) * (len(shape) - 1), "model"),
             )
 
     on_one_device, sharded = (
         init_state(
-            abstract_state(Narrow, optax.sgd(0.1), make_mesh(f"model={n}", jax.devices()[:n])), 3
+            abstract_state(
+                Narrow, optax.sgd(0.1), make_mesh(f"model={n}", jax.devices()[:n])
+            ),
+            3,
         ).params["kernel"]
         for n in (1, 8)
     )
@@ -94,7 +108,8 @@ def test_abstract_state_allocates_nothing():
     assert spec.num_params == 2**40 + 2**20
     assert spec.params["kernel"].bytes_per_device == 2**42 // 8
     assert (
-        spec.abstract.opt_state[0].mu["kernel"].sharding == spec.abstract.params["kernel"].sharding
+        spec.abstract.opt_state[0].mu["kernel"].sharding
+        == spec.abstract.params["kernel"].sharding
     )
 
 
@@ -111,7 +126,12 @@ def test_variables_of_every_kind_are_assigned_to_a_part_of_the_state():
             self.tied = self.linear
 
     spec = abstract_state(Kinds, optax.sgd(0.1), make_mesh("data=8"))
-    assert sorted(spec.params) == ["linear/bias", "linear/kernel", "norm/bias", "norm/scale"]
+    assert sorted(spec.params) == [
+        "linear/bias",
+        "linear/kernel",
+        "norm/bias",
+        "norm/scale",
+    ]
     assert sorted(spec.other) == ["calls", "norm/mean", "norm/var"]
     assert sorted(rng.name for rng in spec.definition.rngs) == [
         "dropout/rngs/count",
@@ -139,7 +159,9 @@ def test_modules_without_a_mode_run_in_training_mode():
 
     class Model(nnx.Module):
         def __init__(self, rngs):
-            self.attention = nnx.MultiHeadAttention(2, 8, decode=False, dropout_rate=0.5, rngs=rngs)
+            self.attention = nnx.MultiHeadAttention(
+                2, 8, decode=False, dropout_rate=0.5, rngs=rngs
+            )
             self.frozen = nnx.BatchNorm(8, use_running_average=True, rngs=rngs)
 
         def __call__(self, x):

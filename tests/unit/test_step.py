@@ -52,7 +52,9 @@ def make_batch(rows, seed=0, weights=True):
     return batch | ({"w": rng.uniform(0, 2, rows).astype("f4")} if weights else {})
 
 
-def one_step(batch, mesh="data=1", loss=weighted_loss, factory=Plain, optimizer=None, **options):
+def one_step(
+    batch, mesh="data=1", loss=weighted_loss, factory=Plain, optimizer=None, **options
+):
     devices = jax.devices()[:1] if mesh == "data=1" else None
     spec = abstract_state(factory, optimizer or optax.sgd(LR), make_mesh(mesh, devices))
     step = make_train_step(spec, loss, batch, **options)
@@ -87,7 +89,9 @@ def assert_step(result, batch, tolerance=2e-6):
     ("rows", "mesh", "accumulate"),
     [(13, "data=8", 3), (40, "data=4,fsdp=2", 4), (1, "data=4,fsdp=2", 1)],
 )
-def test_batch_size_mesh_and_accumulation_do_not_change_the_step(rows, mesh, accumulate):
+def test_batch_size_mesh_and_accumulation_do_not_change_the_step(
+    rows, mesh, accumulate
+):
     batch = make_batch(rows)
     assert_step(one_step(batch, mesh, accumulate=accumulate), batch)
 
@@ -95,9 +99,13 @@ def test_batch_size_mesh_and_accumulation_do_not_change_the_step(rows, mesh, acc
 @pytest.mark.slow
 @settings(max_examples=24, deadline=None)
 @given(
-    st.integers(1, 40), st.sampled_from(["data=1", "data=8", "data=4,fsdp=2"]), st.integers(1, 4)
+    st.integers(1, 40),
+    st.sampled_from(["data=1", "data=8", "data=4,fsdp=2"]),
+    st.integers(1, 4),
 )
-def test_any_batch_size_mesh_and_accumulation_gives_the_same_step(rows, mesh, accumulate):
+def test_any_batch_size_mesh_and_accumulation_gives_the_same_step(
+    rows, mesh, accumulate
+):
     batch = make_batch(rows)
     accumulate = min(accumulate, rows)
     assert_step(one_step(batch, mesh, accumulate=accumulate), batch)
@@ -112,7 +120,9 @@ def test_examples_with_weight_zero_have_no_effect():
 
 def test_padding_changes_neither_loss_nor_weight():
     _, metrics = one_step(make_batch(13), "data=8")
-    assert float(metrics["weight"]) == pytest.approx(make_batch(13)["w"].sum(), rel=1e-6)
+    assert float(metrics["weight"]) == pytest.approx(
+        make_batch(13)["w"].sum(), rel=1e-6
+    )
 
 
 def test_batch_with_scalar_loss_is_not_padded():
@@ -177,12 +187,16 @@ def test_nonfinite_values_leave_the_state_unchanged(accumulate):
 def test_infinite_gradient_with_finite_loss_is_detected():
     # The square root has an infinite derivative at 0, where its value is 0.
     def loss(model, batch):
-        return jnp.sqrt(jnp.abs(model.out.kernel[...] * 0).sum()) + scalar_loss(model, batch)
+        return jnp.sqrt(jnp.abs(model.out.kernel[...] * 0).sum()) + scalar_loss(
+            model, batch
+        )
 
     state, metrics = one_step(make_batch(8, weights=False), "data=8", loss)
     assert np.isfinite(float(metrics["loss"]))
     assert not bool(metrics["finite"])
-    assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(state.params))
+    assert all(
+        np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(state.params)
+    )
 
 
 def test_random_streams_depend_on_seed_and_step_only():
@@ -198,12 +212,16 @@ def test_random_streams_depend_on_seed_and_step_only():
             optax.sgd(0.0),
             make_mesh(mesh, jax.devices()[:1] if mesh == "data=1" else None),
         )
-        return spec, make_train_step(spec, weighted_loss, batch, seed=seed, accumulate=2)
+        return spec, make_train_step(
+            spec, weighted_loss, batch, seed=seed, accumulate=2
+        )
 
     def losses(seed, mesh, start=0):
         spec, step = make(seed, mesh)
         state = init_state(spec, 0)
-        state = type(state)(state.step + start, state.params, state.other, state.opt_state)
+        state = type(state)(
+            state.step + start, state.params, state.other, state.opt_state
+        )
         out = []
         for _ in range(3):
             state, metrics = step(state, step.place(batch))
@@ -253,12 +271,16 @@ def test_mixed_precision_keeps_float32_parameters():
         return Mean(((out.astype(jnp.float32) - batch["y"]) ** 2).sum(-1), batch["w"])
 
     state, metrics = one_step(
-        make_batch(16), "data=4,fsdp=2", loss, compute_dtype="bfloat16", optimizer=optax.adam(1e-3)
+        make_batch(16),
+        "data=4,fsdp=2",
+        loss,
+        compute_dtype="bfloat16",
+        optimizer=optax.adam(1e-3),
     )
     assert seen[-2:] == [jnp.bfloat16, jnp.bfloat16]
-    assert {leaf.dtype for leaf in jax.tree.leaves((state.params, state.opt_state[0].mu))} == {
-        jnp.dtype("float32")
-    }
+    assert {
+        leaf.dtype for leaf in jax.tree.leaves((state.params, state.opt_state[0].mu))
+    } == {jnp.dtype("float32")}
     assert np.isfinite(float(metrics["loss"]))
 
 
@@ -274,7 +296,8 @@ def test_additional_metrics_are_exact_means():
     assert float(metrics["big"]) == pytest.approx(float(reference["big"]), rel=1e-6)
     with pytest.raises(ConfigError, match="grad_norm"):
         one_step(
-            make_batch(8), loss=lambda model, batch: (scalar_loss(model, batch), {"grad_norm": 1.0})
+            make_batch(8),
+            loss=lambda model, batch: (scalar_loss(model, batch), {"grad_norm": 1.0}),
         )
 
 
@@ -283,7 +306,9 @@ def test_invalid_losses_and_batches_are_refused():
         one_step(make_batch(8), loss=lambda model, batch: model(batch["x"]))
     with pytest.raises(DataError, match="same number of examples"):
         one_step({**make_batch(8), "w": np.ones(7, "f4")})
-    with pytest.raises(ConfigError, match="accumulate=9 cannot split a batch of 8 examples"):
+    with pytest.raises(
+        ConfigError, match="accumulate=9 cannot split a batch of 8 examples"
+    ):
         one_step(make_batch(8), accumulate=9)
     spec = abstract_state(Plain, optax.sgd(LR), make_mesh("data=8"))
     step = make_train_step(spec, weighted_loss, make_batch(8))
@@ -327,7 +352,9 @@ def barrier_step():
 
 def gpt_step():
     config = GPTConfig(vocab_size=64, max_length=8, num_layers=2, num_heads=2, width=16)
-    spec = abstract_state(lambda rngs: GPT(config, rngs), optax.sgd(LR), make_mesh("data=8"))
+    spec = abstract_state(
+        lambda rngs: GPT(config, rngs), optax.sgd(LR), make_mesh("data=8")
+    )
     tokens = np.zeros((8, 8), np.int32)
 
     def loss(model, batch):

@@ -23,7 +23,9 @@ def per_device(function, in_specs, out_specs):
     """Map `function` over the shards of a batch along "data", if the mesh has that axis."""
     mesh = jax.sharding.get_abstract_mesh()
     mesh = (
-        mesh if "data" in mesh.shape else AbstractMesh((1,), ("data",), axis_types=(AxisType.Auto,))
+        mesh
+        if "data" in mesh.shape
+        else AbstractMesh((1,), ("data",), axis_types=(AxisType.Auto,))
     )
     return jax.shard_map(
         function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={"data"}
@@ -44,7 +46,9 @@ def transformation(mesh, function, specs):
 
 class Net(nnx.Module):
     def __init__(self, rngs, norm=None, dropout=None, scale=1.0):
-        self.hidden = nnx.Linear(8, WIDTH, kernel_init=nnx.initializers.normal(scale), rngs=rngs)
+        self.hidden = nnx.Linear(
+            8, WIDTH, kernel_init=nnx.initializers.normal(scale), rngs=rngs
+        )
         self.norm = norm(rngs) if norm is not None else None
         self.dropout = dropout(rngs) if dropout is not None else None
         self.out = nnx.Linear(WIDTH, 1, rngs=rngs)
@@ -67,7 +71,11 @@ def plain_loss(model, batch):
 def make(loss=plain_loss, model=Net, optimizer=ADAM, seed=0, mesh="data=-1"):
     random = np.random.default_rng(0)
     x = random.normal(size=(400, 8)).astype("float32")
-    data = {"x": x, "y": np.sin(3 * x).sum(1), "w": random.integers(1, 3, 400).astype("float32")}
+    data = {
+        "x": x,
+        "y": np.sin(3 * x).sum(1),
+        "w": random.integers(1, 3, 400).astype("float32"),
+    }
     return Run(
         model=model,
         loss=loss,
@@ -97,7 +105,9 @@ def good_by_hand() -> Run:
                 weights.sum(), "data"
             )
 
-        return per_device(local, (P("data"), P("data")), P())(squares(model, batch), batch["w"])
+        return per_device(local, (P("data"), P("data")), P())(
+            squares(model, batch), batch["w"]
+        )
 
     return make(loss)
 
@@ -106,9 +116,9 @@ def summed_loss() -> Run:
     """Wrong: the means of the devices are summed."""
 
     def loss(model, batch):
-        return per_device(lambda values: jax.lax.psum(values.mean(), "data"), P("data"), P())(
-            squares(model, batch)
-        )
+        return per_device(
+            lambda values: jax.lax.psum(values.mean(), "data"), P("data"), P()
+        )(squares(model, batch))
 
     return make(loss)
 
@@ -119,7 +129,9 @@ def summed_gradients() -> Run:
     def loss(model, batch):
         def local(values):
             total = jax.lax.psum(values.mean(), "data")
-            return total - jax.lax.stop_gradient(total - jax.lax.pmean(values.mean(), "data"))
+            return total - jax.lax.stop_gradient(
+                total - jax.lax.pmean(values.mean(), "data")
+            )
 
         return per_device(local, P("data"), P())(squares(model, batch))
 
@@ -147,7 +159,10 @@ class LocalNorm(nnx.Module):
 
     def __init__(self, rngs):
         self.scale, self.bias = nnx.Param(jnp.ones(WIDTH)), nnx.Param(jnp.zeros(WIDTH))
-        self.mean, self.var = nnx.BatchStat(jnp.zeros(WIDTH)), nnx.BatchStat(jnp.ones(WIDTH))
+        self.mean, self.var = (
+            nnx.BatchStat(jnp.zeros(WIDTH)),
+            nnx.BatchStat(jnp.ones(WIDTH)),
+        )
         self.use_running_average = False
 
     def __call__(self, x):
@@ -222,7 +237,9 @@ def mean_of_means() -> Run:
         def local(values, weights):
             return jax.lax.pmean((values * weights).sum() / weights.sum(), "data")
 
-        return per_device(local, (P("data"), P("data")), P())(squares(model, batch), batch["w"])
+        return per_device(local, (P("data"), P("data")), P())(
+            squares(model, batch), batch["w"]
+        )
 
     return make(loss)
 
@@ -244,7 +261,9 @@ def one_shard(mesh: str = "data=8") -> Run:
     """Wrong: only the first device applies its updates."""
     first = transformation(
         mesh,
-        lambda updates: jax.tree.map(lambda u: u * (jax.lax.axis_index("data") == 0), updates),
+        lambda updates: jax.tree.map(
+            lambda u: u * (jax.lax.axis_index("data") == 0), updates
+        ),
         P(),
     )
     return make(optimizer=optax.chain(ADAM, first), mesh=mesh)
@@ -252,7 +271,10 @@ def one_shard(mesh: str = "data=8") -> Run:
 
 def local_clipping(mesh: str = "fsdp=8") -> Run:
     """Wrong: gradients are clipped by the norm of the shard of a device."""
-    cut = {"hidden": {"bias": P(), "kernel": P(None, "fsdp")}, "out": {"bias": P(), "kernel": P()}}
+    cut = {
+        "hidden": {"bias": P(), "kernel": P(None, "fsdp")},
+        "out": {"bias": P(), "kernel": P()},
+    }
     cut = cut if "fsdp" in mesh else P()
 
     def clip(updates):
@@ -260,7 +282,10 @@ def local_clipping(mesh: str = "fsdp=8") -> Run:
             lambda u: u * jnp.minimum(1.0, 1e-2 / optax.tree.norm(updates)), updates
         )
 
-    return make(optimizer=optax.chain(transformation(mesh, clip, cut), optax.sgd(1.0)), mesh=mesh)
+    return make(
+        optimizer=optax.chain(transformation(mesh, clip, cut), optax.sgd(1.0)),
+        mesh=mesh,
+    )
 
 
 def mesh_data(mesh: str = "data=1") -> Run:

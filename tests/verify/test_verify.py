@@ -31,17 +31,23 @@ spec.loader.exec_module(planted)
 
 def checked(function, meshes, steps=1):
     knows_mesh = "mesh" in inspect.signature(function).parameters
-    return verify((lambda mesh: function(mesh=mesh)) if knows_mesh else function(), meshes, steps)
+    return verify(
+        (lambda mesh: function(mesh=mesh)) if knows_mesh else function(), meshes, steps
+    )
 
 
 def largest_ratio(found):
     return max(c.ratio for result in found.results for c in result.worst.values())
 
 
-@pytest.mark.parametrize("name", ["good", pytest.param("good_by_hand", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["good", pytest.param("good_by_hand", marks=pytest.mark.slow)]
+)
 def test_a_right_run_stays_far_below_the_tolerances(name):
     found = checked(
-        getattr(planted, name), ["data=8"] if name == "good_by_hand" else ["data=2,fsdp=4"], steps=2
+        getattr(planted, name),
+        ["data=8"] if name == "good_by_hand" else ["data=2,fsdp=4"],
+        steps=2,
     )
     assert found.ok
     assert largest_ratio(found) < 0.3
@@ -179,7 +185,9 @@ def test_the_halves_of_a_step_compute_the_step():
     spec = abstract_state(run.model, run.optimizer, "data=4,fsdp=2", run.rules)
     step = make_train_step(spec, run.loss, run.data(0))
     batch, state = step.place(run.data(0)), init_state(spec, 0)
-    halves, metrics = step.update(state, *step.gradients(state, batch))  # donates nothing
+    halves, metrics = step.update(
+        state, *step.gradients(state, batch)
+    )  # donates nothing
     complete, complete_metrics = step(state, batch)
     for name, leaf in named_leaves(complete).items():
         np.testing.assert_allclose(
@@ -189,11 +197,15 @@ def test_the_halves_of_a_step_compute_the_step():
             atol=1e-7,
             err_msg=name,
         )
-    assert float(metrics["loss"]) == pytest.approx(float(complete_metrics["loss"]), rel=1e-6)
+    assert float(metrics["loss"]) == pytest.approx(
+        float(complete_metrics["loss"]), rel=1e-6
+    )
 
 
 def test_default_meshes_use_the_axes_that_the_model_knows():
-    gpt = abstract_state(lambda rngs: GPT(PRESETS["byte"], rngs), optax.sgd(1.0), "data=8")
+    gpt = abstract_state(
+        lambda rngs: GPT(PRESETS["byte"], rngs), optax.sgd(1.0), "data=8"
+    )
     assert meshes_to_verify(gpt, Rules(), 8) == [
         "data=8",
         "fsdp=8",
@@ -205,7 +217,9 @@ def test_default_meshes_use_the_axes_that_the_model_knows():
     net = abstract_state(planted.Net, optax.sgd(1.0), "data=8")
     assert meshes_to_verify(net, Rules(), 8) == ["data=8", "fsdp=8", "data=2,fsdp=4"]
     assert meshes_to_verify(net, Rules(batch=("dp",), fsdp=()), 8) == ["dp=8"]
-    assert meshes_to_verify(net, Rules(paths=(("hidden/kernel", (None, "columns")),)), 6) == [
+    assert meshes_to_verify(
+        net, Rules(paths=(("hidden/kernel", (None, "columns")),)), 6
+    ) == [
         "data=6",
         "fsdp=6",
         "columns=6",
@@ -214,17 +228,25 @@ def test_default_meshes_use_the_axes_that_the_model_knows():
 
 
 def test_an_impossible_mesh_is_refused_if_given_and_skipped_by_default():
-    run = planted.make(lambda model, batch: planted.squares(model, batch).mean())  # 40 rows
+    run = planted.make(
+        lambda model, batch: planted.squares(model, batch).mean()
+    )  # 40 rows
     with pytest.raises(ConfigError, match="needs 3 devices, and there are 8"):
         verify(run, ["data=3"])
-    with pytest.raises(ConfigError, match="mesh axis 'model' \\(size 8\\) shards neither"):
+    with pytest.raises(
+        ConfigError, match="mesh axis 'model' \\(size 8\\) shards neither"
+    ):
         verify(run, ["model=8"])
     found = verify(
         replace(run, rules=Rules(paths=(("out/bias", ("model",)),))), steps=1
     )  # it has one entry
     assert found.ok
     assert [result.mesh for result in found.results] == ["data=8", "fsdp=8"]
-    assert list(found.left_out) == ["model=8", "data=4,model=2", "data=2,fsdp=2,model=2"]
+    assert list(found.left_out) == [
+        "model=8",
+        "data=4,model=2",
+        "data=2,fsdp=2,model=2",
+    ]
     assert "1 is not divisible by 8" in found.lines()[0]
 
 
@@ -242,7 +264,9 @@ def test_an_iterator_is_refused_unless_the_run_is_made_for_each_mesh():
 def test_a_non_finite_step_on_one_device_is_an_error():
     with pytest.raises(NumericsError, match="step 1 on one device is not finite"):
         verify(
-            planted.make(lambda model, batch: jnp.log(-planted.squares(model, batch).mean())),
+            planted.make(
+                lambda model, batch: jnp.log(-planted.squares(model, batch).mean())
+            ),
             ["data=8"],
         )
 
@@ -261,7 +285,8 @@ def test_the_reference_run_uses_no_donated_arrays(monkeypatch):
 def test_parameters_in_bfloat16_are_verified_in_float32():
     coarse = lambda rngs: nnx.Linear(8, 1, param_dtype=jnp.bfloat16, rngs=rngs)  # noqa: E731
     run = planted.make(
-        lambda model, batch: ((model(batch["x"])[:, 0] - batch["y"]) ** 2).mean(), coarse
+        lambda model, batch: ((model(batch["x"])[:, 0] - batch["y"]) ** 2).mean(),
+        coarse,
     )
     found = verify(run, ["data=8"], steps=1)
     assert found.ok
@@ -311,7 +336,9 @@ def test_the_command_accepts_a_right_recipe(tmp_path):
 
 
 def test_the_command_names_the_leaf_of_a_mistake(tmp_path):
-    done = shardwise("verify", f"{PLANTED}:one_shard", "--mesh", "data=8", "--verify-steps", 1)
+    done = shardwise(
+        "verify", f"{PLANTED}:one_shard", "--mesh", "data=8", "--verify-steps", 1
+    )
     assert done.returncode == 5, done.stderr
     assert (
         "data=8 differs from one device at step 1, first in the parameter 'hidden/bias'"
@@ -368,9 +395,14 @@ def test_every_recipe_and_example_is_verified():
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    (folder / "text.txt").write_text("\n\n".join(f"{n} times {n} is {n * n}." for n in range(2000)))
+    (folder / "text.txt").write_text(
+        "\n\n".join(f"{n} times {n} is {n * n}." for n in range(2000))
+    )
     assert (
-        shardwise("data", "prepare", folder / "text.txt", "--out", folder / "data").returncode == 0
+        shardwise(
+            "data", "prepare", folder / "text.txt", "--out", folder / "data"
+        ).returncode
+        == 0
     )
     return folder / "data"
 
@@ -391,7 +423,8 @@ def test_recipes_and_examples_agree_with_one_device(name, request):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "optimizer", ["adamw", "sgd", "lion", "adafactor", "muon", "schedule_free", "prodigy"]
+    "optimizer",
+    ["adamw", "sgd", "lion", "adafactor", "muon", "schedule_free", "prodigy"],
 )
 def test_no_optimizer_causes_a_false_alarm(optimizer):
     recipe = load_recipe(ROOT / "recipes" / "stdlib_gpt.py", "recipe")
@@ -404,7 +437,9 @@ def test_no_optimizer_causes_a_false_alarm(optimizer):
         "scan_layers": True,
     }
     found = verify(
-        lambda mesh: recipe(mesh=mesh, **arguments), ["data=2,fsdp=2,model=2", "fsdp=8"], steps=4
+        lambda mesh: recipe(mesh=mesh, **arguments),
+        ["data=2,fsdp=2,model=2", "fsdp=8"],
+        steps=4,
     )
     assert found.ok, "\n".join(found.lines())
     assert largest_ratio(found) < 0.5

@@ -72,12 +72,20 @@ class Loaded:
         """Return a table with the number of variables of each kind and a few of their names."""
         kinds = {
             "loaded": [path for path, name in self.taken.items() if path == name],
-            "renamed": [f"{path} from {name}" for path, name in self.taken.items() if path != name],
+            "renamed": [
+                f"{path} from {name}"
+                for path, name in self.taken.items()
+                if path != name
+            ],
             "initialized from the seed": self.fresh,
             "in the source, not used": self.left_out,
         }
         table = Table(
-            "", "variables", "", title=f"weights from {self.source}", title_justify="left"
+            "",
+            "variables",
+            "",
+            title=f"weights from {self.source}",
+            title_justify="left",
         )
         for kind, names in kinds.items():
             if names:

@@ -120,7 +120,9 @@ class SavedStep:
         self._check_size(wanted)
         return self._restore(wanted, lambda _: ocp.RestoreArgs(restore_type=np.ndarray))
 
-    def place(self, wanted: Mapping[str, "jax.ShapeDtypeStruct"]) -> dict[str, "jax.Array"]:
+    def place(
+        self, wanted: Mapping[str, "jax.ShapeDtypeStruct"]
+    ) -> dict[str, "jax.Array"]:
         """Read leaves onto devices.
 
         Args:
@@ -164,7 +166,9 @@ class SavedStep:
         )
         with orbax_errors(self.directory):
             restored = _orbax_handler().restore(self.directory / "state", args=args)
-        return {name: leaf for name, leaf in named_leaves(restored).items() if name in names}
+        return {
+            name: leaf for name, leaf in named_leaves(restored).items() if name in names
+        }
 
     def _check_size(self, names: set[str]) -> None:
         """Refuse arrays that do not fit in memory or cannot come from files of this size.
@@ -335,7 +339,9 @@ def open_step(directory: Path) -> SavedStep:
     problems = verify_manifest(directory)
     if problems:
         lines = [f"  {problem}" for problem in problems]
-        raise CheckpointError("\n".join([f"checkpoint {directory} is damaged:", *lines]))
+        raise CheckpointError(
+            "\n".join([f"checkpoint {directory} is damaged:", *lines])
+        )
     return read_step(directory)
 
 
@@ -360,7 +366,10 @@ def read_step(directory: Path) -> SavedStep:
     with orbax_errors(directory):
         tree = _orbax_handler().metadata(state).tree
         leaves = named_leaves(tree)
-        if not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves.values()):
+        if not all(
+            hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+            for leaf in leaves.values()
+        ):
             raise ValueError("it contains leaves that are not arrays")
     return SavedStep(directory.resolve(), tree, leaves)
 
@@ -377,7 +386,11 @@ def averages(saved: SavedStep) -> dict[str, tuple[str, ...]]:
     """
     from shardwise.tree import owner_of
 
-    params = {path: name for path, name in saved.variables.items() if name.startswith("params/")}
+    params = {
+        path: name
+        for path, name in saved.variables.items()
+        if name.startswith("params/")
+    }
     sources: dict[str, tuple[str, ...]] = {}
     for name in saved.leaves:
         path = owner_of(name, params) if name.startswith("opt_state/") else None
@@ -392,7 +405,9 @@ def averages(saved: SavedStep) -> dict[str, tuple[str, ...]]:
     return sources
 
 
-def variable_parts(saved: SavedStep, *, average: bool = False) -> dict[str, tuple[str, ...]]:
+def variable_parts(
+    saved: SavedStep, *, average: bool = False
+) -> dict[str, tuple[str, ...]]:
     """Return the leaves that each model variable is computed from.
 
     Args:
@@ -469,7 +484,9 @@ def read_json(path: Path) -> Json:
         if not isinstance(content, dict):
             raise ValueError(f"it holds a {type(content).__name__}, not a dictionary")
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error_reason(error)}") from error
+        raise CheckpointError(
+            f"{path} cannot be read: {error_reason(error)}"
+        ) from error
     return content
 
 
@@ -480,7 +497,9 @@ def leaf_bytes(leaf: ArrayLike) -> int:
 
 def directory_bytes(directory: Path) -> int:
     """Return the total size of all files below a directory in bytes."""
-    return sum(path.lstat().st_size for path in directory.rglob("*") if not path.is_dir())
+    return sum(
+        path.lstat().st_size for path in directory.rglob("*") if not path.is_dir()
+    )
 
 
 def show_leaf(leaf: ArrayLike) -> str:

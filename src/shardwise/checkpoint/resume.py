@@ -84,7 +84,9 @@ def compare(saved: Json, now: Json) -> list[ChangedSetting]:
     return sorted(changes, key=lambda change: order.get(change.key, len(order)))
 
 
-def check_accepted(changes: list[ChangedSetting], accept: Collection[str], place: str) -> None:
+def check_accepted(
+    changes: list[ChangedSetting], accept: Collection[str], place: str
+) -> None:
     """Check that the user accepts every change that would make it a different run.
 
     Args:
@@ -96,7 +98,9 @@ def check_accepted(changes: list[ChangedSetting], accept: Collection[str], place
         ConfigError: if any change is not accepted. The message lists all of them with both values.
     """
     refused = [
-        change for change in changes if change.key in ACCEPTABLE and change.key not in accept
+        change
+        for change in changes
+        if change.key in ACCEPTABLE and change.key not in accept
     ]
     if not refused:
         return
@@ -109,7 +113,9 @@ def check_accepted(changes: list[ChangedSetting], accept: Collection[str], place
     )
 
 
-def report(changes: list[ChangedSetting], accept: Collection[str], title: str) -> Table | str:
+def report(
+    changes: list[ChangedSetting], accept: Collection[str], title: str
+) -> Table | str:
     """Return a table of changes and their consequences that fits on one screen.
 
     Args:
@@ -124,17 +130,23 @@ def report(changes: list[ChangedSetting], accept: Collection[str], title: str) -
         same_key = [change for change in changes if change.key == key]
         for change in same_key[:VALUES_PER_SETTING]:
             table.add_row(
-                change.name, _short(change.saved), _short(change.now), change.verdict(accept)
+                change.name,
+                _short(change.saved),
+                _short(change.now),
+                change.verdict(accept),
             )
         hidden = len(same_key) - VALUES_PER_SETTING
         if hidden > 0:
-            table.add_row(f"{key}/...", f"{hidden} more", "", same_key[0].verdict(accept))
+            table.add_row(
+                f"{key}/...", f"{hidden} more", "", same_key[0].verdict(accept)
+            )
     return table
 
 
 def _text_table(changes: list[ChangedSetting]) -> str:
     lines = [
-        (change.name, _short(change.saved), _short(change.now)) for change in changes[:MAX_REFUSED]
+        (change.name, _short(change.saved), _short(change.now))
+        for change in changes[:MAX_REFUSED]
     ]
     text = columns([("", "saved", "now"), *lines])
     hidden = len(changes) - MAX_REFUSED

@@ -53,7 +53,12 @@ from shardwise.cluster.group import ProcessGroup, current_group, wait_for
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.files.durable import file_digest, sync
 from shardwise.files.failpoints import fail_point
-from shardwise.files.manifest import read_manifest, write_digests, write_manifest, wrong_files
+from shardwise.files.manifest import (
+    read_manifest,
+    write_digests,
+    write_manifest,
+    wrong_files,
+)
 from shardwise.state import StateSpec, TrainState
 from shardwise.text import Json, columns, show_bytes
 from shardwise.tree import PyTree, named_leaves, num_bytes
@@ -106,7 +111,9 @@ class Keep:
             metrics: the value of `metric` for every saved step, or None where it was not measured.
         """
         steps = sorted(metrics)
-        measured = [(value, step) for step, value in metrics.items() if value is not None]
+        measured = [
+            (value, step) for step, value in metrics.items() if value is not None
+        ]
         measured.sort(reverse=self.largest)
         newest = set(steps[-self.last :])
         periodic = {step for step in steps if self.every and step % self.every == 0}
@@ -155,7 +162,10 @@ class Checkpoints:
     """
 
     def __init__(
-        self, directory: Path, keep: Keep | None = None, group: ProcessGroup | None = None
+        self,
+        directory: Path,
+        keep: Keep | None = None,
+        group: ProcessGroup | None = None,
     ):
         self.directory = directory.resolve()
         self.keep = keep or Keep()
@@ -173,7 +183,9 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         options = ocp.options.AsyncOptions(barrier_sync_fn=self._barrier)
-        return ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler(), async_options=options)
+        return ocp.AsyncCheckpointer(
+            ocp.StandardCheckpointHandler(), async_options=options
+        )
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -243,7 +255,9 @@ class Checkpoints:
             problem = self._start_orbax(step, tree)
             if problem is not None and self.group.count == 1:
                 shutil.rmtree(temporary, ignore_errors=True)
-                raise CheckpointError(f"{self.path(step)} could not be saved: {problem}")
+                raise CheckpointError(
+                    f"{self.path(step)} could not be saved: {problem}"
+                )
         save = _Save(self._saving, step, dict(metadata), copies, problem)
         self._pending = self._thread.submit(self._commit, save)
 
@@ -283,7 +297,9 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         try:
-            self._orbax.save(self._temporary(step) / "state", args=ocp.args.StandardSave(tree))
+            self._orbax.save(
+                self._temporary(step) / "state", args=ocp.args.StandardSave(tree)
+            )
         except Exception as error:
             return self._describe(error)
         return None
@@ -338,7 +354,9 @@ class Checkpoints:
         if problem:
             if self.group.is_first:
                 shutil.rmtree(temporary, ignore_errors=True)
-            raise CheckpointError(f"{self.path(save.step)} could not be saved: {problem}")
+            raise CheckpointError(
+                f"{self.path(save.step)} could not be saved: {problem}"
+            )
         try:
             fail_point("checkpoint.renamed")
             if self.group.is_first:
@@ -377,7 +395,11 @@ class Checkpoints:
         except OSError as error:
             problem = self._describe(error)
         shares = self.group.union(f"{save.name}/digests", [digests, problem])
-        merged = {f"state/{name}": digest for share, _ in shares for name, digest in share.items()}
+        merged = {
+            f"state/{name}": digest
+            for share, _ in shares
+            for name, digest in share.items()
+        }
         return merged, _first_problem([share_problem for _, share_problem in shares])
 
     def _publish(self, save: _Save, digests: dict[str, str]) -> str | None:
@@ -411,7 +433,9 @@ class Checkpoints:
         if failures:
             raise RuntimeError(next(iter(failures.values())))
         if not in_time:
-            raise RuntimeError(f"the other processes did not arrive within {seconds:.0f} s")
+            raise RuntimeError(
+                f"the other processes did not arrive within {seconds:.0f} s"
+            )
 
     def _describe(self, error: Exception) -> str:
         """Return an exception in one line, with the name of this process if there are several."""
@@ -439,7 +463,10 @@ class Checkpoints:
 
     def metrics(self) -> dict[int, float | None]:
         """Return `keep.metric` of every step, or None where it was not measured."""
-        return {step: read_metric(self.path(step), self.keep.metric) for step in self.steps()}
+        return {
+            step: read_metric(self.path(step), self.keep.metric)
+            for step in self.steps()
+        }
 
     # Reading
 
@@ -471,12 +498,16 @@ class Checkpoints:
         """
         damaged: list[str] = []
         had_damaged = any(self.directory.glob("*.bad*"))
-        steps, had_damaged = self.group.share(self._next_round(), [self.steps(), had_damaged])
+        steps, had_damaged = self.group.share(
+            self._next_round(), [self.steps(), had_damaged]
+        )
         for step in reversed(steps):
             problems = self.verify(step)
             if not problems:
                 if damaged:
-                    fallback = f"going back to step {step}, the newest intact checkpoint."
+                    fallback = (
+                        f"going back to step {step}, the newest intact checkpoint."
+                    )
                     warn("\n".join([*damaged, fallback]))
                 return int(step)
             aside = _unused_path(self.directory, f"{step}.bad")
@@ -486,9 +517,13 @@ class Checkpoints:
                 f"checkpoint {step} is damaged and was renamed to {aside}: {_summarize(problems)}"
             )
         if not damaged and had_damaged:
-            damaged = [f"all checkpoints in {self.directory} are damaged and were renamed to *.bad"]
+            damaged = [
+                f"all checkpoints in {self.directory} are damaged and were renamed to *.bad"
+            ]
         if damaged:
-            remedy = "No intact checkpoint is left. To start over, choose another --out."
+            remedy = (
+                "No intact checkpoint is left. To start over, choose another --out."
+            )
             raise CheckpointError("\n".join([*damaged, remedy]))
         return None
 
@@ -519,7 +554,9 @@ class Checkpoints:
         # Buffers that Orbax allocates cannot be donated. Copies can, so the first step does not
         # need memory for a second state.
         shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted)
-        copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings)
+        copy = jax.jit(
+            lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings
+        )
         return TrainState(**copy(restored))
 
     def check_fits(self, spec: StateSpec, step: int) -> None:
@@ -612,7 +649,9 @@ def _cause(error: Exception) -> str:
 def _unused_path(directory: Path, name: str) -> Path:
     names = [name, *(f"{name}.{number}" for number in range(1, 1000))]
     return next(
-        directory / candidate for candidate in names if not (directory / candidate).exists()
+        directory / candidate
+        for candidate in names
+        if not (directory / candidate).exists()
     )
 
 

@@ -64,14 +64,21 @@ def list_steps(options: argparse.Namespace, console: Console) -> tuple[Json, int
     """Print a table of all saved steps of a run; exit code 4 if one is damaged."""
     directory = find_checkpoints(options.target)
     steps = [
-        _describe_step(directory / str(step), options.verify) for step in saved_steps(directory)
+        _describe_step(directory / str(step), options.verify)
+        for step in saved_steps(directory)
     ]
     best = best_step(directory)
     if best is not None and len(steps) > 1:
         entry = next(entry for entry in steps if entry["step"] == str(best))
         entry["best"] = what_is_best(directory)[0]
-        entry["state"] = ", ".join(filter(None, [entry["state"], f"best {entry['best']}"]))
-    steps += [_describe_leftover(path) for path in sorted(directory.iterdir()) if _is_other(path)]
+        entry["state"] = ", ".join(
+            filter(None, [entry["state"], f"best {entry['best']}"])
+        )
+    steps += [
+        _describe_leftover(path)
+        for path in sorted(directory.iterdir())
+        if _is_other(path)
+    ]
     console.print(_steps_table(steps, str(directory)))
     is_damaged = any("damaged:" in entry["state"] for entry in steps)
     code = ExitCode.CHECKPOINT if is_damaged else ExitCode.DONE
@@ -195,7 +202,9 @@ def show_step(options: argparse.Namespace, console: Console) -> tuple[Json, int]
         for name in sorted(saved.leaves, key=_parameters_first)
     ]
     columns = ("min", "max", "mean", "std", "not_finite") if statistics else ()
-    table = Table("path", "array", "bytes", *columns, title="arrays", title_justify="left")
+    table = Table(
+        "path", "array", "bytes", *columns, title="arrays", title_justify="left"
+    )
     for leaf in leaves:
         table.add_row(
             _printable(leaf["path"]),
@@ -207,7 +216,10 @@ def show_step(options: argparse.Namespace, console: Console) -> tuple[Json, int]
     totals = _totals(leaves)
     for part, total in totals.items():
         elements = f"{total['elements']:,} elements"
-        _print(console, f"{part}: {total['arrays']} arrays, {elements}, {decimal(total['bytes'])}")
+        _print(
+            console,
+            f"{part}: {total['arrays']} arrays, {elements}, {decimal(total['bytes'])}",
+        )
     answer = {
         "directory": str(saved.directory),
         "metadata": saved.metadata,
@@ -250,7 +262,9 @@ def _described_pairs(key: str, value: object) -> list[tuple[str, object]]:
         # Many parameters have the same optimizer chain: show each chain once.
         chains = [str(chain) for chain in value.values()]
         unique = dict.fromkeys(chains)
-        return [(f"{chains.count(chain)} kinds of parameters:", chain) for chain in unique]
+        return [
+            (f"{chains.count(chain)} kinds of parameters:", chain) for chain in unique
+        ]
     return list(value.items())
 
 
@@ -267,7 +281,9 @@ def _schedule_range(rates: object) -> str:
 def _statistics(saved: SavedStep) -> dict[str, dict[str, float]]:
     """Return min, max, mean and std of the finite values of every array, and how many are not."""
     statistics: dict[str, dict[str, float]] = {}
-    for group in in_groups({name: leaf_bytes(leaf) for name, leaf in saved.leaves.items()}):
+    for group in in_groups(
+        {name: leaf_bytes(leaf) for name, leaf in saved.leaves.items()}
+    ):
         for name, array in saved.read(group).items():
             statistics[name] = _array_statistics(array)
     return statistics
@@ -291,7 +307,9 @@ def _array_statistics(array: np.ndarray) -> dict[str, float]:
             "not_finite": array.size,
         }
     mean = total / count
-    variance = sum(((block - mean) ** 2).sum() for block in _finite_blocks(array)) / count
+    variance = (
+        sum(((block - mean) ** 2).sum() for block in _finite_blocks(array)) / count
+    )
     return {
         "min": float(low),
         "max": float(high),
@@ -321,7 +339,9 @@ def diff_steps(options: argparse.Namespace, console: Console) -> tuple[Json, int
     """Compare two steps bit for bit; exit code 1 if any array differs."""
     from shardwise.checkpoint.resume import compare
 
-    a, b = (_open(find_step(target, options.step), console) for target in options.target)
+    a, b = (
+        _open(find_step(target, options.step), console) for target in options.target
+    )
     _print(console, f"A: {a.directory}", f"B: {b.directory}")
     different, equal = _compare_arrays(a, b)
     if different:
@@ -329,10 +349,14 @@ def diff_steps(options: argparse.Namespace, console: Console) -> tuple[Json, int
     _print(console, f"{equal} arrays are bit-identical, {len(different)} differ")
     changes = compare(a.metadata, b.metadata)
     if changes:
-        table = Table("", "A", "B", title="descriptions of the runs", title_justify="left")
+        table = Table(
+            "", "A", "B", title="descriptions of the runs", title_justify="left"
+        )
         for change in changes:
             table.add_row(
-                _printable(change.name), _show_value(change.saved), _show_value(change.now)
+                _printable(change.name),
+                _show_value(change.saved),
+                _show_value(change.now),
             )
         console.print(table)
     answer = {
@@ -352,7 +376,8 @@ def _compare_arrays(a: SavedStep, b: SavedStep) -> tuple[list[Json], int]:
     for name in sorted(a.leaves.keys() | b.leaves.keys(), key=_parameters_first):
         # Shape and dtype, or "-" where a step does not have the array.
         text_a, text_b = (
-            show_leaf(saved.leaves[name]) if name in saved.leaves else "-" for saved in (a, b)
+            show_leaf(saved.leaves[name]) if name in saved.leaves else "-"
+            for saved in (a, b)
         )
         if text_a == text_b:
             comparable.append(name)
@@ -372,7 +397,14 @@ def _compare_arrays(a: SavedStep, b: SavedStep) -> tuple[list[Json], int]:
 
 
 def _differences_table(different: Sequence[Json]) -> Table:
-    columns = ("path", "A", "B", "elements that differ", "largest difference", "relative")
+    columns = (
+        "path",
+        "A",
+        "B",
+        "elements that differ",
+        "largest difference",
+        "relative",
+    )
     table = Table(*columns, title="arrays", title_justify="left")
     for entry in different:
         path = _printable(entry["path"])
@@ -397,8 +429,12 @@ def _difference(a: np.ndarray, b: np.ndarray) -> dict[str, float]:
             gap = np.abs(x - y)
             scale = np.maximum(np.abs(x), np.abs(y))
             ratio = np.where(gap == 0, 0.0, gap / scale)
-        absolute = max(absolute, float(np.where(np.isnan(gap), np.inf, gap).max(initial=0)))
-        relative = max(relative, float(np.where(np.isnan(ratio), np.inf, ratio).max(initial=0)))
+        absolute = max(
+            absolute, float(np.where(np.isnan(gap), np.inf, gap).max(initial=0))
+        )
+        relative = max(
+            relative, float(np.where(np.isnan(ratio), np.inf, ratio).max(initial=0))
+        )
     return {"elements": elements, "absolute": absolute, "relative": relative}
 
 
@@ -418,7 +454,9 @@ def export_step(options: argparse.Namespace, console: Console) -> tuple[Json, in
     """Write the weights of a step as safetensors, or as a directory for transformers."""
     if options.vocab_size is not None and options.format == "safetensors":
         raise ConfigError("--vocab-size needs --format hf.")
-    if options.trained_only and (options.base is not None or options.format != "safetensors"):
+    if options.trained_only and (
+        options.base is not None or options.format != "safetensors"
+    ):
         raise ConfigError(
             "--trained-only works with --format safetensors only, and without --base."
         )
@@ -436,10 +474,17 @@ def export_step(options: argparse.Namespace, console: Console) -> tuple[Json, in
         if options.format == "safetensors":
             names = export_plain(saved, options.out, average=average)
         else:
-            names = export_hf(saved, options.out, average=average, vocab_size=options.vocab_size)
+            names = export_hf(
+                saved, options.out, average=average, vocab_size=options.vocab_size
+            )
     is_file = options.out.is_file()
-    size = decimal(options.out.stat().st_size if is_file else directory_bytes(options.out))
-    _print(console, f"wrote {len(names)} tensors of {saved.directory}, {size}: {options.out}")
+    size = decimal(
+        options.out.stat().st_size if is_file else directory_bytes(options.out)
+    )
+    _print(
+        console,
+        f"wrote {len(names)} tensors of {saved.directory}, {size}: {options.out}",
+    )
     return {"out": str(options.out), "tensors": names, "digest": saved.digest}, 0
 
 
@@ -471,4 +516,6 @@ def _show_value(value: object, length: int = 90) -> str:
 
 def _printable(text: str) -> str:
     """Replace characters that a terminal would interpret as commands."""
-    return "".join(character if character.isprintable() else "\ufffd" for character in text)
+    return "".join(
+        character if character.isprintable() else "\ufffd" for character in text
+    )

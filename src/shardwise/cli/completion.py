@@ -27,7 +27,9 @@ def script(shell: str) -> str:
     import argcomplete
 
     if shell not in SHELLS:
-        raise ConfigError(f"--completion '{shell}': the shells are {', '.join(SHELLS)}.")
+        raise ConfigError(
+            f"--completion '{shell}': the shells are {', '.join(SHELLS)}."
+        )
     code: str = argcomplete.shellcode(["shardwise"], shell=shell)
     return code + "\n"
 
@@ -63,7 +65,9 @@ def full_parser(words: list[str]) -> Parser:
 
 
 def _add_recipe_arguments(parser: Parser, words: list[str]) -> None:
-    recipe = next((word for word in words if word.partition(":")[0].endswith(".py")), "")
+    recipe = next(
+        (word for word in words if word.partition(":")[0].endswith(".py")), ""
+    )
     # Options of the command come first, and an option can be defined only once.
     known = {name for action in parser._actions for name in action.option_strings}
     for name in recipe_arguments(recipe):

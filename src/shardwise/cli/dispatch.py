@@ -50,7 +50,9 @@ def entry() -> None:
     try:
         code = main()
     except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        code = (
+            error.code if isinstance(error.code, int) else int(error.code is not None)
+        )
     except Exception:
         # A defect of shardwise or of a recipe: the traceback is what its author needs.
         traceback.print_exc()
@@ -91,14 +93,18 @@ def _run(argv: list[str]) -> int:
         names = [command.name for command in COMMANDS]
         nested = NESTED.get(name)
         hint = f" Did you mean '{nested}'?" if nested else did_you_mean(name, names)
-        raise ConfigError(f"'{name}' is not a command. The commands are {', '.join(names)}.{hint}")
+        raise ConfigError(
+            f"'{name}' is not a command. The commands are {', '.join(names)}.{hint}"
+        )
     return _run_command(name, args, shared)
 
 
 def _run_command(name: str, args: list[str], shared: argparse.Namespace) -> int:
     answer, code = importlib.import_module(BY_NAME[name].module).main(args, shared)
     if shared.json is not None and is_first_process(shared):
-        shared.json.write_text(json.dumps(_finite(answer), indent=2, default=str) + "\n")
+        shared.json.write_text(
+            json.dumps(_finite(answer), indent=2, default=str) + "\n"
+        )
     return int(code)
 
 

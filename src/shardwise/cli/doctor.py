@@ -21,7 +21,9 @@ def main(args: list[str], shared: argparse.Namespace) -> tuple[Json, int]:
     """Run `shardwise doctor`; return what `--json` writes, and the exit code."""
     options = command_parser("doctor").parse_args(args)
     if not 1 <= options.timeout <= 3600:
-        raise ConfigError(f"--timeout {options.timeout:g} must be between 1 and 3600 seconds.")
+        raise ConfigError(
+            f"--timeout {options.timeout:g} must be between 1 and 3600 seconds."
+        )
     timeout = None if options.no_devices else options.timeout
     with Console(stderr=True).status("checking") as status:
         if options.run is None:
@@ -40,7 +42,9 @@ def main(args: list[str], shared: argparse.Namespace) -> tuple[Json, int]:
 
 def _print(results: list[CheckResult], counts: Counter[State]) -> None:
     """Print the results as a table, with a summary below."""
-    console = Console(width=None if sys.stdout.isatty() else 160, markup=False, highlight=False)
+    console = Console(
+        width=None if sys.stdout.isatty() else 160, markup=False, highlight=False
+    )
     table = Table("", "", "check", "result", box=None, pad_edge=False)
     group = ""
     for result in results:
@@ -68,4 +72,6 @@ def _plural(counts: Counter[State], state: State) -> str:
 
 def _printable(text: str) -> str:
     """Replace characters that would move the cursor; names and files may come from strangers."""
-    return "".join(character if character.isprintable() else "\ufffd" for character in text)
+    return "".join(
+        character if character.isprintable() else "\ufffd" for character in text
+    )

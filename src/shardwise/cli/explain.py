@@ -26,7 +26,11 @@ def main(args: list[str], shared: argparse.Namespace) -> tuple[Json, int]:
     mesh = make_mesh(run.mesh)
     spec = abstract_state(run.model, run.optimizer, mesh, run.rules)
     console = Console(width=None if sys.stdout.isatty() else 160)
-    kinds = {"parameters": spec.params, "other variables": spec.other, "optimizer": spec.opt_state}
+    kinds = {
+        "parameters": spec.params,
+        "other variables": spec.other,
+        "optimizer": spec.opt_state,
+    }
     for kind, placements in kinds.items():
         if placements:
             title = f"{kind} on mesh {mesh_text(mesh)}"

@@ -35,7 +35,9 @@ def main(args: list[str], shared: argparse.Namespace) -> tuple[Json, int]:
             f"-- train recipe.py.\n{parser.format_usage().strip()}"
         )
     if command[0] != "train":
-        raise ConfigError(f"only `train` runs on several processes, not '{command[0]}'.")
+        raise ConfigError(
+            f"only `train` runs on several processes, not '{command[0]}'."
+        )
     if options.write is not None:
         _write_job(options, command)
         return {}, 0

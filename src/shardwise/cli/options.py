@@ -21,9 +21,7 @@ from shardwise.text import did_you_mean
 from shardwise.trackers.base import TRACKERS
 
 ABOUT = "shardwise trains any Flax NNX model on any device mesh."
-RECIPE_NOTE = (
-    "RECIPE is file.py or file.py:function; `shardwise train RECIPE --help` shows its arguments."
-)
+RECIPE_NOTE = "RECIPE is file.py or file.py:function; `shardwise train RECIPE --help` shows its arguments."
 
 
 class Parser(argparse.ArgumentParser):
@@ -34,8 +32,12 @@ class Parser(argparse.ArgumentParser):
         hint = ""
         choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if choice:
-            hint = did_you_mean(choice[1], [name.strip(" '") for name in choice[2].split(",")])
-        raise ConfigError(f"{self.prog}: {message}.{hint}\n{self.format_usage().strip()}")
+            hint = did_you_mean(
+                choice[1], [name.strip(" '") for name in choice[2].split(",")]
+            )
+        raise ConfigError(
+            f"{self.prog}: {message}.{hint}\n{self.format_usage().strip()}"
+        )
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -86,7 +88,10 @@ def add_shared_options(parser: Parser) -> None:
         "--cpu-devices", type=int, metavar="N", help="use the CPU as N virtual devices"
     )
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write the result as JSON to FILE"
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="also write the result as JSON to FILE",
     )
 
 
@@ -138,8 +143,12 @@ def add_process_options(parser: Parser) -> None:
         metavar="HOST:PORT",
         help="address of process 0; Slurm, Open MPI, Kubernetes and Cloud TPUs are detected",
     )
-    parser.add_argument("--num-processes", type=int, metavar="N", help="number of processes")
-    parser.add_argument("--process-id", type=int, metavar="I", help="index of this process")
+    parser.add_argument(
+        "--num-processes", type=int, metavar="N", help="number of processes"
+    )
+    parser.add_argument(
+        "--process-id", type=int, metavar="I", help="index of this process"
+    )
     parser.add_argument(
         "--bind",
         metavar="ADDRESS",
@@ -150,7 +159,10 @@ def add_process_options(parser: Parser) -> None:
 def add_plot_option(parser: Parser) -> None:
     """Add the option of `explain`."""
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="plot the learning rate of every group as PNG"
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="plot the learning rate of every group as PNG",
     )
 
 
@@ -190,9 +202,13 @@ def _plan(parser: Parser) -> None:
         metavar="N",
         help="also report the time and chip-hours for N tokens (or images ...), for example 3e11",
     )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the plan as a web page")
     parser.add_argument(
-        "--no-cache", action="store_true", help="compile again instead of reading cached plans"
+        "--html", type=Path, metavar="FILE", help="write the plan as a web page"
+    )
+    parser.add_argument(
+        "--no-cache",
+        action="store_true",
+        help="compile again instead of reading cached plans",
     )
 
 
@@ -204,7 +220,11 @@ def _verify(parser: Parser) -> None:
         help="for example data=8 data=4,model=2 (default: a handful that suit the model)",
     )
     parser.add_argument(
-        "--verify-steps", type=int, default=3, metavar="N", help="steps to compare (default: 3)"
+        "--verify-steps",
+        type=int,
+        default=3,
+        metavar="N",
+        help="steps to compare (default: 3)",
     )
     parser.add_argument(
         "--real-devices",
@@ -231,14 +251,25 @@ def _launch(parser: Parser) -> None:
         " stopped (75); gives up after 3 consecutive starts without a new checkpoint",
     )
     parser.add_argument(
-        "--write", choices=["slurm", "k8s"], help="write a job file instead of starting processes"
+        "--write",
+        choices=["slurm", "k8s"],
+        help="write a job file instead of starting processes",
     )
     parser.add_argument(
-        "--to", type=Path, metavar="FILE", help="path of the job file (default: standard output)"
+        "--to",
+        type=Path,
+        metavar="FILE",
+        help="path of the job file (default: standard output)",
     )
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes of the job")
-    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="GPUs per node")
-    parser.add_argument("--cpus", type=int, default=0, metavar="N", help="CPU cores per process")
+    parser.add_argument(
+        "--nodes", type=int, default=1, metavar="N", help="nodes of the job"
+    )
+    parser.add_argument(
+        "--gpus", type=int, default=0, metavar="N", help="GPUs per node"
+    )
+    parser.add_argument(
+        "--cpus", type=int, default=0, metavar="N", help="CPU cores per process"
+    )
     parser.add_argument(
         "--memory", default="", metavar="SIZE", help="memory per node, for example 64G"
     )
@@ -320,7 +351,9 @@ def _data(parser: Parser) -> None:
         metavar="K",
         help="examples or documents to show (default: 3)",
     )
-    show.add_argument("--dtype", metavar="NAME", help="dtype of a .bin file without a .json file")
+    show.add_argument(
+        "--dtype", metavar="NAME", help="dtype of a .bin file without a .json file"
+    )
 
 
 CHECKPOINT_NOTES = """\
@@ -332,7 +365,9 @@ hardware wrote the checkpoint."""
 def _checkpoint(parser: Parser) -> None:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
-    def command(name: str, help: str, targets: int | None = None) -> argparse.ArgumentParser:
+    def command(
+        name: str, help: str, targets: int | None = None
+    ) -> argparse.ArgumentParser:
         inner = commands.add_parser(
             name,
             help=help,
@@ -349,12 +384,18 @@ def _checkpoint(parser: Parser) -> None:
     )
     show = command("show", "describe the run and every array of a step")
     show.add_argument(
-        "--values", action="store_true", help="also show the min, max and mean of every array"
+        "--values",
+        action="store_true",
+        help="also show the min, max and mean of every array",
     )
     diff = command(
-        "diff", "compare two steps bit for bit; exit code 1 if any array differs", targets=2
+        "diff",
+        "compare two steps bit for bit; exit code 1 if any array differs",
+        targets=2,
     )
-    verify = command("verify", "check files against their digests; exit code 4 if any is damaged")
+    verify = command(
+        "verify", "check files against their digests; exit code 4 if any is damaged"
+    )
     export = command("export", "write the weights as safetensors, or for transformers")
     export.add_argument(
         "--out",
@@ -370,7 +411,9 @@ def _checkpoint(parser: Parser) -> None:
         help="hf writes a directory for transformers; gpt2 means the same",
     )
     export.add_argument(
-        "--average", action="store_true", help="export the averaged weights of the optimizer"
+        "--average",
+        action="store_true",
+        help="export the averaged weights of the optimizer",
     )
     export.add_argument(
         "--base",
@@ -399,7 +442,11 @@ def _checkpoint(parser: Parser) -> None:
 
 def _report(parser: Parser) -> None:
     parser.add_argument(
-        "runs", nargs="*", type=Path, metavar="RUN", help="run directories, compared side by side"
+        "runs",
+        nargs="*",
+        type=Path,
+        metavar="RUN",
+        help="run directories, compared side by side",
     )
     parser.add_argument(
         "--out",
@@ -413,16 +460,24 @@ def _report(parser: Parser) -> None:
         help="serve the page on 127.0.0.1 under a secret address and refresh it during the run",
     )
     parser.add_argument(
-        "--port", type=int, metavar="N", help="with --watch: the port (default: a free one)"
+        "--port",
+        type=int,
+        metavar="N",
+        help="with --watch: the port (default: a free one)",
     )
     parser.add_argument(
-        "--every", type=float, metavar="S", help="with --watch: seconds between reads (default: 3)"
+        "--every",
+        type=float,
+        metavar="S",
+        help="with --watch: seconds between reads (default: 3)",
     )
 
 
 def _sample(parser: Parser) -> None:
     parser.add_argument(
-        "run", metavar="RUN", help="a run, one of its steps, published weights, or hf:owner/name"
+        "run",
+        metavar="RUN",
+        help="a run, one of its steps, published weights, or hf:owner/name",
     )
     parser.add_argument(
         "--prompt",
@@ -444,22 +499,31 @@ def _sample(parser: Parser) -> None:
         metavar="T",
         help="0 always picks the most likely token (default: 0.8)",
     )
-    parser.add_argument("--top-k", type=int, metavar="K", help="keep the K most likely tokens")
+    parser.add_argument(
+        "--top-k", type=int, metavar="K", help="keep the K most likely tokens"
+    )
     parser.add_argument(
         "--top-p",
         type=float,
         metavar="P",
         help="nucleus sampling: keep the smallest set of tokens whose probability reaches P",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="random seed (default: 0)"
+    )
     parser.add_argument(
         "--num", type=int, default=1, metavar="N", help="number of samples (default: 1)"
     )
     parser.add_argument(
-        "--step", type=step_name, metavar="N", help="this step, or 'best', instead of the newest"
+        "--step",
+        type=step_name,
+        metavar="N",
+        help="this step, or 'best', instead of the newest",
     )
     parser.add_argument(
-        "--average", action="store_true", help="use the averaged weights of the optimizer"
+        "--average",
+        action="store_true",
+        help="use the averaged weights of the optimizer",
     )
     parser.add_argument(
         "--tokenizer",
@@ -494,7 +558,9 @@ def _sweep(parser: Parser) -> None:
         metavar="DIR",
         help="directory of the runs, one per combination (default: sweeps/RECIPE)",
     )
-    parser.add_argument("--retry", action="store_true", help="also run failed combinations again")
+    parser.add_argument(
+        "--retry", action="store_true", help="also run failed combinations again"
+    )
     parser.add_argument(
         "--by",
         metavar="METRIC",
@@ -503,7 +569,9 @@ def _sweep(parser: Parser) -> None:
     parser.add_argument(
         "--largest", action="store_true", help="with --by: larger values are better"
     )
-    parser.add_argument("--dry-run", action="store_true", help="show the grid and run nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show the grid and run nothing"
+    )
     add_train_options(parser)
 
 
@@ -522,7 +590,9 @@ def _doctor(parser: Parser) -> None:
         metavar="S",
         help="seconds that each stage of the device check may take (default: 90)",
     )
-    parser.add_argument("--no-devices", action="store_true", help="do not check the devices")
+    parser.add_argument(
+        "--no-devices", action="store_true", help="do not check the devices"
+    )
 
 
 COMMANDS = (
@@ -666,7 +736,9 @@ def shared_parser() -> Parser:
 
 def help_text() -> str:
     """Return the text of `shardwise --help`: every command with its summary."""
-    commands = "\n".join(f"  {command.name:12}{command.summary}" for command in COMMANDS)
+    commands = "\n".join(
+        f"  {command.name:12}{command.summary}" for command in COMMANDS
+    )
     parser = Parser(
         prog="shardwise",
         usage="shardwise COMMAND ...",
@@ -676,7 +748,9 @@ def help_text() -> str:
     )
     add_shared_options(parser)
     # The two below are answered before anything is parsed; they are added for the help alone.
-    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    parser.add_argument(
+        "--version", action="store_true", help="print the version and exit"
+    )
     parser.add_argument(
         "--completion",
         metavar="SHELL",

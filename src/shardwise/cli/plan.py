@@ -47,13 +47,17 @@ def main(args: list[str], shared: argparse.Namespace) -> tuple[Json, int]:
     with stop_on_signals(may_exit=True) as stop:
         stop.last_words = "stopped by a signal."
         if not options.no_cache:
-            stop.last_words += " Compiled plans are cached: the same command continues from them."
+            stop.last_words += (
+                " Compiled plans are cached: the same command continues from them."
+            )
         return _plan(target, options, recipe_args, shared, stop)
 
 
 def _check_options(options: argparse.Namespace) -> None:
     if options.compile_at_most is not None and options.compile_at_most < 1:
-        raise ConfigError(f"--compile-at-most {options.compile_at_most}: it must be at least 1.")
+        raise ConfigError(
+            f"--compile-at-most {options.compile_at_most}: it must be at least 1."
+        )
     if options.search and options.largest_batch:
         raise ConfigError(
             "--search changes the mesh and --largest-batch the batch size. Use one after the other."
@@ -96,7 +100,11 @@ def _plan(
         choice = planner.plan_as_given()
     if choice is None:
         candidates = [entry.as_json() for entry in result.ranking]
-        answer = {"target": planner.target.name, "fits": False, "candidates": candidates}
+        answer = {
+            "target": planner.target.name,
+            "fits": False,
+            "candidates": candidates,
+        }
         return answer, DOES_NOT_FIT
     return _answer(planner, choice, result, options)
 
@@ -168,8 +176,14 @@ class BoundRecipe:
         field of the `Run`.
         """
         changes = _changes(candidate)
-        to_recipe = {name: value for name, value in changes.items() if name in self.parameters}
-        to_run = {name: value for name, value in changes.items() if name not in self.parameters}
+        to_recipe = {
+            name: value for name, value in changes.items() if name in self.parameters
+        }
+        to_run = {
+            name: value
+            for name, value in changes.items()
+            if name not in self.parameters
+        }
         return replace(self._make(to_recipe), **to_run)  # type: ignore[arg-type]
 
     def _make(self, changes: Mapping[str, OptionValue]) -> Run:
@@ -265,7 +279,9 @@ class Planner:
     def plan_as_given(self) -> Choice:
         """Plan the recipe as it is. If it does not fit, also show what would make it fit."""
         candidate = self._candidate_as_given()
-        with self.progress.status(f"compiling for {self.target.name}, mesh {candidate.mesh}"):
+        with self.progress.status(
+            f"compiling for {self.target.name}, mesh {candidate.mesh}"
+        ):
             plan = self.compile(candidate)
         show_plan(self.console, plan)
         if not plan.fits:
@@ -285,7 +301,9 @@ class Planner:
         unit = num_batch_shards(mesh, run.rules) * run.accumulate
 
         def compile_size(size: int) -> Plan:
-            with self.progress.status(f"compiling for {self.target.name}, batch size {size}"):
+            with self.progress.status(
+                f"compiling for {self.target.name}, batch size {size}"
+            ):
                 plan = self.compile(given.with_option("batch_size", size))
             verdict = "" if plan.fits else ", too large"
             line = f"batch size {size}: {plan.line()}{verdict}"
@@ -324,9 +342,13 @@ class Planner:
 
             def show_progress(result: Search, candidate: Candidate) -> None:
                 limit = budget or math.ceil(result.num_candidates / 3)
-                best = f", best so far {result.best.candidate.mesh}" if result.best else ""
+                best = (
+                    f", best so far {result.best.candidate.mesh}" if result.best else ""
+                )
                 progress = f"{result.num_compiled + 1}, at most {limit} of {result.num_candidates}"
-                status.update(f"compiling {show_candidate(candidate)} ({progress}{best})")
+                status.update(
+                    f"compiling {show_candidate(candidate)} ({progress}{best})"
+                )
 
             search(
                 self.recipe.run,

@@ -36,7 +36,9 @@ def show_plan(console: Console, plan: Plan) -> None:
     else:
         _print_line(console, f"no time estimate: the speed of '{plan.chip}' is unknown")
     if plan.unknown_kernels:
-        calls = (f"{name} ({count} calls)" for name, count in plan.unknown_kernels.items())
+        calls = (
+            f"{name} ({count} calls)" for name, count in plan.unknown_kernels.items()
+        )
         _print_line(
             console,
             f"only the bytes of these kernels count, their FLOP are unknown: {', '.join(calls)}",
@@ -93,19 +95,27 @@ def _buffer_table(plan: Plan) -> Table:
 def _traffic_table(plan: Plan) -> Table:
     title = "collectives of one step, per device"
     table = _table(
-        title, ["kind", "axes", "link"], ["count", "bytes", "estimated time", "not hidden"]
+        title,
+        ["kind", "axes", "link"],
+        ["count", "bytes", "estimated time", "not hidden"],
     )
     for traffic in plan.traffic:
         times = ("", "")
         if plan.times:
-            times = (f"{traffic.seconds * 1e3:.2f} ms", f"{traffic.waited * 1e3:.2f} ms")
+            times = (
+                f"{traffic.seconds * 1e3:.2f} ms",
+                f"{traffic.waited * 1e3:.2f} ms",
+            )
         count, size = str(traffic.count), show_bytes(traffic.bytes)
         table.add_row(traffic.kind, traffic.axes, traffic.link, count, size, *times)
     return table
 
 
 def _estimate_line(plan: Plan, times: Times) -> str:
-    parts = [f"arithmetic {times.arithmetic * 1e3:.1f} ms", f"memory {times.memory * 1e3:.1f} ms"]
+    parts = [
+        f"arithmetic {times.arithmetic * 1e3:.1f} ms",
+        f"memory {times.memory * 1e3:.1f} ms",
+    ]
     for axes, seconds in times.network.items():
         # Less would be shown as 0.0.
         if seconds > 5e-5:
@@ -121,7 +131,9 @@ def show_cost(console: Console, plan: Plan, tokens: float) -> None:
     """Print the time and the chip-hours that a number of tokens (or images ...) takes."""
     amount = f"{show_count(tokens)} {plan.unit}"
     if plan.items_per_second is None:
-        _print_line(console, f"{amount}: time unknown, because the speed of '{plan.chip}' is")
+        _print_line(
+            console, f"{amount}: time unknown, because the speed of '{plan.chip}' is"
+        )
         return
     seconds = tokens / plan.items_per_second
     chip_hours = seconds / 3600 * plan.num_devices
@@ -146,7 +158,9 @@ def show_ranking(console: Console, result: Search) -> None:
     console.print(table)
     if refused:
         names = ", ".join(f"'{show_candidate(entry.candidate)}'" for entry in refused)
-        _print_line(console, f"not possible: {names}. Reason for the first: {refused[0].why}")
+        _print_line(
+            console, f"not possible: {names}. Reason for the first: {refused[0].why}"
+        )
 
 
 def _ranking_cells(entry: Entry) -> list[str]:
@@ -174,7 +188,9 @@ def _ranking_cells(entry: Entry) -> list[str]:
     ]
 
 
-def show_remedies(console: Console, plan: Plan, remedies: Iterable[tuple[str, Plan]]) -> None:
+def show_remedies(
+    console: Console, plan: Plan, remedies: Iterable[tuple[str, Plan]]
+) -> None:
     """Print what changes to a plan that does not fit would save.
 
     Args:
@@ -184,12 +200,20 @@ def show_remedies(console: Console, plan: Plan, remedies: Iterable[tuple[str, Pl
     """
     table = Table(title="changes that save memory", title_justify="left")
     for column in ("change", "saves", "peak", "", "step"):
-        table.add_column(column, justify="left" if column in ("change", "") else "right")
+        table.add_column(
+            column, justify="left" if column in ("change", "") else "right"
+        )
     for change, changed in remedies:
         saved = max(0.0, plan.memory.peak - changed.memory.peak)
-        step = f"{changed.times.total * 1e3:.1f} ms" if changed.times and changed.fits else ""
+        step = (
+            f"{changed.times.total * 1e3:.1f} ms"
+            if changed.times and changed.fits
+            else ""
+        )
         verdict = "fits" if changed.fits else "too large"
-        table.add_row(change, show_bytes(saved), show_bytes(changed.memory.peak), verdict, step)
+        table.add_row(
+            change, show_bytes(saved), show_bytes(changed.memory.peak), verdict, step
+        )
     console.print(table)
 
 
@@ -200,5 +224,9 @@ def show_candidate(candidate: Candidate) -> str:
 
 def _show_options(candidate: Candidate) -> str:
     """Return the options that have an effect."""
-    options = [f"{name}={value}" for name, value in candidate.options if value not in (1, "none")]
+    options = [
+        f"{name}={value}"
+        for name, value in candidate.options
+        if value not in (1, "none")
+    ]
     return " ".join(options)

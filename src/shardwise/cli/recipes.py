@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from shardwise.run import Run
 
 
-def split_recipe(name: str, args: list[str]) -> tuple[str, argparse.Namespace, list[str]]:
+def split_recipe(
+    name: str, args: list[str]
+) -> tuple[str, argparse.Namespace, list[str]]:
     """Parse the words after the name of a command that takes a recipe.
 
     Prints the options of the command if `--help` is among the words. If there is a recipe too, its
@@ -38,13 +40,19 @@ def split_recipe(name: str, args: list[str]) -> tuple[str, argparse.Namespace, l
     if not args or args[0].startswith("-"):
         if wants_help:
             raise SystemExit(0)
-        raise ConfigError(f"'shardwise {name}' needs a recipe: shardwise {name} file.py")
+        raise ConfigError(
+            f"'shardwise {name}' needs a recipe: shardwise {name} file.py"
+        )
     options, rest = parser.parse_known_args(args[1:])
     return args[0], options, rest
 
 
 def load_run(
-    name: str, target: str, args: list[str], shared: argparse.Namespace, quiet: bool = False
+    name: str,
+    target: str,
+    args: list[str],
+    shared: argparse.Namespace,
+    quiet: bool = False,
 ) -> tuple["Run", Json]:
     """Return the run that a recipe builds for these arguments.
 

@@ -51,9 +51,13 @@ def main(args: list[str], shared: argparse.Namespace) -> tuple[Json, int]:
 def _find_runs(paths: list[Path]) -> list[RunFiles]:
     """Return the run directories, named so that no two names are equal."""
     if not paths:
-        raise ConfigError("'shardwise report' needs a run directory: shardwise report runs/a")
+        raise ConfigError(
+            "'shardwise report' needs a run directory: shardwise report runs/a"
+        )
     if len(paths) > MOST_RUNS:
-        raise ConfigError(f"{len(paths)} runs given; at most {MOST_RUNS} can be compared.")
+        raise ConfigError(
+            f"{len(paths)} runs given; at most {MOST_RUNS} can be compared."
+        )
     for path in paths:
         _check_run_directory(path)
     names = [path.resolve().name or str(path) for path in paths]
@@ -80,7 +84,9 @@ def _read(run: RunFiles) -> RunRecord:
     try:
         return run.read()
     except OSError as error:
-        raise ConfigError(f"cannot read the run directory {run.path}: {error.strerror}.") from error
+        raise ConfigError(
+            f"cannot read the run directory {run.path}: {error.strerror}."
+        ) from error
 
 
 def _write_report(runs: list[RunFiles], out: Path | None) -> tuple[Json, int]:
@@ -91,7 +97,10 @@ def _write_report(runs: list[RunFiles], out: Path | None) -> tuple[Json, int]:
     _write_page(out, report_page(records))
     count = f" ({len(runs)} runs)" if len(runs) > 1 else ""
     print(f"report: {out}{count}")
-    return {"page": str(out), "runs": [summarize(record).as_json() for record in records]}, 0
+    return {
+        "page": str(out),
+        "runs": [summarize(record).as_json() for record in records],
+    }, 0
 
 
 def _write_page(out: Path, text: str) -> None:
@@ -126,7 +135,9 @@ class _LivePage:
         """Return the page, and a tag that changes with it."""
         stamps: list[object] = [run.stamp() for run in self._runs]
         if stamps != self._stamps:
-            self._text = report_page([run.read() for run in self._runs], watch=self._seconds)
+            self._text = report_page(
+                [run.read() for run in self._runs], watch=self._seconds
+            )
             self._stamps = stamps
         return self._text, hashlib.sha256(repr(stamps).encode()).hexdigest()[:32]
 
@@ -134,7 +145,9 @@ class _LivePage:
 def _watch(runs: list[RunFiles], port: int, seconds: float) -> tuple[Json, int]:
     """Serve the page until a signal arrives, and return what `main` returns."""
     if not 0 <= port < 65536:
-        raise ConfigError(f"`--port {port}` is out of range. Use a port from 0 to 65535.")
+        raise ConfigError(
+            f"`--port {port}` is out of range. Use a port from 0 to 65535."
+        )
     if not MIN_SECONDS <= seconds <= MAX_SECONDS:
         raise ConfigError(
             f"`--every {seconds:g}` is out of range. "

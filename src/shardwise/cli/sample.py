@@ -67,7 +67,9 @@ def main(args: list[str], shared: argparse.Namespace) -> tuple[Json, int]:
         )
     for name in ("tokens", "num"):
         if getattr(options, name) < 1:
-            raise ConfigError(f"--{name} {getattr(options, name)}: it must be at least 1.")
+            raise ConfigError(
+                f"--{name} {getattr(options, name)}: it must be at least 1."
+            )
     if options.prompt == "-":
         prompt = sys.stdin.buffer.read()
     else:
@@ -113,7 +115,9 @@ def _find_source(
     place = locate(options.run)
     is_published = bool(weights_in(place))
     if is_published and (options.step is not None or options.average):
-        raise ConfigError(f"{place} has neither steps nor averages. Drop --step and --average.")
+        raise ConfigError(
+            f"{place} has neither steps nor averages. Drop --step and --average."
+        )
     # The files of a step are verified before any array is read.
     saved = None if is_published else read_step(find_step(place, options.step))
     path = place if saved is None else saved.directory
@@ -124,7 +128,10 @@ def _find_source(
 
 
 def _source_of_files(
-    options: argparse.Namespace, place: Path, saved: "SavedStep | None", tokenizer: "Tokenizer"
+    options: argparse.Namespace,
+    place: Path,
+    saved: "SavedStep | None",
+    tokenizer: "Tokenizer",
 ) -> Source:
     """Recognize the model by its arrays or its config.json."""
     from shardwise.checkpoint.reader import read_json
@@ -143,7 +150,9 @@ def _source_of_files(
             f"{path} cannot be sampled as it is: {error}. Name the recipe of the run, which is then"
             f" executed: --recipe {_recorded_recipe(saved)} [its arguments]."
         ) from error
-    has_param_dtype = any(field.name == "param_dtype" for field in dataclasses.fields(config))
+    has_param_dtype = any(
+        field.name == "param_dtype" for field in dataclasses.fields(config)
+    )
     if has_param_dtype and options.dtype is not None:
         config = replace(config, param_dtype=options.dtype)
 
@@ -172,7 +181,9 @@ def _source_of_recipe(
     # The model may not work on longer sequences than those it was trained on. If it has a maximum
     # length of its own, that is used instead.
     window = lengths.pop() if len(lengths) == 1 else None
-    return Source(path, run.model, tokenizer, is_published, rules=run.rules, window=window)
+    return Source(
+        path, run.model, tokenizer, is_published, rules=run.rules, window=window
+    )
 
 
 def _recorded_recipe(saved: "SavedStep | None") -> str:
@@ -189,7 +200,11 @@ def _find_tokenizer(
     from shardwise.weights.hub import tokenizer_of
 
     if options.tokenizer is not None:
-        return Bytes() if options.tokenizer == "bytes" else FromFile(Path(options.tokenizer))
+        return (
+            Bytes()
+            if options.tokenizer == "bytes"
+            else FromFile(Path(options.tokenizer))
+        )
     if saved is not None:
         tokenizer = tokenizer_of(saved)
         if tokenizer is None:
@@ -233,7 +248,11 @@ def _load_model(source: Source, options: argparse.Namespace) -> "nnx.Module":
     state, _ = load_initial(init, spec, seed=0)
 
     def cast(leaf: jax.Array) -> jax.Array:
-        return leaf.astype(options.dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+        return (
+            leaf.astype(options.dtype)
+            if jnp.issubdtype(leaf.dtype, jnp.floating)
+            else leaf
+        )
 
     if options.dtype is not None:
         state = replace(state, params=jax.tree.map(cast, state.params))
@@ -254,7 +273,9 @@ def _generate(
     tokenizer = source.tokenizer
     tokens = _encode(prompt, source)
     try:
-        sampling = Sampling(options.temperature, options.top_k, options.top_p, tokenizer.vocab_size)
+        sampling = Sampling(
+            options.temperature, options.top_k, options.top_p, tokenizer.vocab_size
+        )
     except ValueError as error:
         raise ConfigError(f"shardwise sample: {error}.") from None
     with console.status(f"reading {source.path}"):
@@ -269,7 +290,9 @@ def _generate(
         window=None if has_limit else source.window,
         cached=not options.no_cache,
     )
-    samples = [_Text(tokenizer, tokens, tokenizer.end_token(None)) for _ in range(options.num)]
+    samples = [
+        _Text(tokenizer, tokens, tokenizer.end_token(None)) for _ in range(options.num)
+    ]
     out = _Out(sys.stdout)
     timer = _Timer()
     code = 0
@@ -302,7 +325,10 @@ def _generate(
 
 
 def _print_samples(
-    samples: list["_Text"], new_tokens: "Iterable[np.ndarray]", out: "_Out", timer: "_Timer"
+    samples: list["_Text"],
+    new_tokens: "Iterable[np.ndarray]",
+    out: "_Out",
+    timer: "_Timer",
 ) -> None:
     """Print the first sample while all of them are generated, then the others."""
     first = samples[0]
@@ -438,7 +464,9 @@ class _Text:
 
     def flush(self) -> None:
         """Release the text that was held back, into `rest`."""
-        self.rest = self._release(self.tokenizer.decode(self._recent)) if self._held else ""
+        self.rest = (
+            self._release(self.tokenizer.decode(self._recent)) if self._held else ""
+        )
 
     def _release(self, text: str) -> str:
         new = text[len(self._released) :]

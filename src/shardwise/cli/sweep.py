@@ -74,7 +74,9 @@ def _on_cpu() -> Iterator[None]:
             os.environ["JAX_PLATFORMS"] = before
 
 
-def _dry_run(target: str, out: Path, fixed: list[str], points: Sequence[GridPoint]) -> Json:
+def _dry_run(
+    target: str, out: Path, fixed: list[str], points: Sequence[GridPoint]
+) -> Json:
     for point in points:
         words = " ".join([target, *fixed, *point.words])
         print(f"shardwise train {words} --out {out / point.name}")
@@ -127,7 +129,10 @@ def _sorted_results(
     known = _metrics_of(summaries)
     if metric is not None and metric not in known:
         hint = did_you_mean(metric, known)
-        print(f"shardwise: --by {metric}: there are {', '.join(known)}.{hint}", file=sys.stderr)
+        print(
+            f"shardwise: --by {metric}: there are {', '.join(known)}.{hint}",
+            file=sys.stderr,
+        )
         metric = None
     if metric is None:
         metric, is_largest_best = "loss", False
@@ -198,7 +203,11 @@ def _show_results(out: Path, results: list[Json], shared: argparse.Namespace) ->
         "best": best["name"] if best["value"] is not None else None,
         "points": results,
     }
-    started = [result["out"] for result in results if (Path(result["out"]) / "run.json").exists()]
+    started = [
+        result["out"]
+        for result in results
+        if (Path(result["out"]) / "run.json").exists()
+    ]
     if started:
         report_args = [*started[: report.MOST_RUNS], "--out", str(out / "report.html")]
         answer["page"] = report.main(report_args, shared)[0]["page"]
@@ -206,10 +215,16 @@ def _show_results(out: Path, results: list[Json], shared: argparse.Namespace) ->
 
 
 def _results_table(results: Sequence[Json], title: str) -> Table:
-    names = list(dict.fromkeys(name for result in results for name in result["arguments"]))
+    names = list(
+        dict.fromkeys(name for result in results for name in result["arguments"])
+    )
     metric = results[0]["by"]
-    metrics = {"loss": "value"} if metric == "loss" else {metric: "value", "loss": "loss"}
-    table = Table(*names, *metrics, "step", "time", "", title=title, title_justify="left")
+    metrics = (
+        {"loss": "value"} if metric == "loss" else {metric: "value", "loss": "loss"}
+    )
+    table = Table(
+        *names, *metrics, "step", "time", "", title=title, title_justify="left"
+    )
     for result in results:
         values = [result[key] for key in metrics.values()]
         seconds = result["seconds"]

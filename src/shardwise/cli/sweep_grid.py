@@ -52,7 +52,9 @@ def split_words(words: Sequence[str]) -> Arguments:
         if word.startswith("--"):
             option, equals, value = word.partition("=")
             if option in arguments:
-                mistakes.append(f"{option} is given twice. Put all values after one: {option} 1 2.")
+                mistakes.append(
+                    f"{option} is given twice. Put all values after one: {option} 1 2."
+                )
             arguments[option] = [value] if equals else []
         elif option:
             arguments[option].append(word)
@@ -89,7 +91,9 @@ def check_arguments(
         )
     required = {_option(name) for name, p in parameters.items() if p.default is p.empty}
     # Required arguments must be present when another one is tried.
-    base = {option: values[:1] for option, values in arguments.items() if option in required}
+    base = {
+        option: values[:1] for option, values in arguments.items() if option in required
+    }
 
     def problem(option: str, words: list[str]) -> str | None:
         others = {name: values for name, values in base.items() if name != option}
@@ -139,7 +143,9 @@ def _option(parameter: str) -> str:
     return f"--{parameter.replace('_', '-')}"
 
 
-def _parse_problem(recipe: Callable[..., object], words: list[str], prog: str) -> str | None:
+def _parse_problem(
+    recipe: Callable[..., object], words: list[str], prog: str
+) -> str | None:
     """Return what is wrong with a command line, in one line; None if it is fine."""
     output = io.StringIO()
     try:
@@ -160,7 +166,9 @@ def _first_message(output: str, recipe: Callable[..., object]) -> str:
     if unknown is None:
         return text
     options = [_option(name) for name in inspect.signature(recipe).parameters]
-    return f"the recipe has no argument {unknown[1]}.{did_you_mean(unknown[1], options)}"
+    return (
+        f"the recipe has no argument {unknown[1]}.{did_you_mean(unknown[1], options)}"
+    )
 
 
 def is_switch(recipe: Callable[..., object], option: str) -> bool:

@@ -73,15 +73,25 @@ class SweepRecord:
         self.write()
 
 
-def _read_points(path: Path, about: Json, points: Sequence[GridPoint]) -> dict[str, Json]:
+def _read_points(
+    path: Path, about: Json, points: Sequence[GridPoint]
+) -> dict[str, Json]:
     """Return the points of an existing record, after checking that it is the same sweep."""
     out = path.parent
     try:
         content = read_json(path)
         before = content["sweep"]
         known = {str(name): dict(point) for name, point in content["points"].items()}
-        different = [name for name in ("recipe", "axes", "fixed") if before[name] != about[name]]
-    except (ShardwiseError, LookupError, TypeError, ValueError, AttributeError) as error:
+        different = [
+            name for name in ("recipe", "axes", "fixed") if before[name] != about[name]
+        ]
+    except (
+        ShardwiseError,
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+    ) as error:
         raise ConfigError(
             f"{path} is not the record of a sweep ({error}). Choose another --out, or remove it."
         ) from error
@@ -94,7 +104,9 @@ def _read_points(path: Path, about: Json, points: Sequence[GridPoint]) -> dict[s
             f"{out} holds a different sweep. Choose another --out, or the same arguments:\n{lines}"
         )
     if before.get("source_digest") != about["source_digest"]:
-        _log(f"the recipe has changed since {out} was started; finished runs used the old one.")
+        _log(
+            f"the recipe has changed since {out} was started; finished runs used the old one."
+        )
     names = {point.name for point in points}
     num_new = len(names - known.keys())
     num_gone = len(known.keys() - names)
@@ -146,9 +158,13 @@ class Sweep:
         failed = []
         with noted_signals() as self._signals:
             for number, point in enumerate(self.points, 1):
-                code = self._run_point(f"[{number} of {len(self.points)}] {point.name}", point)
+                code = self._run_point(
+                    f"[{number} of {len(self.points)}] {point.name}", point
+                )
                 if self._num_forwarded:
-                    _log(f"a signal stopped the sweep; the same command resumes at {point.name}.")
+                    _log(
+                        f"a signal stopped the sweep; the same command resumes at {point.name}."
+                    )
                     return ExitCode.STOPPED
                 if code != 0:
                     failed.append(code)
@@ -164,7 +180,9 @@ class Sweep:
             self._report(label, "is done")
             return 0
         if before not in (None, ExitCode.STOPPED) and not self.retry:
-            self._report(label, f"failed before ({describe_exit(before)}); --retry runs it again")
+            self._report(
+                label, f"failed before ({describe_exit(before)}); --retry runs it again"
+            )
             return int(before)
         self._report(label, "resumes" if before == ExitCode.STOPPED else "starts")
         started = time.monotonic()

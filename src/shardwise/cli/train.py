@@ -52,7 +52,10 @@ def main(args: list[str], shared: argparse.Namespace) -> tuple[Json, int]:
             from shardwise.cluster.watch import Watch
 
         group = start_group(
-            shared.coordinator, shared.num_processes, shared.process_id, bind=shared.bind
+            shared.coordinator,
+            shared.num_processes,
+            shared.process_id,
+            bind=shared.bind,
         )
         with Watch(group, stop, shared.watchdog, STARTED) as watch:
             return _train(target, recipe_args, shared, watch, trackers), 0
@@ -60,7 +63,9 @@ def main(args: list[str], shared: argparse.Namespace) -> tuple[Json, int]:
 
 def _check_out(recipe_args: list[str], shared: argparse.Namespace) -> None:
     """Refuse a run directory that cannot be used, if the command line names one."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser = argparse.ArgumentParser(
+        add_help=False, allow_abbrev=False, exit_on_error=False
+    )
     parser.add_argument("--out", type=Path, nargs="?")
     out = parser.parse_known_args(recipe_args)[0].out
     if out is not None and is_first_process(shared):
@@ -100,7 +105,9 @@ def _train(
     trackers: tuple["Tracker", ...],
 ) -> Json:
     is_first = watch.group.is_first
-    run, description = load_run("train", target, recipe_args, shared, quiet=not is_first)
+    run, description = load_run(
+        "train", target, recipe_args, shared, quiet=not is_first
+    )
     _silence_orbax()
     from shardwise.runtime import use_compilation_cache
     from shardwise.training.fit import fit
@@ -144,7 +151,9 @@ def _default_out(target: str, watch: "Watch") -> Path:
     return Path("runs") / name
 
 
-def _next_steps(target: str, recipe_args: list[str], shared: argparse.Namespace, run: "Run") -> str:
+def _next_steps(
+    target: str, recipe_args: list[str], shared: argparse.Namespace, run: "Run"
+) -> str:
     """Return the commands that a user probably wants next."""
     from shardwise.cli.sample import can_sample
 

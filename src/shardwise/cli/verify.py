@@ -27,19 +27,26 @@ def main(args: list[str], shared: argparse.Namespace) -> tuple[Json, int]:
 
 
 def _verify(
-    target: str, options: argparse.Namespace, recipe_args: list[str], shared: argparse.Namespace
+    target: str,
+    options: argparse.Namespace,
+    recipe_args: list[str],
+    shared: argparse.Namespace,
 ) -> tuple[Json, int]:
     path, function = find_recipe(target)
     if not options.real_devices:
         count = shared.cpu_devices
         use_cpu_devices(DEFAULT_CPU_DEVICES if count is None else count)
     elif shared.cpu_devices is not None:
-        raise ConfigError("--real-devices and --cpu-devices exclude each other. Use one of them.")
+        raise ConfigError(
+            "--real-devices and --cpu-devices exclude each other. Use one of them."
+        )
     recipe = load_recipe(path, function)
     arguments = bind_recipe(recipe, recipe_args, prog=f"shardwise verify {target}")
     takes_mesh = "mesh" in inspect.signature(recipe).parameters
     meshes = options.meshes
-    if meshes is None and any(word.partition("=")[0] == "--mesh" for word in recipe_args):
+    if meshes is None and any(
+        word.partition("=")[0] == "--mesh" for word in recipe_args
+    ):
         meshes = [arguments["mesh"]]
 
     def make(mesh: str) -> Run:

@@ -37,7 +37,9 @@ JOIN_TIMEOUT = 300
 class CoordinatorClient(Protocol):
     """The part of JAX's coordinator client that shardwise uses."""
 
-    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+    def key_value_set(
+        self, key: str, value: str, allow_overwrite: bool = False
+    ) -> None:
         """Store a text under a key."""
 
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
@@ -108,7 +110,9 @@ class ProcessGroup:
         process.
         """
         if self.client is not None:
-            self.client.key_value_set(self.prefix + key, json.dumps(value), allow_overwrite=True)
+            self.client.key_value_set(
+                self.prefix + key, json.dumps(value), allow_overwrite=True
+            )
 
     def read(self, folder: str) -> Json:
         """Return the values under all keys that begin with `folder/`, by the rest of the key.
@@ -225,11 +229,21 @@ def start_group(
         LostError: if the processes do not find each other within `JOIN_TIMEOUT` seconds.
     """
     member = _find_membership(coordinator, num_processes, process_id)
-    if member.coordinator is None or member.num_processes is None or member.process_id is None:
+    if (
+        member.coordinator is None
+        or member.num_processes is None
+        or member.process_id is None
+    ):
         return ProcessGroup()
     if member.num_processes == 1:
         return ProcessGroup()
-    _join(member.coordinator, member.num_processes, member.process_id, member.device_ids, bind)
+    _join(
+        member.coordinator,
+        member.num_processes,
+        member.process_id,
+        member.device_ids,
+        bind,
+    )
     return current_group()
 
 
@@ -246,7 +260,9 @@ def _find_membership(
     if not missing:
         return _Membership(coordinator, num_processes, process_id, None)
     if len(missing) < len(options):
-        raise ConfigError(f"{', '.join(missing)} must be set too: each process needs all three.")
+        raise ConfigError(
+            f"{', '.join(missing)} must be set too: each process needs all three."
+        )
     detected = _detect_cluster()
     # With one task per node, that task has all devices of its node. JAX would use only the first.
     if os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").partition("(")[0] == "1":
@@ -335,7 +351,9 @@ def _disconnect() -> None:
     try:
         group.put(f"parted/{group.index}", None)
         if group.is_first:
-            wait_for(lambda: len(group.read("parted")) == group.count, HEARTBEAT_TIMEOUT)
+            wait_for(
+                lambda: len(group.read("parted")) == group.count, HEARTBEAT_TIMEOUT
+            )
         elif group.client is not None:
             group.client.shutdown()
     except Exception:
@@ -353,7 +371,10 @@ def current_group() -> ProcessGroup:
     if state.client is None or state.num_processes == 1:
         return ProcessGroup()
     group = ProcessGroup(
-        state.process_id, state.num_processes, state.client, state.coordinator_address or ""
+        state.process_id,
+        state.num_processes,
+        state.client,
+        state.coordinator_address or "",
     )
     # A host name alone does not identify a machine.
     identities = group.union("machines", [socket.gethostname(), boot_id()])
@@ -417,7 +438,9 @@ def _use_gloo_on(address: str) -> None:
     interface. JAX has no option for it.
     """
     make = _jax.make_gloo_tcp_collectives
-    _jax.make_gloo_tcp_collectives = partial(getattr(make, "func", make), hostname=address)
+    _jax.make_gloo_tcp_collectives = partial(
+        getattr(make, "func", make), hostname=address
+    )
 
 
 def _first_line(error: Exception) -> str:

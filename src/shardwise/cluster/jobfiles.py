@@ -170,7 +170,9 @@ def _slurm_options(job: Job) -> str:
     ]
     lines = [(f"#SBATCH --{option}", comment) for option, comment in options]
     width = max(len(line) for line, comment in lines if comment)
-    return "\n".join(f"{line:{width}}  # {comment}" if comment else line for line, comment in lines)
+    return "\n".join(
+        f"{line:{width}}  # {comment}" if comment else line for line, comment in lines
+    )
 
 
 def kubernetes(job: Job) -> str:
@@ -185,7 +187,10 @@ def kubernetes(job: Job) -> str:
     _check(job)
     # The name of a pod is a DNS label.
     longest = 63 - len(f"-{job.processes - 1}")
-    if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", job.name) or len(job.name) > longest:
+    if (
+        not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", job.name)
+        or len(job.name) > longest
+    ):
         raise ConfigError(
             f"the job name '{job.name}' is invalid: Kubernetes allows at most {longest} lowercase "
             "letters, digits and '-', starting with a letter."
@@ -377,7 +382,9 @@ def _check(job: Job) -> None:
         )
     for word in job.command:
         if re.search("[\0\ud800-\udfff]", word):
-            raise ConfigError(f"the argument {word!r} cannot be written to a text file.")
+            raise ConfigError(
+                f"the argument {word!r} cannot be written to a text file."
+            )
     if job.nodes < 1 or job.processes < 1 or job.processes % job.nodes:
         raise ConfigError(
             f"{job.processes} processes cannot be divided evenly among {job.nodes} nodes."
@@ -414,7 +421,10 @@ def _yaml(text: str) -> str:
     """Return a double-quoted YAML string; characters that cannot be printed are escaped."""
     escaped = {'"': '\\"', "\\": "\\\\"}
     characters = [
-        escaped.get(character, character if character.isprintable() else f"\\U{ord(character):08x}")
+        escaped.get(
+            character,
+            character if character.isprintable() else f"\\U{ord(character):08x}",
+        )
         for character in text
     ]
     return f'"{"".join(characters)}"'

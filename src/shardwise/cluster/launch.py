@@ -67,7 +67,9 @@ class Launcher:
     command: list[str]
     processes: int
     restarts: int
-    console: Console = field(default_factory=lambda: Console(stderr=True, highlight=False))
+    console: Console = field(
+        default_factory=lambda: Console(stderr=True, highlight=False)
+    )
     signals: list[int] = field(default_factory=list)
     starts: list[int | None] = field(default_factory=list)
     total: int = 0
@@ -103,7 +105,9 @@ class Launcher:
         stalled = self.starts.count(self.starts[-1]) - 1
         pause = min(2.0**stalled, 60.0) if stalled else 0.0
         when = f"in {pause:.0f} s" if pause else "now"
-        self.say(f"restarting all processes {when} (restart {attempt} of {self.restarts})")
+        self.say(
+            f"restarting all processes {when} (restart {attempt} of {self.restarts})"
+        )
         deadline = time.monotonic() + pause
         while time.monotonic() < deadline and not self.signals:
             time.sleep(0.1)
@@ -118,13 +122,17 @@ class Launcher:
         num_received = len(self.signals)
         port = free_port()
         with _Output(self.console) as output:
-            children = [self._start(index, port, output) for index in range(self.processes)]
+            children = [
+                self._start(index, port, output) for index in range(self.processes)
+            ]
             self._supervise(children, num_received)
             for thread in output.readers:
                 thread.join(timeout=2.0)
         return group_code([child.returncode for child in children])
 
-    def _supervise(self, children: list[subprocess.Popen[bytes]], num_received: int) -> None:
+    def _supervise(
+        self, children: list[subprocess.Popen[bytes]], num_received: int
+    ) -> None:
         """Wait until all processes have ended; pass on signals, and kill them if one has failed.
 
         Args:
@@ -146,20 +154,33 @@ class Launcher:
                 if code not in (None, ExitCode.DONE, ExitCode.STOPPED)
             }
             if failed and kill_at == float("inf"):
-                killed = {i: code for i, code in failed.items() if code is not None and code < 0}
+                killed = {
+                    i: code
+                    for i, code in failed.items()
+                    if code is not None and code < 0
+                }
                 kill_at = time.monotonic() + (SHORT_PATIENCE if killed else PATIENCE)
                 for index, code in killed.items():
-                    self.say(f"process {index} was ended by {signal.Signals(-code).name}")
+                    self.say(
+                        f"process {index} was ended by {signal.Signals(-code).name}"
+                    )
             if time.monotonic() > kill_at:
                 for child in children:
                     child.kill()
 
-    def _start(self, index: int, port: int, output: "_Output") -> subprocess.Popen[bytes]:
+    def _start(
+        self, index: int, port: int, output: "_Output"
+    ) -> subprocess.Popen[bytes]:
         """Start one process, and the threads that read its output and its progress."""
         options: list[str] = []
         if self.processes > 1:
             options += ["--coordinator", f"127.0.0.1:{port}"]
-            options += ["--num-processes", str(self.processes), "--process-id", str(index)]
+            options += [
+                "--num-processes",
+                str(self.processes),
+                "--process-id",
+                str(index),
+            ]
         environment = {
             **os.environ,
             "SHARDWISE_STARTED": self.started,
@@ -185,7 +206,9 @@ class Launcher:
         os.close(writing)
         assert child.stdout is not None
         output.read(child.stdout, lambda line: output.show(index, line))
-        output.read(os.fdopen(reading, "rb"), lambda line: self._take_progress(line, output))
+        output.read(
+            os.fdopen(reading, "rb"), lambda line: self._take_progress(line, output)
+        )
         return child
 
     def _take_progress(self, line: bytes, output: "_Output") -> None:
@@ -199,7 +222,9 @@ class Launcher:
 
     def _visible_devices(self, index: int) -> dict[str, str]:
         """Return the variable that gives a process its share of the GPUs of this machine."""
-        uses_cpu = "--cpu-devices" in self.command or os.environ.get("JAX_PLATFORMS") == "cpu"
+        uses_cpu = (
+            "--cpu-devices" in self.command or os.environ.get("JAX_PLATFORMS") == "cpu"
+        )
         if self.processes == 1 or uses_cpu:
             return {}
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -215,7 +240,9 @@ class Launcher:
         share = len(gpus) // self.processes
         if not share:
             return {}
-        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[index * share : (index + 1) * share])}
+        return {
+            "CUDA_VISIBLE_DEVICES": ",".join(gpus[index * share : (index + 1) * share])
+        }
 
 
 def free_port() -> int:

@@ -21,7 +21,9 @@ from shardwise.errors import ExitCode
 EXIT_STOPPED = ExitCode.STOPPED
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
+Handler: TypeAlias = (
+    Callable[[int, FrameType | None], object] | int | signal.Handlers | None
+)
 
 
 @dataclass
@@ -43,7 +45,9 @@ class Stop:
     requested: bool = False
     at_once: bool = False
     before_exit: list[Callable[[], None]] = field(default_factory=list)
-    last_words: str = "stopped by a signal before the first step; the same command starts it again."
+    last_words: str = (
+        "stopped by a signal before the first step; the same command starts it again."
+    )
 
     def take(self, number: int) -> None:
         """Handle a signal. Any thread may call this; it may not return."""
@@ -133,7 +137,9 @@ def _install_handlers(may_exit: bool) -> dict[int, Handler]:
     The thread of `stop_on_signals` does the work. If the process is not ours, a second signal goes
     to the previous handler, which is then active again.
     """
-    previous: dict[int, Handler] = {number: signal.getsignal(number) for number in SIGNALS}
+    previous: dict[int, Handler] = {
+        number: signal.getsignal(number) for number in SIGNALS
+    }
     received: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:

@@ -136,11 +136,15 @@ def measure_speed() -> float:
     Blocks until the device has finished its earlier work.
     """
     device = jax.local_devices()[0]
-    size, dtype = (512, jnp.float32) if device.platform == "cpu" else (4096, jnp.bfloat16)
+    size, dtype = (
+        (512, jnp.float32) if device.platform == "cpu" else (4096, jnp.bfloat16)
+    )
     count = 8
 
     def multiply(x: jax.Array) -> jax.Array:
-        result: jax.Array = jax.lax.fori_loop(0, count, lambda _, y: (y @ x) * (1 / size), x)
+        result: jax.Array = jax.lax.fori_loop(
+            0, count, lambda _, y: (y @ x) * (1 / size), x
+        )
         return result
 
     compiled = jax.jit(multiply)

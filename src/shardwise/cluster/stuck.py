@@ -76,7 +76,8 @@ class ProcessProgress:
         """Return the state of this process; work since the last call counts as progress."""
         seconds, moved_bytes = time.process_time(), _bytes_moved()
         is_busy = (
-            seconds - self._used[0] > BUSY_SHARE * BEAT or moved_bytes - self._used[1] > BUSY_BYTES
+            seconds - self._used[0] > BUSY_SHARE * BEAT
+            or moved_bytes - self._used[1] > BUSY_BYTES
         )
         if is_busy and not self._is_step:
             self.moved = time.monotonic()
@@ -121,7 +122,9 @@ class StuckDetector:
             if index not in self._last or self._last[index][0] != beat:
                 self._last[index] = (beat, now)
         smallest = min(beat.count for beat in beats.values())
-        behind = {index: beat for index, beat in beats.items() if beat.count == smallest}
+        behind = {
+            index: beat for index, beat in beats.items() if beat.count == smallest
+        }
         # A process that has waited for others falls behind only when they pass it. Its own idle
         # time therefore counts from that moment.
         if smallest != self._smallest:

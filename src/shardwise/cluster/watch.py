@@ -21,7 +21,12 @@ from types import TracebackType
 from typing import NamedTuple, NoReturn
 
 from shardwise.cluster.agreement import STOP, Agreement
-from shardwise.cluster.group import HEARTBEAT_TIMEOUT, ProcessGroup, split_address, wait_for
+from shardwise.cluster.group import (
+    HEARTBEAT_TIMEOUT,
+    ProcessGroup,
+    split_address,
+    wait_for,
+)
 from shardwise.cluster.signals import Stop, on_abort, print_last_words
 from shardwise.cluster.stuck import BEAT, Beat, ProcessProgress, StuckDetector
 from shardwise.errors import ExitCode, ShardwiseError
@@ -87,7 +92,9 @@ class Watch:
         self.progress = ProcessProgress(limit)
         self.detector = StuckDetector(self.group, limit)
         now = time.monotonic()
-        self.start: list[tuple[str, float]] = [(Phase.IMPORTING, now if began is None else began)]
+        self.start: list[tuple[str, float]] = [
+            (Phase.IMPORTING, now if began is None else began)
+        ]
         # When the coordinator last answered.
         self._answered = now
         self._closing = threading.Event()
@@ -240,7 +247,11 @@ class Watch:
 
     def _pass_on_stop(self) -> None:
         """Tell the others about a signal to this process, or this process about theirs."""
-        if self.stop.requested and not self.agreement.is_stop_requested and self.group.count > 1:
+        if (
+            self.stop.requested
+            and not self.agreement.is_stop_requested
+            and self.group.count > 1
+        ):
             self.ask(STOP)
         if self.agreement.is_stop_requested and not self.stop.requested:
             # The first process prints the message.
@@ -250,7 +261,11 @@ class Watch:
 
     def _follow_failures(self, left: dict[int, _Departure]) -> None:
         """End this process if another one has failed."""
-        failures = {index: departure for index, departure in left.items() if departure.is_failure}
+        failures = {
+            index: departure
+            for index, departure in left.items()
+            if departure.is_failure
+        }
         self._looks_since_failure += bool(failures)
         for index, departure in failures.items():
             if self._looks_since_failure > 3:
@@ -272,7 +287,8 @@ class Watch:
             silent = [
                 index
                 for index in range(self.group.count)
-                if index not in left and self.detector.seconds_since_beat(index) > 4 * BEAT
+                if index not in left
+                and self.detector.seconds_since_beat(index) > 4 * BEAT
             ]
             if silent and self._rounds == rounds and not self._is_asking:
                 self.group.put(f"news/lives{rounds}", 1)
@@ -358,7 +374,9 @@ class Watch:
     def left(self) -> dict[int, _Departure]:
         """Return the processes that have ended, with exit code and reason."""
         entries = self.group.read("left").items()
-        return {int(index): _Departure(code, reason) for index, (code, reason) in entries}
+        return {
+            int(index): _Departure(code, reason) for index, (code, reason) in entries
+        }
 
     def leave(self, code: int, text: str = "", lost: int = 0) -> None:
         """Tell the others that this process ends.

@@ -56,7 +56,9 @@ class Batches:
     seed: int = 0
     shuffle: bool = True
     skip_bad: int = 0
-    skipped: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
+    skipped: dict[str, str] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     _order: Order = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -77,7 +79,9 @@ class Batches:
     def rows(self, step: int, first: int, last: int) -> Examples:
         """Return examples `first` to `last - 1` of the batch of a step, reading no others."""
         start = step * self.batch_size
-        return self._read(self._order(start + first, start + last, self.seed, self.shuffle))
+        return self._read(
+            self._order(start + first, start + last, self.seed, self.shuffle)
+        )
 
     def example(self) -> Examples:
         """Return arrays with the shapes and dtypes of a batch; reads one example."""
@@ -222,7 +226,9 @@ class LocalBatches:
         parts = [self.batches.rows(step, first, last) for first, last in self.ranges]
         if len(parts) == 1:
             return parts[0]
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        return {
+            name: np.concatenate([part[name] for part in parts]) for name in parts[0]
+        }
 
     @property
     def skipped(self) -> dict[str, str]:

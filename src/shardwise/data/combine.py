@@ -52,7 +52,9 @@ class Subset:
 
     def fingerprint(self) -> Json:
         """Return a hash of the indices and the fingerprint of the source."""
-        digest = hashlib.blake2b(self.indices.astype("<i8").tobytes(), digest_size=16).hexdigest()
+        digest = hashlib.blake2b(
+            self.indices.astype("<i8").tobytes(), digest_size=16
+        ).hexdigest()
         return {"rows": len(self), "indices": digest, "of": fingerprint_of(self.source)}
 
 
@@ -90,7 +92,9 @@ def split(
     is_held_out = np.zeros(num_blocks, bool)
     is_held_out[permute(np.arange(count), num_blocks, keys_of(seed))] = True
     is_held_out = np.repeat(is_held_out, block)[: len(source)]
-    return Subset(source, np.flatnonzero(~is_held_out)), Subset(source, np.flatnonzero(is_held_out))
+    return Subset(source, np.flatnonzero(~is_held_out)), Subset(
+        source, np.flatnonzero(is_held_out)
+    )
 
 
 def keep(
@@ -135,7 +139,10 @@ def _with_progress(items: Sequence[int], title: str) -> Iterator[int]:
         for item in items:
             yield item
             progress.advance(task)
-            if not progress.live.is_started and time.monotonic() - start > PROGRESS_DELAY:
+            if (
+                not progress.live.is_started
+                and time.monotonic() - start > PROGRESS_DELAY
+            ):
                 progress.start()
     finally:
         if progress.live.is_started:
@@ -211,7 +218,9 @@ class Mix:
             offset = ends[owner] - len(source)
             for name, array in source.rows(indices[positions] - offset).items():
                 if name not in examples:
-                    examples[name] = np.empty((len(indices), *array.shape[1:]), array.dtype)
+                    examples[name] = np.empty(
+                        (len(indices), *array.shape[1:]), array.dtype
+                    )
                 examples[name][positions] = array
         return examples
 
@@ -238,7 +247,10 @@ class Mix:
         """Return the share and the fingerprint of each source."""
         shares = self.shares
         parts = {
-            part.name: {"share": shares[part.name], "source": fingerprint_of(part.source)}
+            part.name: {
+                "share": shares[part.name],
+                "source": fingerprint_of(part.source),
+            }
             for part in self._parts
         }
         return {"mix": parts}
@@ -269,7 +281,9 @@ def apportion(weights: Mapping[str, float]) -> list[int]:
         >>> apportion({"code": 0.7, "prose": 0.3})
         [7, 3]
     """
-    if not weights or not all(weight > 0 and np.isfinite(weight) for weight in weights.values()):
+    if not weights or not all(
+        weight > 0 and np.isfinite(weight) for weight in weights.values()
+    ):
         raise DataError(f"the weights of a mix must be positive: {dict(weights)}.")
     shares = np.array(list(weights.values()), np.float64) / sum(weights.values())
     lengths = np.arange(1, MAX_PATTERN + 1)[:, None]
@@ -302,5 +316,7 @@ def _check_same_structure(parts: Iterable[_MixPart]) -> None:
             name: (array.shape[1:], str(array.dtype)) for name, array in first.items()
         }
     if len({repr(sorted(structure.items())) for structure in structures.values()}) > 1:
-        lines = "".join(f"\n  {name}: {structure}" for name, structure in structures.items())
+        lines = "".join(
+            f"\n  {name}: {structure}" for name, structure in structures.items()
+        )
         raise DataError(f"the sources of a mix must have the same arrays:{lines}")

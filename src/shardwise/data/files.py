@@ -53,7 +53,9 @@ def find_file(path: AnyPath) -> Path:
         raise DataError(f"'{path}' is a directory; a file is needed.")
     folder = path.parent
     if not folder.is_dir():
-        raise DataError(f"there is no data file '{path}': there is no directory '{folder}'.")
+        raise DataError(
+            f"there is no data file '{path}': there is no directory '{folder}'."
+        )
     hint = did_you_mean(path.name, [other.name for other in folder.iterdir()])
     raise DataError(f"there is no data file '{path}'.{hint}")
 
@@ -73,7 +75,9 @@ def find_files(paths: Paths) -> list[Path]:
         if "*" not in pattern.name or pattern.exists():
             files.append(find_file(path))
             continue
-        matches = [other for other in pattern.parent.glob(pattern.name) if other.is_file()]
+        matches = [
+            other for other in pattern.parent.glob(pattern.name) if other.is_file()
+        ]
         if not matches:
             raise DataError(f"no data file matches '{pattern}'.")
         files += sorted(matches)
@@ -107,7 +111,10 @@ def file_fingerprint(path: Path) -> Json:
     """
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
-        blocks = (os.pread(file.fileno(), SAMPLE_BYTES, offset) for offset in sample_offsets(size))
+        blocks = (
+            os.pread(file.fileno(), SAMPLE_BYTES, offset)
+            for offset in sample_offsets(size)
+        )
         return {"file": path.name, "size": size, "hash": _hash(blocks)}
 
 
@@ -118,7 +125,11 @@ def array_fingerprint(array: np.ndarray) -> Json:
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     offsets = sample_offsets(len(data))
     blocks = (data[offset : offset + SAMPLE_BYTES].tobytes() for offset in offsets)
-    return {"shape": list(array.shape), "dtype": str(array.dtype), "hash": _hash(blocks)}
+    return {
+        "shape": list(array.shape),
+        "dtype": str(array.dtype),
+        "hash": _hash(blocks),
+    }
 
 
 def sample_offsets(size: int) -> list[int]:
@@ -168,7 +179,9 @@ class TokenFile:
     def __repr__(self) -> str:
         return f"TokenFile({str(self.path)!r}, {self.count:,} tokens of {self.dtype})"
 
-    def __reduce__(self) -> tuple[type["TokenFile"], tuple[Path, np.dtype, int, int, Json]]:
+    def __reduce__(
+        self,
+    ) -> tuple[type["TokenFile"], tuple[Path, np.dtype, int, int, Json]]:
         # Another process maps the file itself.
         return TokenFile, (self.path, self.dtype, self.count, self.start, self.info)
 
@@ -202,7 +215,9 @@ class TokenFile:
             # check() reports it.
             return descriptor, np.empty(0, self.dtype)
         with os.fdopen(os.dup(descriptor.number), "rb") as file:
-            mapped = np.memmap(file, self.dtype, "r", offset=self.start, shape=(self.count,))
+            mapped = np.memmap(
+                file, self.dtype, "r", offset=self.start, shape=(self.count,)
+            )
             return descriptor, np.asarray(mapped)
 
     @cached_property
@@ -222,7 +237,9 @@ class TokenFile:
         count = self.info["documents"] + 1
         size = path.stat().st_size
         if size != 8 * count:
-            raise DataError(f"'{path}' has {size} bytes; {count} offsets of 8 bytes were written.")
+            raise DataError(
+                f"'{path}' has {size} bytes; {count} offsets of 8 bytes were written."
+            )
         offsets = np.fromfile(path, "<i8")
         if not are_offsets(offsets, self.count):
             raise DataError(
@@ -316,7 +333,9 @@ def _open_npy(path: Path, size: int) -> TokenFile:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
-        raise DataError(f"'{path}' ({size} bytes) cannot be read as an array: {error}") from None
+        raise DataError(
+            f"'{path}' ({size} bytes) cannot be read as an array: {error}"
+        ) from None
     if array.ndim != 1 or array.dtype.kind not in "iu" or not array.size:
         raise DataError(
             f"'{path}' holds {array.dtype} of shape {array.shape}; tokens are a one-dimensional,"

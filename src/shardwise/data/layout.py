@@ -64,7 +64,9 @@ class BatchLayout:
         if num_read == self.rows:
             read = np.arange(self.rows)
         else:
-            read = np.concatenate([np.arange(first, last) for first, last in self.ranges])
+            read = np.concatenate(
+                [np.arange(first, last) for first, last in self.ranges]
+            )
         wanted = np.minimum(np.arange(self.padded_rows), self.rows - 1)
         return np.searchsorted(read, wanted)
 

@@ -83,7 +83,9 @@ class Prefetch:
         num_workers = max(processes or threads, 1)
         self._depth = max(depth, num_workers)
         self._threads = [
-            threading.Thread(target=self._work, args=(processes > 0,), daemon=True, name=THREAD)
+            threading.Thread(
+                target=self._work, args=(processes > 0,), daemon=True, name=THREAD
+            )
             for _ in range(num_workers)
         ]
         for thread in self._threads:
@@ -174,7 +176,10 @@ class Prefetch:
         context = multiprocessing.get_context("spawn")
         pipe, child_pipe = context.Pipe()
         child = context.Process(
-            target=_serve, args=(child_pipe, self._batches), daemon=True, name="prefetch"
+            target=_serve,
+            args=(child_pipe, self._batches),
+            daemon=True,
+            name="prefetch",
         )
         with self._changed:
             if self._is_closed:

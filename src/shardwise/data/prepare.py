@@ -91,7 +91,9 @@ class Progress:
 
     @classmethod
     def from_json(cls, saved: Json) -> "Progress":
-        return cls(saved["tokens"], saved["offsets"], Position(*saved["place"]), saved["read"])
+        return cls(
+            saved["tokens"], saved["offsets"], Position(*saved["place"]), saved["read"]
+        )
 
     def as_json(self) -> Json:
         return {
@@ -244,7 +246,15 @@ def _write(files: list[Path], out: Path, encoder: Tokenizer, arguments: Json) ->
         last_save = time.monotonic()
         with _progress_bar(total, progress.read) as show:
             for chunk in _chunks(inputs, progress.position, arguments):
-                _append(chunk, encoder, arguments["end_token"], dtype, tokens, offsets, progress)
+                _append(
+                    chunk,
+                    encoder,
+                    arguments["end_token"],
+                    dtype,
+                    tokens,
+                    offsets,
+                    progress,
+                )
                 show(progress.read, progress.tokens)
                 if time.monotonic() - last_save > SAVE_SECONDS:
                     save()
@@ -271,7 +281,9 @@ def _write(files: list[Path], out: Path, encoder: Tokenizer, arguments: Json) ->
 
 def _token_dtype(vocab_size: int) -> np.dtype:
     """Return the smallest dtype that holds every token."""
-    return next(np.dtype(f"uint{bits}") for bits in (8, 16, 32) if vocab_size <= 2**bits)
+    return next(
+        np.dtype(f"uint{bits}") for bits in (8, 16, 32) if vocab_size <= 2**bits
+    )
 
 
 def _append(
@@ -345,7 +357,9 @@ def _locked(out: Path) -> Iterator[None]:
 # Reading
 
 
-def _chunks(inputs: list[Input], position: Position, arguments: Json) -> Iterator[Chunk]:
+def _chunks(
+    inputs: list[Input], position: Position, arguments: Json
+) -> Iterator[Chunk]:
     """Yield the text of all inputs from a position on."""
     field = arguments["field"]
     is_bytes = arguments["tokenizer"]["sha256"] is None
@@ -378,7 +392,9 @@ def _read_text(item: Input, position: Position, check_utf8: bool) -> Iterator[Ch
                 _check_utf8(text, item.path, offset)
             offset += len(text)
             is_end = offset >= item.size
-            following = Position(item.number + 1) if is_end else Position(item.number, offset)
+            following = (
+                Position(item.number + 1) if is_end else Position(item.number, offset)
+            )
             yield Chunk([text], [is_end], following, len(text))
 
 
@@ -422,7 +438,9 @@ def _read_json_lines(item: Input, position: Position, field: str) -> Iterator[Ch
             for line in iter(file.readline, b""):
                 offset += len(line)
                 if line.strip():
-                    texts.append(_json_text(line, field, f"'{item.path}', record {record}"))
+                    texts.append(
+                        _json_text(line, field, f"'{item.path}', record {record}")
+                    )
                     record += 1
                 if offset - start >= CHUNK:
                     break
@@ -446,7 +464,9 @@ def _json_text(line: bytes, field: str, name: str) -> bytes:
 def _encoded(value: object, field: str, name: str, content: str) -> bytes:
     """Return a field as UTF-8; `content` says what the record has instead of text."""
     if not isinstance(value, str):
-        raise DataError(f"{name} has no text in field '{field}'; {content}. Set --field.")
+        raise DataError(
+            f"{name} has no text in field '{field}'; {content}. Set --field."
+        )
     try:
         return value.encode()
     except UnicodeEncodeError as error:
@@ -472,7 +492,10 @@ def _read_parquet(item: Input, position: Position, field: str) -> Iterator[Chunk
             continue
         try:
             batches = file.iter_batches(
-                batch_size=PARQUET_ROWS, row_groups=[group], columns=[field], use_threads=False
+                batch_size=PARQUET_ROWS,
+                row_groups=[group],
+                columns=[field],
+                use_threads=False,
             )
             for batch in batches:
                 values = batch.column(0).to_pylist()
@@ -493,7 +516,9 @@ def _read_parquet(item: Input, position: Position, field: str) -> Iterator[Chunk
                 # Rows differ in size: attribute the bytes of the file evenly.
                 size = item.size * row // num_rows - item.size * offset // num_rows
                 offset = row
-                yield Chunk(texts, [True] * len(texts), Position(item.number, offset), size)
+                yield Chunk(
+                    texts, [True] * len(texts), Position(item.number, offset), size
+                )
         except OSError as error:
             raise DataError(
                 f"'{item.path}', record {offset}: row group {group} cannot be read: {error}"
@@ -532,4 +557,6 @@ def _progress_bar(total: int, done: int) -> Iterator[ShowProgress]:
     )
     with bars.Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=total, completed=done, tokens="0")
-        yield lambda read, tokens: bar.update(task, completed=read, tokens=f"{tokens:,}")
+        yield lambda read, tokens: bar.update(
+            task, completed=read, tokens=f"{tokens:,}"
+        )

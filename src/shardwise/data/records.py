@@ -99,15 +99,21 @@ class Records:
             positions = np.flatnonzero(owners == owner)
             numbers = (indices[positions] - (ends[owner] - len(store))).tolist()
             records = store.read(numbers)
-            for position, number, record in zip(positions, numbers, records, strict=True):
+            for position, number, record in zip(
+                positions, numbers, records, strict=True
+            ):
                 names[position] = name_of(store, number)
                 examples[position] = self._decode(record, names[position])
         _check_shapes(names, examples)
-        return {key: np.stack([example[key] for example in examples]) for key in examples[0]}
+        return {
+            key: np.stack([example[key] for example in examples]) for key in examples[0]
+        }
 
     def _decode(self, record: Record, name: str) -> Examples:
         try:
-            return {key: np.asarray(value) for key, value in self.decode(record).items()}
+            return {
+                key: np.asarray(value) for key, value in self.decode(record).items()
+            }
         except Exception as error:
             # A user's decode function may raise anything.
             reason = f"{type(error).__name__}: {error}"
@@ -115,9 +121,13 @@ class Records:
 
     def fingerprint(self) -> Json:
         """Return the number of records, the fingerprints of the files, and the tokenizer."""
-        fingerprint: Json = {} if self.tokenizer is None else {"tokenizer": self.tokenizer}
+        fingerprint: Json = (
+            {} if self.tokenizer is None else {"tokenizer": self.tokenizer}
+        )
         fingerprint["records"] = len(self)
-        fingerprint["files"] = [file_fingerprint(find_file(store.path)) for store in self.stores]
+        fingerprint["files"] = [
+            file_fingerprint(find_file(store.path)) for store in self.stores
+        ]
         return fingerprint
 
 
@@ -176,7 +186,9 @@ def text_lines(paths: Paths, decode: Decode) -> Records:
     Raises:
         DataError: if a file is missing.
     """
-    return Records(tuple(Lines(path, is_json=False) for path in find_files(paths)), decode)
+    return Records(
+        tuple(Lines(path, is_json=False) for path in find_files(paths)), decode
+    )
 
 
 def array_records(paths: Paths, decode: Decode) -> Records:
@@ -232,7 +244,9 @@ class Fields:
         """
         missing = [name for name in self.names or () if name not in record]
         if missing:
-            raise KeyError(f"there is no {', '.join(missing)}; there are {', '.join(record)}")
+            raise KeyError(
+                f"there is no {', '.join(missing)}; there are {', '.join(record)}"
+            )
         return {name: np.asarray(record[name]) for name in self.names or record}
 
 
@@ -301,7 +315,9 @@ class ArrayRecord:
         self.path = path
         if not self._reader.ok():
             size = path.stat().st_size
-            raise DataError(f"'{path}' ({size} bytes) is not an ArrayRecord file, or truncated.")
+            raise DataError(
+                f"'{path}' ({size} bytes) is not an ArrayRecord file, or truncated."
+            )
         self._count = int(self._reader.num_records())
 
     @cached_property
@@ -340,7 +356,10 @@ class Parquet:
                 f"'{path}' has no column {', '.join(missing)}; it has {', '.join(names)}."
             )
         metadata = self._reader.metadata
-        sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        sizes = [
+            metadata.row_group(group).num_rows
+            for group in range(metadata.num_row_groups)
+        ]
         self._ends = np.cumsum(sizes, dtype=np.int64)
 
     @cached_property
@@ -389,12 +408,18 @@ def open_parquet(path: Path) -> "pyarrow.parquet.ParquetFile":
     try:
         import pyarrow.parquet
     except ImportError:
-        raise ConfigError("Parquet files need pyarrow: pip install 'shardwise[parquet]'") from None
+        raise ConfigError(
+            "Parquet files need pyarrow: pip install 'shardwise[parquet]'"
+        ) from None
     try:
-        return pyarrow.parquet.ParquetFile(find_file(path), page_checksum_verification=True)
+        return pyarrow.parquet.ParquetFile(
+            find_file(path), page_checksum_verification=True
+        )
     except (OSError, ValueError) as error:
         size = path.stat().st_size
-        raise DataError(f"'{path}' ({size} bytes) cannot be read as Parquet: {error}") from None
+        raise DataError(
+            f"'{path}' ({size} bytes) cannot be read as Parquet: {error}"
+        ) from None
 
 
 # Examples of a batch often share row groups.

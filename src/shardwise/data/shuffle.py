@@ -76,7 +76,9 @@ def seed_of(*numbers: int) -> int:
     return int(keys_of(*numbers)[0])
 
 
-def order(size: int, first: int, last: int, seed: int, shuffle: bool = True) -> np.ndarray:
+def order(
+    size: int, first: int, last: int, seed: int, shuffle: bool = True
+) -> np.ndarray:
     """Return the examples at positions `first` to `last - 1` of an endless sequence of epochs.
 
     Args:

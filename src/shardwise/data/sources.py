@@ -59,7 +59,9 @@ class Arrays:
 
     def __post_init__(self) -> None:
         if len({len(array) for array in self.arrays.values()}) != 1:
-            shapes = ", ".join(f"{name} {array.shape}" for name, array in self.arrays.items())
+            shapes = ", ".join(
+                f"{name} {array.shape}" for name, array in self.arrays.items()
+            )
             raise DataError(
                 "the arrays of a source must have the same first dimension:"
                 f" {shapes or 'there are none'}."
@@ -74,7 +76,11 @@ class Arrays:
 
     def fingerprint(self) -> Json:
         """Return shapes, dtypes and hashes of the arrays."""
-        return {"arrays": {name: array_fingerprint(array) for name, array in self.arrays.items()}}
+        return {
+            "arrays": {
+                name: array_fingerprint(array) for name, array in self.arrays.items()
+            }
+        }
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,10 @@ class Items:
                     " Use shardwise.keep() instead of the filter."
                 )
             items.append(item)
-        return {name: np.stack([np.asarray(item[name]) for item in items]) for name in items[0]}
+        return {
+            name: np.stack([np.asarray(item[name]) for item in items])
+            for name in items[0]
+        }
 
     def fingerprint(self) -> Json:
         """Return the number of items, and hashes of 16 of them."""
@@ -191,7 +200,9 @@ def tokens_fingerprint(tokens: np.ndarray | TokenFile) -> Json:
     return {"tokens": array_fingerprint(tokens)}
 
 
-def stdlib_bytes(held_out_every: int = 20, max_bytes: int = 2**24) -> tuple[np.ndarray, np.ndarray]:
+def stdlib_bytes(
+    held_out_every: int = 20, max_bytes: int = 2**24
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the source code of Python's standard library on this machine, as bytes.
 
     It is a data set that every machine has, for examples and tests.
@@ -230,7 +241,9 @@ def stdlib_bytes(held_out_every: int = 20, max_bytes: int = 2**24) -> tuple[np.n
             f"found {len(files)} Python files below {root}; the source code of the standard"
             " library is not installed there."
         )
-    train, held_out = (np.frombuffer(b"".join(part), np.uint8) for part in (training, validation))
+    train, held_out = (
+        np.frombuffer(b"".join(part), np.uint8) for part in (training, validation)
+    )
     return train, held_out
 
 

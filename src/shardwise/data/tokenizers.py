@@ -25,7 +25,9 @@ class Bytes:
     sha256 = None
     vocab_size = 256
 
-    def encode(self, texts: Sequence[bytes], special_tokens: bool = False) -> list[np.ndarray]:
+    def encode(
+        self, texts: Sequence[bytes], special_tokens: bool = False
+    ) -> list[np.ndarray]:
         """Return the bytes of each text."""
         return [np.frombuffer(text, np.uint8) for text in texts]
 
@@ -78,13 +80,17 @@ class FromFile:
             raise DataError(f"'{path}' is not a tokenizer.json: {error}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        self._vocabulary: dict[str, int] = self._tokenizer.get_vocab(
+            with_added_tokens=True
+        )
         self.name = path.name
         self.sha256 = hashlib.sha256(content).hexdigest()
         self.content = content
         self.vocab_size = max(self._vocabulary.values()) + 1
 
-    def encode(self, texts: Sequence[bytes], special_tokens: bool = False) -> list[np.ndarray]:
+    def encode(
+        self, texts: Sequence[bytes], special_tokens: bool = False
+    ) -> list[np.ndarray]:
         """Return the tokens of each UTF-8 text, uint32."""
         encodings = self._tokenizer.encode_batch_fast(
             [text.decode() for text in texts], add_special_tokens=special_tokens
@@ -93,7 +99,11 @@ class FromFile:
 
     def decode(self, tokens: np.ndarray | Sequence[int]) -> str:
         """Return tokens as text, special tokens included."""
-        return str(self._tokenizer.decode(np.asarray(tokens).tolist(), skip_special_tokens=False))
+        return str(
+            self._tokenizer.decode(
+                np.asarray(tokens).tolist(), skip_special_tokens=False
+            )
+        )
 
     def id_of(self, name: str) -> int | None:
         """Return the number of a token, or None."""

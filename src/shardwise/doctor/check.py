@@ -94,6 +94,8 @@ def check_private(name: str, folder: Path) -> Iterator[CheckResult]:
         return
     if info.st_uid not in (os.getuid(), 0) or stat.S_IMODE(info.st_mode) & 0o022:
         text = f"other users can write to {folder}, and JAX runs the programs in it"
-        yield warning(name, text, f"chmod 700 {folder}, or remove it if it is not yours.")
+        yield warning(
+            name, text, f"chmod 700 {folder}, or remove it if it is not yours."
+        )
     else:
         yield ok(name, str(folder))

@@ -39,7 +39,10 @@ CAUSES = (
         r"CUDA_ERROR_NO_DEVICE|no CUDA-capable device|CUDA driver version is insufficient",
         "Check the driver with `nvidia-smi`, and CUDA_VISIBLE_DEVICES.",
     ),
-    (r"RESOURCE_EXHAUSTED|out of memory", "Another program holds the memory: see above."),
+    (
+        r"RESOURCE_EXHAUSTED|out of memory",
+        "Another program holds the memory: see above.",
+    ),
     (
         r"libtpu.*lockfile|already in use by process|TPU is already in use",
         "Another process uses the TPU: end it, or wait.",
@@ -53,12 +56,16 @@ CAUSES = (
         "Set JAX_NUM_CPU_DEVICES or --xla_force_host_platform_device_count, not both.",
     ),
 )
-REINSTALL = "pip install -U --force-reinstall jax jaxlib flax optax orbax-checkpoint grain"
+REINSTALL = (
+    "pip install -U --force-reinstall jax jaxlib flax optax orbax-checkpoint grain"
+)
 SIGNAL_REMEDIES = {
     signal.SIGKILL: "Probably out of memory: end other programs.",
     signal.SIGILL: "The processor lacks instructions of jaxlib: use another machine.",
 }
-COMPLAINT = r"error|unknown|fail|not compatible|unable|insufficient|cannot|compiled with"
+COMPLAINT = (
+    r"error|unknown|fail|not compatible|unable|insufficient|cannot|compiled with"
+)
 
 
 @dataclass
@@ -145,7 +152,10 @@ def run_probe(
 
 
 def _listen(
-    child: subprocess.Popen[bytes], reading: int, timeout: float, report: Callable[[str], object]
+    child: subprocess.Popen[bytes],
+    reading: int,
+    timeout: float,
+    report: Callable[[str], object],
 ) -> DeviceProbe:
     """Read the messages and the output of the probe until it ends or a stage takes too long."""
     assert child.stdout is not None
@@ -190,7 +200,9 @@ def probe_results(probe: DeviceProbe, timeout: float) -> Iterator[CheckResult]:
             yield ok("arithmetic", f"{kind['kind']}: compiled and run in {seconds}")
         else:
             text = f"{kind['kind']} computes wrong results"
-            yield problem("arithmetic", text, "This device is defective: use another one.")
+            yield problem(
+                "arithmetic", text, "This device is defective: use another one."
+            )
     for name, error in found.get("libraries", {}).get("failed", {}).items():
         text = f"cannot be imported: {_one_line(error)}"
         yield problem(name, text, f"pip install -U {name.split('.')[0]}")
@@ -207,7 +219,9 @@ def probe_results(probe: DeviceProbe, timeout: float) -> Iterator[CheckResult]:
     if second < first:
         yield ok("training step", text)
     else:
-        yield problem("training step", text, f"The loss does not decrease ({first}, {second}).")
+        yield problem(
+            "training step", text, f"The loss does not decrease ({first}, {second})."
+        )
 
 
 def _device_results(devices: list[Json], output: str) -> Iterator[CheckResult]:
@@ -233,7 +247,9 @@ def _failure(probe: DeviceProbe, timeout: float) -> CheckResult:
     """Explain why the device check did not finish."""
     name = "device check"
     if probe.hangs:
-        text = f"{probe.stage_name}: no answer for {timeout:.0f} s; the process was killed"
+        text = (
+            f"{probe.stage_name}: no answer for {timeout:.0f} s; the process was killed"
+        )
         remedy = "If the machine is only slow: --timeout 600."
         if probe.stage == "devices" and (has_gpu() or has_tpu()):
             remedy = "The driver hangs: check `dmesg`, restart the machine, or JAX_PLATFORMS=cpu."
@@ -241,11 +257,15 @@ def _failure(probe: DeviceProbe, timeout: float) -> CheckResult:
             remedy = "The devices cannot communicate: try NCCL_DEBUG=INFO, NCCL_P2P_DISABLE=1."
         return problem(name, text, remedy)
     platforms = os.environ.get("JAX_PLATFORMS", "")
-    is_assertion = probe.stage == "devices" and probe.error.startswith("AssertionError: ")
+    is_assertion = probe.stage == "devices" and probe.error.startswith(
+        "AssertionError: "
+    )
     if is_assertion and platforms not in ("", "cpu"):
         # JAX fails here without a message.
         text = f"no installed plugin provides the devices of JAX_PLATFORMS={platforms}"
-        remedy = 'unset JAX_PLATFORMS, or install the plugin: pip install -U "jax[cuda13]"'
+        remedy = (
+            'unset JAX_PLATFORMS, or install the plugin: pip install -U "jax[cuda13]"'
+        )
         return problem(name, f"{probe.stage_name}: {text}", remedy)
     # A library that exits by itself has printed why.
     error = "" if probe.error.startswith("SystemExit") else probe.error
@@ -261,14 +281,18 @@ def _failure(probe: DeviceProbe, timeout: float) -> CheckResult:
 
 def _known_cause(output: str) -> str:
     """Return the remedy for a known message of a library, or ""."""
-    matches = (remedy for cause, remedy in CAUSES if re.search(cause, output, re.IGNORECASE))
+    matches = (
+        remedy for cause, remedy in CAUSES if re.search(cause, output, re.IGNORECASE)
+    )
     return next(matches, "")
 
 
 def _complaint(output: str) -> str:
     """Return the last line that says what is wrong, of all that libraries print."""
     lines = [
-        line for line in output.splitlines() if not line.startswith(("***", "  File ", "    "))
+        line
+        for line in output.splitlines()
+        if not line.startswith(("***", "  File ", "    "))
     ]
     lines = [line.strip() for line in lines if line.strip()]
     complaints = [line for line in lines if re.search(COMPLAINT, line, re.IGNORECASE)]

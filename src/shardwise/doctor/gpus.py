@@ -11,7 +11,9 @@ from shardwise.doctor.check import CheckResult, has_gpu, ok, problem, warning
 
 # The oldest driver that runs programs of each CUDA version.
 MIN_DRIVERS = {"cuda12": 525, "cuda13": 580}
-GPU_QUERY = "--query-gpu=index,name,driver_version,memory.total,memory.used,utilization.gpu"
+GPU_QUERY = (
+    "--query-gpu=index,name,driver_version,memory.total,memory.used,utilization.gpu"
+)
 PROCESS_QUERY = "--query-compute-apps=pid,process_name,used_memory"
 
 
@@ -21,21 +23,27 @@ def check_gpus(timeout: float = 10.0) -> Iterator[CheckResult]:
     if tool is None:
         if has_gpu():
             text = "not found, although there is a GPU"
-            yield warning("nvidia-smi", text, "Install NVIDIA's utilities (nvidia-utils).")
+            yield warning(
+                "nvidia-smi", text, "Install NVIDIA's utilities (nvidia-utils)."
+            )
         return
     try:
         gpus = _query(tool, GPU_QUERY, timeout)
         processes = _query(tool, PROCESS_QUERY, timeout)
     except subprocess.TimeoutExpired:
         text = f"nvidia-smi has not answered for {timeout:.0f} s: the driver hangs"
-        remedy = "Look for Xid errors in `dmesg`; reset the GPU, or restart the machine."
+        remedy = (
+            "Look for Xid errors in `dmesg`; reset the GPU, or restart the machine."
+        )
         yield problem("NVIDIA driver", text, remedy)
         return
     except (OSError, subprocess.CalledProcessError) as error:
         output = str(getattr(error, "output", "") or error).strip()
         report = problem if has_gpu() else warning
         remedy = "Install or restart the driver; start containers with --gpus all."
-        yield report("NVIDIA driver", f"nvidia-smi fails: {output.splitlines()[0]}", remedy)
+        yield report(
+            "NVIDIA driver", f"nvidia-smi fails: {output.splitlines()[0]}", remedy
+        )
         return
     for driver in sorted({gpu[2] for gpu in gpus}):
         yield _driver_result(driver)
@@ -61,7 +69,9 @@ def _query(tool: str, query: str, timeout: float) -> list[list[str]]:
         timeout=timeout,
         check=True,
     )
-    rows = [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines()]
+    rows = [
+        [part.strip() for part in line.split(",")] for line in done.stdout.splitlines()
+    ]
     return [row for row in rows if len(row) == query.count(",") + 1]
 
 
@@ -75,7 +85,9 @@ def _driver_result(driver: str) -> CheckResult:
             text = f"{driver} is too old for {cuda}, which needs {minimum} or newer"
             remedy = "Update the driver."
             if cuda == "cuda13" and major >= MIN_DRIVERS["cuda12"]:
-                remedy = 'Update the driver, or pip install "jax[cuda12]" instead of cuda13.'
+                remedy = (
+                    'Update the driver, or pip install "jax[cuda12]" instead of cuda13.'
+                )
             return problem("NVIDIA driver", text, remedy)
     return ok("NVIDIA driver", driver)
 

@@ -11,7 +11,9 @@ from shardwise.doctor.gpus import check_gpus
 
 
 def check_machine(
-    timeout: float | None, report: Callable[[str], object], cpu_devices: int | None = None
+    timeout: float | None,
+    report: Callable[[str], object],
+    cpu_devices: int | None = None,
 ) -> list[CheckResult]:
     """Check whether training can work on this machine.
 

@@ -21,7 +21,8 @@ from shardwise.doctor.check import (
 )
 
 PLUGINS = re.compile(
-    r"^jax[-_](cuda1\d|rocm\d+)[-_](plugin|pjrt)$|^jax-metal$|^libtpu(-nightly)?$", re.IGNORECASE
+    r"^jax[-_](cuda1\d|rocm\d+)[-_](plugin|pjrt)$|^jax-metal$|^libtpu(-nightly)?$",
+    re.IGNORECASE,
 )
 
 
@@ -51,7 +52,9 @@ def check_requirements() -> Iterator[CheckResult]:
         elif conflicts := _conflicts(name):
             text = f"{version} is not compatible with {'; '.join(conflicts.values())}"
             report = problem if {"jax", "jaxlib"} & conflicts.keys() else warning
-            yield report(name, text, f"pip install -U {name} {' '.join(sorted(conflicts))}")
+            yield report(
+                name, text, f"pip install -U {name} {' '.join(sorted(conflicts))}"
+            )
         else:
             yield ok(name, version)
 
@@ -59,7 +62,9 @@ def check_requirements() -> Iterator[CheckResult]:
 def check_plugins() -> Iterator[CheckResult]:
     """Check the plugins for accelerators against jaxlib and against each other."""
     plugins = installed_plugins()
-    cuda = sorted({name.split("-")[1] for name in plugins if name.startswith("jax-cuda")})
+    cuda = sorted(
+        {name.split("-")[1] for name in plugins if name.startswith("jax-cuda")}
+    )
     if len(cuda) > 1:
         text = f"plugins for {' and '.join(cuda)} are both installed, and both register as 'cuda'"
         remedy = f"pip uninstall jax-{cuda[0]}-plugin jax-{cuda[0]}-pjrt, unless the driver is too"
@@ -84,9 +89,7 @@ def _plugin_result(name: str, version: str) -> CheckResult:
             return warning(name, text, 'pip install -U "jax[tpu]"')
         return ok(name, version if has_tpu() else f"{version}; used for plans")
     if jaxlib is not None and version != jaxlib:
-        text = (
-            f"{version} with jaxlib {jaxlib}: JAX ignores such a plugin with a warning, or crashes"
-        )
+        text = f"{version} with jaxlib {jaxlib}: JAX ignores such a plugin with a warning, or crashes"
         report = problem if has_gpu() else warning
         kind = name.split("-")[1]
         return report(name, text, f'pip install -U "jax[{kind}]", or {name}=={jaxlib}.')
@@ -97,9 +100,13 @@ def check_extras() -> Iterator[CheckResult]:
     """Report the optional packages; only a version that shardwise cannot use is a warning."""
     extras: dict[str, list[Requirement]] = {}
     for need in _requirements("shardwise"):
-        for extra in re.findall(r"extra == ['\"]([^'\"]+)['\"]", str(need.marker or "")):
+        for extra in re.findall(
+            r"extra == ['\"]([^'\"]+)['\"]", str(need.marker or "")
+        ):
             extras.setdefault(extra, []).append(need)
-    versions = {need.name: version_of(need.name) for needs in extras.values() for need in needs}
+    versions = {
+        need.name: version_of(need.name) for needs in extras.values() for need in needs
+    }
     installed: list[str] = []
     missing: list[str] = []
     outdated = {}
@@ -109,7 +116,9 @@ def check_extras() -> Iterator[CheckResult]:
         for need in needs:
             version = versions[need.name]
             if version and not _fits(need, version):
-                outdated[f"{need.name}{need.specifier}"] = f"{need.name} {version} is too old"
+                outdated[f"{need.name}{need.specifier}"] = (
+                    f"{need.name} {version} is too old"
+                )
     text = f"installed: {', '.join(installed) or 'none'}"
     if missing:
         text += f'; not installed: {", ".join(missing)} (pip install "shardwise[{missing[0]}]")'
@@ -120,7 +129,12 @@ def check_extras() -> Iterator[CheckResult]:
         yield ok("extras", text)
 
 
-CHECKS: tuple[Check, ...] = (check_python, check_requirements, check_plugins, check_extras)
+CHECKS: tuple[Check, ...] = (
+    check_python,
+    check_requirements,
+    check_plugins,
+    check_extras,
+)
 
 
 def installed_plugins() -> dict[str, str]:

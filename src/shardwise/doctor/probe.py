@@ -69,7 +69,9 @@ def _compute_on(device: "jax.Device") -> Fields:
 
     started = time.perf_counter()
     values = np.arange(64 * 64, dtype=np.float32).reshape(64, 64) % 7
-    gradient = jax.jit(jax.grad(lambda x: jax.numpy.vdot(x, x) / 2))(jax.device_put(values, device))
+    gradient = jax.jit(jax.grad(lambda x: jax.numpy.vdot(x, x) / 2))(
+        jax.device_put(values, device)
+    )
     is_right = bool(np.array_equal(np.asarray(gradient), values))
     seconds = time.perf_counter() - started
     return {"kind": device.device_kind, "is_right": is_right, "seconds": seconds}
@@ -96,7 +98,10 @@ def train() -> Fields:
     # By name, because the doctor is below these modules and must not depend on them.
     shardwise = importlib.import_module("shardwise")
     count = jax.device_count()
-    batch = {"x": np.ones((8 * count, 16), np.float32), "y": np.ones((8 * count, 4), np.float32)}
+    batch = {
+        "x": np.ones((8 * count, 16), np.float32),
+        "y": np.ones((8 * count, 4), np.float32),
+    }
 
     def loss(model: nnx.Linear, batch: dict[str, "jax.Array"]) -> "jax.Array":
         return ((model(batch["x"]) - batch["y"]) ** 2).mean()
@@ -104,7 +109,9 @@ def train() -> Fields:
     started = time.perf_counter()
     mesh = shardwise.make_mesh("data=-1")
     optimizer = optax.sgd(0.01)
-    spec = shardwise.abstract_state(lambda rngs: nnx.Linear(16, 4, rngs=rngs), optimizer, mesh)
+    spec = shardwise.abstract_state(
+        lambda rngs: nnx.Linear(16, 4, rngs=rngs), optimizer, mesh
+    )
     step = shardwise.make_train_step(spec, loss, batch)
     state = shardwise.init_state(spec, 0)
     losses = []

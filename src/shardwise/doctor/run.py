@@ -43,7 +43,9 @@ def check_run(path: Path, report: Callable[[str], object]) -> list[CheckResult]:
     try:
         record = RunFiles(path).read()
     except OSError as error:
-        raise ConfigError(f"the run directory {path} cannot be read: {error.strerror}.") from error
+        raise ConfigError(
+            f"the run directory {path} cannot be read: {error.strerror}."
+        ) from error
     run = _RunChecks(path, record, report)
     checks = (
         run.check_files,
@@ -109,17 +111,23 @@ class _RunChecks:
     def steps(self) -> list[int]:
         """The steps that are saved, oldest first."""
         folder = self.path / "checkpoints"
-        return saved_steps(folder) if folder.is_dir() and not folder.is_symlink() else []
+        return (
+            saved_steps(folder) if folder.is_dir() and not folder.is_symlink() else []
+        )
 
     @property
     def newest(self) -> int | None:
         """The newest step that is complete and undamaged."""
-        return next((step for step, problems in self.damaged.items() if not problems), None)
+        return next(
+            (step for step, problems in self.damaged.items() if not problems), None
+        )
 
     def check_files(self) -> Iterator[CheckResult]:
         """Report files that are missing or damaged."""
         for note in self.record.notes:
-            yield warning("files", note, "Resume the run: logs may be lost, the state is not.")
+            yield warning(
+                "files", note, "Resume the run: logs may be lost, the state is not."
+            )
 
     def check_lock(self) -> Iterator[CheckResult]:
         """Report which process uses the directory."""
@@ -128,14 +136,18 @@ class _RunChecks:
         who = f"process {pid} on {owner.get('host', '?')}" if owner else "a process"
         silence = self.age or 0.0
         if self.is_running and silence > MAX_SILENCE:
-            text = f"in use by {who}, but nothing was logged for {show_seconds(silence)}"
+            text = (
+                f"in use by {who}, but nothing was logged for {show_seconds(silence)}"
+            )
             remedy = f"If it is stuck: py-spy dump --pid {pid}; kill -TERM {pid} saves and ends it."
             yield warning("lock", text, remedy)
         elif self.is_running:
             yield ok("lock", f"in use by {who}")
         elif owner and owner.get("boot_id") != boot_id():
             text = f"{who} did not release it, and cannot be seen from this machine"
-            yield warning("lock", text, "If it has ended: shardwise train ... --force-unlock")
+            yield warning(
+                "lock", text, "If it has ended: shardwise train ... --force-unlock"
+            )
         else:
             yield ok("lock", "free")
 
@@ -159,7 +171,9 @@ class _RunChecks:
         others = sorted(path.name for path in _entries(self.path / name))
         if bad := [other for other in others if ".bad" in other]:
             text = f"{', '.join(bad[:5])}: damaged and set aside"
-            yield warning(name, text, "Check the disk; remove them when nobody needs them.")
+            yield warning(
+                name, text, "Check the disk; remove them when nobody needs them."
+            )
         if partial := [other for other in others if other.endswith(".tmp")]:
             text = f"{', '.join(partial[:5])}: an unfinished save; the next start removes it"
             yield ok(name, text)
@@ -173,17 +187,19 @@ class _RunChecks:
                 remedy = "No complete step is left: restore a backup, or start with another --out."
                 yield problem(name, text, remedy)
             else:
-                remedy = (
-                    "`shardwise train` sets it aside and uses the previous one. Check the disk."
-                )
+                remedy = "`shardwise train` sets it aside and uses the previous one. Check the disk."
                 yield warning(name, text, remedy)
         if not self.steps:
             yield ok(name, "none yet")
         elif self.newest == self.steps[-1]:
             count = len(self.steps)
-            yield ok(name, f"step {self.newest} is the newest of {count}, and undamaged")
+            yield ok(
+                name, f"step {self.newest} is the newest of {count}, and undamaged"
+            )
         elif self.newest is not None:
-            yield ok(name, f"step {self.newest} is undamaged; the run would resume from it")
+            yield ok(
+                name, f"step {self.newest} is undamaged; the run would resume from it"
+            )
 
     def check_stacks(self) -> Iterator[CheckResult]:
         """Report where stuck processes were."""
@@ -191,7 +207,9 @@ class _RunChecks:
         for file in sorted(files, key=lambda file: file.stat().st_mtime)[-4:]:
             with file.open(errors="replace") as lines:
                 first = lines.readline(200).strip()
-            remedy = f"It was stuck there; {file} has its stacks. The same command resumes."
+            remedy = (
+                f"It was stuck there; {file} has its stacks. The same command resumes."
+            )
             yield warning("stacks", f"{file.name}: {first}", remedy)
 
     def check_bad_steps(self) -> Iterator[CheckResult]:
@@ -211,13 +229,17 @@ class _RunChecks:
     def check_space(self) -> Iterator[CheckResult]:
         """Check whether the next checkpoint fits on the disk."""
         text = f"the run takes {show_bytes(_size(self.path))}"
-        each = _size(self.path / "checkpoints" / str(self.steps[-1])) if self.steps else 0
+        each = (
+            _size(self.path / "checkpoints" / str(self.steps[-1])) if self.steps else 0
+        )
         if each:
             text += f", each checkpoint {show_bytes(each)}"
         file_system = os.statvfs(self.path)
         free = file_system.f_bavail * file_system.f_frsize
         if each and free < 1.5 * each:
-            remedy = "The next save will not fit: free some space, or keep fewer (Run.keep)."
+            remedy = (
+                "The next save will not fit: free some space, or keep fewer (Run.keep)."
+            )
             yield problem("size", f"{text}; {show_bytes(free)} free", remedy)
         else:
             yield ok("size", text)

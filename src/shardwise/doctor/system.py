@@ -9,7 +9,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardwise.doctor.check import Check, CheckResult, check_private, ok, problem, warning
+from shardwise.doctor.check import (
+    Check,
+    CheckResult,
+    check_private,
+    ok,
+    problem,
+    warning,
+)
 from shardwise.files.cache import cache_folder
 from shardwise.runtime import MAX_CACHE_BYTES
 from shardwise.text import show_bytes
@@ -26,7 +33,9 @@ SHM = "/dev/shm"  # noqa: S108 (read, not written)
 def check_memory() -> Iterator[CheckResult]:
     """Check the free memory of the machine or of its container."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", _text(Path("/proc/meminfo")), re.MULTILINE)
+    found = re.search(
+        r"^MemAvailable:\s+(\d+) kB", _text(Path("/proc/meminfo")), re.MULTILINE
+    )
     size, free = total, int(found[1]) * 1024 if found else total
     limit, used = cgroup_memory()
     if limit:
@@ -50,11 +59,18 @@ def check_processors() -> Iterator[CheckResult]:
     if quota and quota < 0.9 * seen:
         text = f"{seen} visible, but this container may use {quota:g}: it throttles XLA's threads"
         cores = f"0-{max(int(quota) - 1, 0)}"
-        yield warning("processors", text, f"taskset -c {cores} shardwise ..., or raise the limit.")
+        yield warning(
+            "processors", text, f"taskset -c {cores} shardwise ..., or raise the limit."
+        )
         return
-    model = re.search(r"^model name\s*:\s*(.+)$", _text(Path("/proc/cpuinfo")), re.MULTILINE)
+    model = re.search(
+        r"^model name\s*:\s*(.+)$", _text(Path("/proc/cpuinfo")), re.MULTILINE
+    )
     name = model[1] if model else platform.machine()
-    yield ok("processors", f"{seen} ({name})" if seen == total else f"{seen} of {total} ({name})")
+    yield ok(
+        "processors",
+        f"{seen} ({name})" if seen == total else f"{seen} of {total} ({name})",
+    )
 
 
 def check_shared_memory() -> Iterator[CheckResult]:
@@ -70,7 +86,9 @@ def check_shared_memory() -> Iterator[CheckResult]:
             f"{show_bytes(usage.free)} of {show_bytes(usage.total)} free; several GPUs or data "
             "processes need more"
         )
-        yield warning(SHM, text, "docker run --shm-size=8g ..., or remove files from it.")
+        yield warning(
+            SHM, text, "docker run --shm-size=8g ..., or remove files from it."
+        )
     else:
         yield ok(SHM, f"{show_bytes(usage.free)} free")
 
@@ -135,10 +153,14 @@ def check_program_cache() -> Iterator[CheckResult]:
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not os.access(existing, os.W_OK | os.X_OK):
         text = f"{folder} is not writable, so every start compiles again"
-        yield warning(name, text, "Correct its permissions, or export XDG_CACHE_HOME=...")
+        yield warning(
+            name, text, "Correct its permissions, or export XDG_CACHE_HOME=..."
+        )
         return
     if existing == folder:
-        insecure = [result for result in check_private(name, folder) if result.state != "ok"]
+        insecure = [
+            result for result in check_private(name, folder) if result.state != "ok"
+        ]
         if insecure:
             yield from insecure
             return
@@ -149,7 +171,9 @@ def check_program_cache() -> Iterator[CheckResult]:
         yield ok(name, f"{folder} does not exist yet and can be created")
     disk = disk_result("disk of the cache", existing, "compiled programs")
     if disk.state != "ok":
-        yield warning(disk.name, disk.text, "Empty the cache, or export XDG_CACHE_HOME=...")
+        yield warning(
+            disk.name, disk.text, "Empty the cache, or export XDG_CACHE_HOME=..."
+        )
 
 
 SYSTEM_CHECKS: tuple[Check, ...] = (

@@ -23,7 +23,14 @@ from shardwise.mesh import make_mesh
 from shardwise.module import ModelFactory
 from shardwise.optim.parts import state_changes
 from shardwise.optim.probe import PLAIN, STILL, Probe, probe
-from shardwise.optim.read import ANY, Chain, Chains, Optimizer, calls_per_update, read_chains
+from shardwise.optim.read import (
+    ANY,
+    Chain,
+    Chains,
+    Optimizer,
+    calls_per_update,
+    read_chains,
+)
 from shardwise.sharding import Placement, Rules, show_spec
 from shardwise.state import StateSpec, abstract_state
 from shardwise.text import Json, show_bytes
@@ -179,7 +186,14 @@ def explain_state(spec: StateSpec, steps: int) -> Explanation:
     rates = {path: rate_of[representative[path]] for path in spec.params}
     state_bytes = _state_bytes(spec)
     rows = tuple(
-        _row(placement, chains[path], measured, column[path], rates[path], state_bytes.get(path, 0))
+        _row(
+            placement,
+            chains[path],
+            measured,
+            column[path],
+            rates[path],
+            state_bytes.get(path, 0),
+        )
         for path, placement in spec.params.items()
     )
     findings = find(View(spec, steps, rows, chains, measured, column, rates))
@@ -187,7 +201,9 @@ def explain_state(spec: StateSpec, steps: int) -> Explanation:
     curves: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     for row in rows:
         if row.moves:
-            curves.setdefault(row.group, (measured.steps[within], rates[row.path][within]))
+            curves.setdefault(
+                row.group, (measured.steps[within], rates[row.path][within])
+            )
     return Explanation(steps, rows, findings, curves)
 
 
@@ -236,7 +252,9 @@ def _kind(path: str, params: Params, chain: Chain) -> tuple[object, ...]:
     """Return a key that is equal for two parameters if the optimizer treats them alike."""
     leaf = lookup(params, tuple(path.split("/")))
     # Settings such as arrays and functions are compared by identity.
-    parts = tuple((part.name, tuple(map(id, part.settings.values()))) for part in chain.parts)
+    parts = tuple(
+        (part.name, tuple(map(id, part.settings.values()))) for part in chain.parts
+    )
     return (chain.groups, parts, leaf.ndim, leaf.dtype, path.rpartition("/")[2])
 
 
@@ -302,7 +320,9 @@ def _state_bytes(spec: StateSpec) -> dict[str, int]:
     for path, placement in spec.opt_state.items():
         owner = owner_of(path, spec.params)
         if owner is not None:
-            total[owner] = total.get(owner, 0) + num_bytes(placement.shape, placement.dtype)
+            total[owner] = total.get(owner, 0) + num_bytes(
+                placement.shape, placement.dtype
+            )
     return total
 
 
@@ -310,7 +330,10 @@ def _table(rows: Sequence[Row]) -> Table:
     letters: dict[tuple[str, ...], str] = {}
     for row in rows:
         letters.setdefault(row.transformations, _letter(len(letters)))
-    legend = [f"{letter}: {' -> '.join(parts) or 'nothing'}" for parts, letter in letters.items()]
+    legend = [
+        f"{letter}: {' -> '.join(parts) or 'nothing'}"
+        for parts, letter in letters.items()
+    ]
     table = Table(
         title="what each parameter gets",
         title_justify="left",
@@ -362,7 +385,9 @@ def sparkline(values: np.ndarray, width: int = 60) -> str:
     peak = np.nanmax(values) if len(values) else 0.0
     if not peak > 0:
         return SPARKS[0] * width
-    picked = np.linspace(0, len(values) - 1, min(width, len(values))).round().astype(int)
+    picked = (
+        np.linspace(0, len(values) - 1, min(width, len(values))).round().astype(int)
+    )
     heights = 8 * np.nan_to_num(values[picked]) / peak
     return "".join(SPARKS[min(7, int(height))] for height in heights)
 

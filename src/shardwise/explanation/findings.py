@@ -14,7 +14,13 @@ import numpy as np
 
 from shardwise.optim.groups import VECTORS
 from shardwise.optim.probe import PLAIN, STILL, STILL_DOUBLE, Probe
-from shardwise.optim.read import ANY, Chain, ChainPart, calls_per_update, schedule_values
+from shardwise.optim.read import (
+    ANY,
+    Chain,
+    ChainPart,
+    calls_per_update,
+    schedule_values,
+)
 from shardwise.state import StateSpec
 from shardwise.text import show_bytes
 from shardwise.tree import named_leaves, num_bytes
@@ -177,7 +183,9 @@ def _ascends(view: View) -> Iterator[Finding]:
     """
 
     def ascends(row: Row) -> bool:
-        along = view.measured("along", PLAIN, row.path) - view.measured("along", STILL, row.path)
+        along = view.measured("along", PLAIN, row.path) - view.measured(
+            "along", STILL, row.path
+        )
         return not view.is_raw(row.path) and bool(np.nan_to_num(along).sum() > 0)
 
     if paths := view.paths_where(ascends):
@@ -246,8 +254,12 @@ def _first_update_idle(view: View) -> Iterator[Finding]:
 
 def _decay_reaches_nothing(view: View) -> Iterator[Finding]:
     """Find weight decay whose mask selects no parameter."""
-    strengths = [part.settings.get("weight_decay") for part in view.parts("add_decayed_weights")]
-    requested = [value for value in strengths if value is not None and _is_nonzero(value)]
+    strengths = [
+        part.settings.get("weight_decay") for part in view.parts("add_decayed_weights")
+    ]
+    requested = [
+        value for value in strengths if value is not None and _is_nonzero(value)
+    ]
     if requested and not any(row.decay for row in view.rows):
         yield Finding(
             "decay-reaches-nothing",
@@ -359,7 +371,9 @@ def _schedule(view: View) -> Iterator[Finding]:
         if not row.moves or rate.tobytes() in seen:
             continue
         seen.add(rate.tobytes())
-        schedule = _Schedule.thinned(rate[is_update], view.probe.steps[is_update], num_within)
+        schedule = _Schedule.thinned(
+            rate[is_update], view.probe.steps[is_update], num_within
+        )
         where = (f"group {row.group}",) if len(groups) > 1 else ()
         yield from _wrong_length(schedule, view.steps, where)
 
@@ -379,7 +393,9 @@ class _Schedule:
     num_within: int
 
     @classmethod
-    def thinned(cls, rate: np.ndarray, numbers: np.ndarray, num_within: int) -> "_Schedule":
+    def thinned(
+        cls, rate: np.ndarray, numbers: np.ndarray, num_within: int
+    ) -> "_Schedule":
         """Return the schedule with about 1,000 samples within the run.
 
         The difference of neighboring samples is then at least the change in 0.1 % of the run, so
@@ -391,7 +407,9 @@ class _Schedule:
         return cls(rate[picked], numbers[picked], len(picked) - num_beyond)
 
 
-def _wrong_length(schedule: _Schedule, steps: int, where: tuple[str, ...]) -> Iterator[Finding]:
+def _wrong_length(
+    schedule: _Schedule, steps: int, where: tuple[str, ...]
+) -> Iterator[Finding]:
     """Compare where a schedule reaches its floor with where the run ends."""
     rate = schedule.rate
     within = rate[: schedule.num_within]
@@ -577,4 +595,6 @@ def find(view: View) -> tuple[Finding, ...]:
         view: what was read and measured of the optimizer.
     """
     findings = [finding for check in CHECKS for finding in check(view)]
-    return tuple({(finding.name, finding.paths): finding for finding in findings}.values())
+    return tuple(
+        {(finding.name, finding.paths): finding for finding in findings}.values()
+    )

@@ -22,7 +22,9 @@ MAX_LOCK = 4096
 
 
 @contextmanager
-def lock_directory(directory: Path, force: bool = False) -> Iterator[Callable[[], None]]:
+def lock_directory(
+    directory: Path, force: bool = False
+) -> Iterator[Callable[[], None]]:
     """Hold the lock of a run directory inside the `with` statement.
 
     Args:
@@ -38,7 +40,9 @@ def lock_directory(directory: Path, force: bool = False) -> Iterator[Callable[[]
         DirectoryInUseError: if another process holds the lock, or if a process on another machine
             did not release it and `force` is False.
     """
-    descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    descriptor = os.open(
+        directory / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600
+    )
     try:
         _acquire(descriptor, directory, fcntl.LOCK_EX)
         # A scheduler sets this variable when it may restart a run on another machine. The previous
@@ -96,7 +100,9 @@ def _acquire(descriptor: int, directory: Path, kind: int) -> None:
         ) from None
 
 
-def _check_previous_owner(owner: Json, directory: Path, job: str | None, force: bool) -> None:
+def _check_previous_owner(
+    owner: Json, directory: Path, job: str | None, force: bool
+) -> None:
     """Refuse a lock that a process on another machine wrote and did not release."""
     same_machine = owner.get("boot_id") == boot_id()
     same_job = job is not None and owner.get("job") == job

@@ -97,7 +97,10 @@ def read_manifest(directory: Path) -> tuple[dict[str, str], list[str]]:
     """
     manifest = directory / MANIFEST
     try:
-        files = {path.relative_to(directory).as_posix(): path for path in _list_files(directory)}
+        files = {
+            path.relative_to(directory).as_posix(): path
+            for path in _list_files(directory)
+        }
         size = manifest.stat().st_size
         if size > MAX_MANIFEST:
             raise OSError(f"it has {size:,} bytes, more than {MAX_MANIFEST:,}")
@@ -109,9 +112,13 @@ def read_manifest(directory: Path) -> tuple[dict[str, str], list[str]]:
     if lines.pop() != [""] or any(len(line) != 2 for line in lines):
         return {}, [f"{manifest} is not a list of digests"]
     digests = {name: digest for digest, name in lines}
-    problems = [f"{directory / name} is missing" for name in digests if name not in files]
+    problems = [
+        f"{directory / name} is missing" for name in digests if name not in files
+    ]
     problems += [
-        f"{path} is not listed in {MANIFEST}" for name, path in files.items() if name not in digests
+        f"{path} is not listed in {MANIFEST}"
+        for name, path in files.items()
+        if name not in digests
     ]
     return {name: digest for name, digest in digests.items() if name in files}, problems
 

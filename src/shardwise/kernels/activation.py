@@ -16,7 +16,14 @@ import jax
 import jax.numpy as jnp
 
 from shardwise.kernels import hopper
-from shardwise.kernels.partitioning import Ref, Residuals, interpret, partitioned, pl, triton
+from shardwise.kernels.partitioning import (
+    Ref,
+    Residuals,
+    interpret,
+    partitioned,
+    pl,
+    triton,
+)
 from shardwise.kernels.platform import platform
 
 Array = jax.Array
@@ -65,7 +72,11 @@ def gelu_mlp(x: Array, up: Array, bias: Array, down: Array) -> Array:
     Returns:
         An array (N, D).
     """
-    if platform() == "gpu" and hopper.is_available() and hopper.supports_matmul(x, up.shape[1]):
+    if (
+        platform() == "gpu"
+        and hopper.is_available()
+        and hopper.supports_matmul(x, up.shape[1])
+    ):
         return fused_gelu_mlp(x, up, bias, down)
     return plain_gelu_mlp(x, up, bias, down)
 
@@ -86,7 +97,9 @@ def fused_gelu_mlp(x: Array, up: Array, bias: Array, down: Array) -> Array:
     return plain_gelu_mlp(x, up, bias, down)
 
 
-def _mlp_forward(x: Array, up: Array, bias: Array, down: Array) -> tuple[Array, Residuals]:
+def _mlp_forward(
+    x: Array, up: Array, bias: Array, down: Array
+) -> tuple[Array, Residuals]:
     rule = "n d, d f, f -> n f, n f"
     y, slope = partitioned(_matmul_gelu, rule, replicated="d")(x, up, bias)
     return y @ down, (x, up, bias, down, y, slope)
@@ -164,11 +177,15 @@ def _forward_kernel(x_ref: Ref, bias_ref: Ref, y_ref: Ref) -> None:
     bias = triton.load(bias_ref.at[columns], mask=columns < bias_ref.shape[0], other=0)
     x += bias.astype(jnp.float32)
     triton.store(
-        y_ref.at[where], hopper.gelu_and_slope(x, _tanh)[0].astype(y_ref.dtype), mask=inside
+        y_ref.at[where],
+        hopper.gelu_and_slope(x, _tanh)[0].astype(y_ref.dtype),
+        mask=inside,
     )
 
 
-def _backward_kernel(x_ref: Ref, bias_ref: Ref, g_ref: Ref, dx_ref: Ref, dbias_ref: Ref) -> None:
+def _backward_kernel(
+    x_ref: Ref, bias_ref: Ref, g_ref: Ref, dx_ref: Ref, dbias_ref: Ref
+) -> None:
     program = pl.program_id(0)
     column = pl.program_id(1)
     columns = column * TILE_COLUMNS + jnp.arange(TILE_COLUMNS)
@@ -176,7 +193,9 @@ def _backward_kernel(x_ref: Ref, bias_ref: Ref, g_ref: Ref, dx_ref: Ref, dbias_r
     bias = bias.astype(jnp.float32)
 
     def process_tile(i: Array, total: Array) -> Array:
-        where, inside = _locate_tile(x_ref.shape, program * TILES_PER_PROGRAM + i, column)
+        where, inside = _locate_tile(
+            x_ref.shape, program * TILES_PER_PROGRAM + i, column
+        )
         x, g = (
             triton.load(ref.at[where], mask=inside, other=0).astype(jnp.float32)
             for ref in (x_ref, g_ref)
@@ -205,7 +224,10 @@ def _pallas_call(
     call: Callable[..., tuple[Array, ...]] = pl.pallas_call(
         kernel,
         out_shape=out_shape,
-        grid=(pl.cdiv(x.shape[0], tokens_per_program), pl.cdiv(x.shape[1], TILE_COLUMNS)),
+        grid=(
+            pl.cdiv(x.shape[0], tokens_per_program),
+            pl.cdiv(x.shape[1], TILE_COLUMNS),
+        ),
         compiler_params=triton.CompilerParams(num_warps=8),
         interpret=interpret(),
         name=name,
@@ -216,7 +238,9 @@ def _pallas_call(
 def _forward(x: Array, bias: Array) -> tuple[Array, ...]:
     """Return the GELU of the values of one device."""
     out_shape = (jax.ShapeDtypeStruct(x.shape, x.dtype),)
-    return _pallas_call(_forward_kernel, "gelu_forward", x, TILE_TOKENS, out_shape)(x, bias)
+    return _pallas_call(_forward_kernel, "gelu_forward", x, TILE_TOKENS, out_shape)(
+        x, bias
+    )
 
 
 def _backward(x: Array, bias: Array, g: Array) -> tuple[Array, Array]:
@@ -227,6 +251,8 @@ def _backward(x: Array, bias: Array, g: Array) -> tuple[Array, Array]:
         jax.ShapeDtypeStruct(x.shape, x.dtype),
         jax.ShapeDtypeStruct((num_programs, x.shape[1]), jnp.float32),
     )
-    call = _pallas_call(_backward_kernel, "gelu_backward", x, tokens_per_program, out_shape)
+    call = _pallas_call(
+        _backward_kernel, "gelu_backward", x, tokens_per_program, out_shape
+    )
     dx, partial_sums = call(x, bias, g)
     return dx, partial_sums.sum(0)

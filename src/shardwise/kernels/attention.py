@@ -42,7 +42,9 @@ _Blocks: TypeAlias = list[tuple[Array, Array, Array]]
 _CpuResiduals: TypeAlias = tuple[Array, Array, Array, _Blocks]
 
 
-def causal_attention(q: Array, k: Array, v: Array, segment_ids: Array | None = None) -> Array:
+def causal_attention(
+    q: Array, k: Array, v: Array, segment_ids: Array | None = None
+) -> Array:
     """Return causal attention.
 
     The result has the name `"attention"` for the policies of `jax.checkpoint`.
@@ -70,8 +72,12 @@ def causal_attention(q: Array, k: Array, v: Array, segment_ids: Array | None = N
         return out
     mask = None
     if segment_ids is not None:
-        mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]  # (B, 1, T, T)
-    implementation: Literal["cudnn"] | None = "cudnn" if where == "gpu" and is_half else None
+        mask = (
+            segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+        )  # (B, 1, T, T)
+    implementation: Literal["cudnn"] | None = (
+        "cudnn" if where == "gpu" and is_half else None
+    )
     out = jax.nn.dot_product_attention(
         q, k, v, mask=mask, is_causal=True, implementation=implementation
     )
@@ -80,7 +86,9 @@ def causal_attention(q: Array, k: Array, v: Array, segment_ids: Array | None = N
 
 
 @jax.custom_vjp
-def cpu_attention(q: Array, k: Array, v: Array, segment_ids: Array | None = None) -> Array:
+def cpu_attention(
+    q: Array, k: Array, v: Array, segment_ids: Array | None = None
+) -> Array:
     """Return causal attention, with a backward pass that suits the matmuls of XLA on CPUs.
 
     The queries are processed in blocks, and each block computes only the scores of the keys up to
@@ -113,29 +121,43 @@ def _cpu_forward(
         is_visible = jnp.arange(start, end)[:, None] >= jnp.arange(end)
         if segment_ids is not None:
             query_segments = segment_ids[:, None, start:end, None]
-            is_visible = is_visible & (query_segments == segment_ids[:, None, None, :end])
+            is_visible = is_visible & (
+                query_segments == segment_ids[:, None, None, :end]
+            )
         scores = jnp.einsum(
-            "bhtk,bhsk->bhts", q[:, :, start:end], k[:, :, :end], preferred_element_type=jnp.float32
+            "bhtk,bhsk->bhts",
+            q[:, :, start:end],
+            k[:, :, :end],
+            preferred_element_type=jnp.float32,
         )
         scores += jnp.where(is_visible, 0, MASKED_SCORE)
         weights = jnp.exp(scores - scores.max(-1, keepdims=True))
         total = weights.sum(-1, keepdims=True)
         weights = weights.astype(v.dtype)
         weighted_sum = jnp.einsum(
-            "bhts,bhsk->bhtk", weights, v[:, :, :end], preferred_element_type=jnp.float32
+            "bhts,bhsk->bhtk",
+            weights,
+            v[:, :, :end],
+            preferred_element_type=jnp.float32,
         )
         out = weighted_sum / total
-        blocks.append((weights, total, checkpoint_name(out.astype(v.dtype), "attention")))
+        blocks.append(
+            (weights, total, checkpoint_name(out.astype(v.dtype), "attention"))
+        )
     outputs = [out.swapaxes(1, 2) for _, _, out in blocks]
     return jnp.concatenate(outputs, axis=1), (q, k, v, blocks)
 
 
-def _cpu_backward(residuals: _CpuResiduals, grad: Array) -> tuple[Array, Array, Array, None]:
+def _cpu_backward(
+    residuals: _CpuResiduals, grad: Array
+) -> tuple[Array, Array, Array, None]:
     q, k, v, blocks = residuals
     dq = []
     dk = jnp.zeros_like(grad)
     dv = jnp.zeros_like(grad)
-    for (start, end), (weights, total, out) in zip(_query_blocks(q.shape[2]), blocks, strict=True):
+    for (start, end), (weights, total, out) in zip(
+        _query_blocks(q.shape[2]), blocks, strict=True
+    ):
         # The saved weights are not normalized. It is cheaper to divide the gradient, which is
         # smaller.
         g = (grad[:, start:end].swapaxes(1, 2) / total).astype(grad.dtype)
@@ -144,7 +166,9 @@ def _cpu_backward(residuals: _CpuResiduals, grad: Array) -> tuple[Array, Array, 
         )
         correction = (g * out).sum(-1, keepdims=True, dtype=jnp.float32)
         dscores = (weights * (dweights - correction)).astype(q.dtype)
-        dq_block = jnp.einsum("bhts,bhsk->bhtk", dscores, k[:, :, :end]) * q.shape[3] ** -0.5
+        dq_block = (
+            jnp.einsum("bhts,bhsk->bhtk", dscores, k[:, :, :end]) * q.shape[3] ** -0.5
+        )
         dq.append(dq_block.swapaxes(1, 2))
         dk += _sum_over_queries(dscores, q[:, :, start:end], grad.shape[1])
         dv += _sum_over_queries(weights, g, grad.shape[1])
@@ -232,12 +256,22 @@ def tpu_attention(
 
 
 def _splash_attention(
-    q: Array, k: Array, v: Array, segment_ids: Array | None, *, block: int, interpret: bool
+    q: Array,
+    k: Array,
+    v: Array,
+    segment_ids: Array | None,
+    *,
+    block: int,
+    interpret: bool,
 ) -> Array:
     """Run the kernel on the sequences and heads of one device."""
     # Imported here because it takes 0.1 s, and only TPUs need it.
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel as splash,
+    )
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_mask as masks,
+    )
 
     length, num_heads, width = q.shape[1:]
     size = math.gcd(length, block)
@@ -258,7 +292,9 @@ def _splash_attention(
     )
     # Zeros at the end of each head change neither scores nor outputs.
     padding = (0, 0), (0, 0), (0, 0), (0, -width % LANES)
-    q, k, v = (jnp.pad(x, padding).swapaxes(1, 2) for x in (q * width**-0.5, k, v))  # (B, H, T, K)
+    q, k, v = (
+        jnp.pad(x, padding).swapaxes(1, 2) for x in (q * width**-0.5, k, v)
+    )  # (B, H, T, K)
     ids = () if segment_ids is None else (splash.SegmentIds(segment_ids, segment_ids),)
     # From this name, a plan knows that the kernel skips the scores above the diagonal.
     with jax.named_scope("causal"):

@@ -15,7 +15,14 @@ import jax.numpy as jnp
 
 from shardwise.axes import TENSOR
 from shardwise.kernels import hopper
-from shardwise.kernels.partitioning import Ref, Residuals, interpret, partitioned, pl, triton
+from shardwise.kernels.partitioning import (
+    Ref,
+    Residuals,
+    interpret,
+    partitioned,
+    pl,
+    triton,
+)
 from shardwise.kernels.platform import platform
 from shardwise.tree import DType
 
@@ -98,7 +105,9 @@ def fused_cross_entropy(logits: Array, labels: Array) -> tuple[Array, Array]:
     Returns:
         The losses (N,), float32, and the gradient (N, V) of the dtype of the logits.
     """
-    gradient, nats = partitioned(_fused, "n v, n -> n v, n", replicated="v")(logits, labels)
+    gradient, nats = partitioned(_fused, "n v, n -> n v, n", replicated="v")(
+        logits, labels
+    )
     return nats, gradient
 
 
@@ -126,12 +135,16 @@ def _kernel(x_ref: Ref, label_ref: Ref, gradient_ref: Ref, nats_ref: Ref) -> Non
         column, x = load(i)
         gradient = jnp.exp(x - log_total) - jnp.where(column == label, 1.0, 0.0)
         triton.store(
-            gradient_ref.at[token, column], gradient.astype(gradient_ref.dtype), mask=column < width
+            gradient_ref.at[token, column],
+            gradient.astype(gradient_ref.dtype),
+            mask=column < width,
         )
 
     label_logit = triton.load(x_ref.at[token, label]).astype(jnp.float32)
     start = jnp.float32(-jnp.inf), jnp.float32(0)
-    maximum, total = jax.lax.fori_loop(0, pl.cdiv(width, columns), add_exponentials, start)
+    maximum, total = jax.lax.fori_loop(
+        0, pl.cdiv(width, columns), add_exponentials, start
+    )
     log_total = maximum + jnp.log(total)
     nats_ref[token] = log_total - label_logit
     jax.lax.fori_loop(0, pl.cdiv(width, columns), write_gradient, None)
@@ -205,21 +218,27 @@ def _fused_linear(features: Array, table: Array, labels: Array) -> Array:
     return _plain_linear(features, table, labels)
 
 
-def _linear_forward(features: Array, table: Array, labels: Array) -> tuple[Array, Residuals]:
+def _linear_forward(
+    features: Array, table: Array, labels: Array
+) -> tuple[Array, Residuals]:
     nats, gradient, scale = _nats_and_gradient(features, table, labels)
     return nats, (features, table, gradient, scale)
 
 
 def _linear_backward(residuals: Residuals, g: Array) -> tuple[Array, Array, None]:
     features, table, gradient, scale = residuals
-    dfeatures, dtable = _matmul_backward(features, table, gradient, g * scale, table.dtype)
+    dfeatures, dtable = _matmul_backward(
+        features, table, gradient, g * scale, table.dtype
+    )
     return dfeatures, dtable, None
 
 
 _fused_linear.defvjp(_linear_forward, _linear_backward)
 
 
-def _nats_and_gradient(features: Array, table: Array, labels: Array) -> tuple[Array, Array, Array]:
+def _nats_and_gradient(
+    features: Array, table: Array, labels: Array
+) -> tuple[Array, Array, Array]:
     """Return the losses (N,), and the gradient of the logits: an array (N, V), a factor (N,)."""
     if _is_fused(features, table):
         rule = "n d, v d, n -> n v, n"
@@ -237,7 +256,9 @@ def _exponentials(features: Array, table: Array, labels: Array) -> tuple[Array, 
     The unscaled gradient is the probability of each token relative to that of the label, and
     `1 - total` at the label itself. Divided by the total, this is the softmax minus one-hot.
     """
-    label_logits = (features.astype(jnp.float32) * table[labels].astype(jnp.float32)).sum(1)
+    label_logits = (
+        features.astype(jnp.float32) * table[labels].astype(jnp.float32)
+    ).sum(1)
     if hopper.supports_matmul(features, table.shape[0]):
         exponentials, total = hopper.product_exp(features, table, label_logits)
     else:
@@ -246,7 +267,9 @@ def _exponentials(features: Array, table: Array, labels: Array) -> tuple[Array, 
         exponentials = jnp.exp(jnp.minimum(exponents, hopper.MAX_EXPONENT))
         exponentials, total = exponentials.astype(features.dtype), exponentials.sum(1)
     token = jnp.arange(len(labels))
-    gradient = exponentials.at[token, labels].set((1 - total).astype(exponentials.dtype))
+    gradient = exponentials.at[token, labels].set(
+        (1 - total).astype(exponentials.dtype)
+    )
     return gradient, total
 
 
@@ -260,13 +283,20 @@ def _matmul_backward(
     """
     scaled_features = (features * scale[:, None]).astype(features.dtype)
     dtable = jax.lax.dot_general(
-        gradient, scaled_features, (((0,), (0,)), ((), ())), preferred_element_type=table_dtype
+        gradient,
+        scaled_features,
+        (((0,), (0,)), ((), ())),
+        preferred_element_type=table_dtype,
     )
     return ((gradient @ table) * scale[:, None]).astype(features.dtype), dtable
 
 
 def chunked_cross_entropy(
-    features: Array, table: Array, labels: Array, chunks: int, weights: Array | None = None
+    features: Array,
+    table: Array,
+    labels: Array,
+    chunks: int,
+    weights: Array | None = None,
 ) -> Array:
     """Return the weighted sum of the losses, with the logits of only one chunk in memory at a time.
 
@@ -299,7 +329,9 @@ def chunked_cross_entropy(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _chunked(features: Array, table: Array, labels: Array, weights: Array, chunks: int) -> Array:
+def _chunked(
+    features: Array, table: Array, labels: Array, weights: Array, chunks: int
+) -> Array:
     def add_chunk(total: Array, chunk: tuple[Array, ...]) -> tuple[Array, None]:
         features, labels, weights = chunk
         return total + (_plain_linear(features, table, labels) * weights).sum(), None
@@ -321,7 +353,10 @@ def _chunked_forward(
         dfeatures, dtable = _matmul_backward(
             features, table, gradient, weights * scale, jnp.dtype(jnp.float32)
         )
-        return (loss_sum + (nats * weights).sum(), table_sum + dtable), (dfeatures, nats)
+        return (loss_sum + (nats * weights).sum(), table_sum + dtable), (
+            dfeatures,
+            nats,
+        )
 
     zeros = jnp.float32(0), jnp.zeros(table.shape, jnp.float32)
     inputs = _split((features, labels, weights), chunks)
@@ -334,7 +369,12 @@ def _chunked_backward(
     chunks: int, residuals: Residuals, g: Array
 ) -> tuple[Array, Array, None, Array]:
     dfeatures, dtable, nats = residuals
-    return dfeatures * g.astype(dfeatures.dtype), dtable * g.astype(dtable.dtype), None, nats * g
+    return (
+        dfeatures * g.astype(dfeatures.dtype),
+        dtable * g.astype(dtable.dtype),
+        None,
+        nats * g,
+    )
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward)
@@ -343,5 +383,6 @@ _chunked.defvjp(_chunked_forward, _chunked_backward)
 def _split(arrays: tuple[Array, ...], chunks: int) -> tuple[Array, ...]:
     """Put token i into chunk `i % chunks`, so that every token stays on its device."""
     return tuple(
-        x.reshape(x.shape[0] // chunks, chunks, *x.shape[1:]).swapaxes(0, 1) for x in arrays
+        x.reshape(x.shape[0] // chunks, chunks, *x.shape[1:]).swapaxes(0, 1)
+        for x in arrays
     )

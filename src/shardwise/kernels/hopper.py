@@ -139,13 +139,17 @@ def cross_entropy(logits: Array, labels: Array) -> tuple[Array, Array]:
     return gradient.at[tokens, labels].set(label_gradient), nats
 
 
-def _cross_entropy_kernel(x_ref: Ref, label_ref: Ref, nats_ref: Ref, *, programs: int) -> None:
+def _cross_entropy_kernel(
+    x_ref: Ref, label_ref: Ref, nats_ref: Ref, *, programs: int
+) -> None:
     """Replace logits by their softmax, and write the losses.
 
     The caller subtracts 1 at the label, before the value is rounded.
     """
     num_tokens, num_lines, lanes = x_ref.shape
-    parts = [(start, min(LINES, num_lines - start)) for start in range(0, num_lines, LINES)]
+    parts = [
+        (start, min(LINES, num_lines - start)) for start in range(0, num_lines, LINES)
+    ]
     program = lax.axis_index("program")
 
     def process_token(token: Array, buffer: Ref, loaded: Ref) -> None:
@@ -157,7 +161,9 @@ def _cross_entropy_kernel(x_ref: Ref, label_ref: Ref, nats_ref: Ref, *, programs
 
         for i, (start, size) in enumerate(parts):
             lines = pl.ds(start, size)
-            gpu.copy_gmem_to_smem(x_ref.at[token, lines], buffer.at[lines], loaded.at[i])
+            gpu.copy_gmem_to_smem(
+                x_ref.at[token, lines], buffer.at[lines], loaded.at[i]
+            )
 
         # The sum of exponentials, relative to the largest logit so far.
         label = label_ref[token]
@@ -167,7 +173,9 @@ def _cross_entropy_kernel(x_ref: Ref, label_ref: Ref, nats_ref: Ref, *, programs
             gpu.barrier_wait(loaded.at[i])
             x = read(start, size)
             new_maximum = jnp.maximum(maximum, jnp.max(x))
-            total = total * jnp.exp2(maximum - new_maximum) + jnp.sum(jnp.exp2(x - new_maximum))
+            total = total * jnp.exp2(maximum - new_maximum) + jnp.sum(
+                jnp.exp2(x - new_maximum)
+            )
             maximum = new_maximum
         log_total = maximum + jnp.log(total) * LOG2_E
         line = lax.div(label, jnp.int32(lanes))
@@ -306,7 +314,9 @@ def _matmul_kernel(a: Ref, b: Ref, extra: Ref, *outs: Ref, epilogue: Epilogue) -
         run,
         a_stages=shared(STAGES, 2 * TILE_ROWS, DEPTH, width=DEPTH),
         b_stages=shared(STAGES, *b_stage, width=DEPTH),
-        tile=shared(2, TILE_COLUMNS // PART_COLUMNS, TILE_ROWS, PART_COLUMNS, width=PART_COLUMNS),
+        tile=shared(
+            2, TILE_COLUMNS // PART_COLUMNS, TILE_ROWS, PART_COLUMNS, width=PART_COLUMNS
+        ),
         loaded=gpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         used=gpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         finished=gpu.Barrier(num_barriers=2),
@@ -395,7 +405,11 @@ class _Matmul:
 
     def run(self) -> None:
         """Do the job of this warpgroup for all tiles of this program."""
-        epilogues = {"gelu": self.end_gelu, "slope": self.end_slope, "exp": self.end_exp}
+        epilogues = {
+            "gelu": self.end_gelu,
+            "slope": self.end_slope,
+            "exp": self.end_exp,
+        }
         jobs = (
             (self.warpgroup < 2, REGISTERS[0], self.multiply),
             (self.warpgroup == 2, REGISTERS[1], self.load),
@@ -422,7 +436,9 @@ class _Matmul:
         group_size = group_rows * self.tiles_across
         group = lax.div(index, _int32(group_size))
         within = lax.rem(index, _int32(group_size))
-        row = (group * group_rows + lax.rem(within, _int32(group_rows))) * (2 * TILE_ROWS)
+        row = (group * group_rows + lax.rem(within, _int32(group_rows))) * (
+            2 * TILE_ROWS
+        )
         return row, lax.div(within, _int32(group_rows)) * TILE_COLUMNS
 
     # Warpgroup 2
@@ -443,7 +459,9 @@ class _Matmul:
                 self.loaded.at[stage],
             )
             gpu.copy_gmem_to_smem(
-                self.b.at[columns, depth] if self.transposed else self.b.at[depth, columns],
+                self.b.at[columns, depth]
+                if self.transposed
+                else self.b.at[depth, columns],
                 self.b_stages.at[stage],
                 self.loaded.at[stage],
             )
@@ -506,12 +524,15 @@ class _Matmul:
             for block in range(self.column_blocks)
         ]
         vectors = [
-            gpu.load(block, layout=_part_layout().reduce(0), optimized=False).astype(jnp.float32)
+            gpu.load(block, layout=_part_layout().reduce(0), optimized=False).astype(
+                jnp.float32
+            )
             for block in blocks
         ]
         biases = [
             gpu.layout_cast(
-                lax.broadcast_in_dim(vector, (PART_ROWS, PART_COLUMNS), [1]), _part_layout()
+                lax.broadcast_in_dim(vector, (PART_ROWS, PART_COLUMNS), [1]),
+                _part_layout(),
             )
             for vector in vectors
         ]
@@ -534,7 +555,9 @@ class _Matmul:
         values = self._prefetch(self._load_part, 1)
         for part, slope, x in zip(self.parts, slopes, values, strict=True):
             gradient = x * slope
-            gradient_ref.at[self._locate(index, *part)][...] = gradient.astype(self.a.dtype)
+            gradient_ref.at[self._locate(index, *part)][...] = gradient.astype(
+                self.a.dtype
+            )
             totals[part[2]] += gradient
         row, column = self.origin(index)
         for block, total in enumerate(totals):
@@ -551,7 +574,9 @@ class _Matmul:
         for part, x in zip(self.parts, self._prefetch(self._load_part, 1), strict=True):
             half, part_row, block = part
             exponential = jnp.exp2(jnp.minimum(x, MAX_EXPONENT) * LOG2_E)
-            exponentials_ref.at[self._locate(index, *part)][...] = exponential.astype(self.a.dtype)
+            exponentials_ref.at[self._locate(index, *part)][...] = exponential.astype(
+                self.a.dtype
+            )
             total = total + exponential
             if block == self.column_blocks - 1:
                 sums = jnp.sum(total, axis=1)
@@ -560,7 +585,9 @@ class _Matmul:
                 _store_column_sums(sums_ref.at[tile_column, rows], sums)
                 total = 0.0
 
-    def _locate(self, index: Array, half: int, part_row: int, block: int) -> tuple[object, object]:
+    def _locate(
+        self, index: Array, half: int, part_row: int, block: int
+    ) -> tuple[object, object]:
         """Return the rows and columns of the result that a part of a tile covers."""
         row, column = self.origin(index)
         rows = pl.ds(row + half * TILE_ROWS + part_row, PART_ROWS)
@@ -613,7 +640,9 @@ def _store_column_sums(ref: Ref, sums: Array) -> None:
         ref[...] = sums
 
 
-def gelu_and_slope(x: Array, tanh: Callable[[Array], Array] = jnp.tanh) -> tuple[Array, Array]:
+def gelu_and_slope(
+    x: Array, tanh: Callable[[Array], Array] = jnp.tanh
+) -> tuple[Array, Array]:
     """Return the tanh-approximated GELU of `x`, and its derivative.
 
     Compilers remove whichever of the two is not used.
@@ -628,4 +657,6 @@ def gelu_and_slope(x: Array, tanh: Callable[[Array], Array] = jnp.tanh) -> tuple
     # argument of tanh.
     share = 0.5 + 0.5 * tanh(x * (SQRT_2_OVER_PI + (SQRT_2_OVER_PI * CUBIC) * square))
     y = x * share
-    return y, share + (y - y * share) * (2 * SQRT_2_OVER_PI + (6 * SQRT_2_OVER_PI * CUBIC) * square)
+    return y, share + (y - y * share) * (
+        2 * SQRT_2_OVER_PI + (6 * SQRT_2_OVER_PI * CUBIC) * square
+    )

@@ -35,7 +35,9 @@ def _look_up_forward(table: Array, indices: Array) -> tuple[Array, tuple[Array, 
     return jnp.take(table, indices, axis=0), (table, indices)
 
 
-def _look_up_backward(residuals: tuple[Array, Array], grad: Array) -> tuple[Array, None]:
+def _look_up_backward(
+    residuals: tuple[Array, Array], grad: Array
+) -> tuple[Array, None]:
     table, indices = residuals
     if platform() == "tpu":
         return _one_hot_matmul(table, indices, grad), None
@@ -45,7 +47,11 @@ def _look_up_backward(residuals: tuple[Array, Array], grad: Array) -> tuple[Arra
         sum_shard = partial(_sum_sorted, len(table))
         (sums,) = partitioned(sum_shard, "n, n d -> v d", replicated="v")(indices, grad)
     else:
-        sums = jnp.zeros(table.shape, jnp.float32).at[indices].add(grad.astype(jnp.float32))
+        sums = (
+            jnp.zeros(table.shape, jnp.float32)
+            .at[indices]
+            .add(grad.astype(jnp.float32))
+        )
     return sums.astype(table.dtype), None
 
 
@@ -57,13 +63,18 @@ def _one_hot_matmul(table: Array, indices: Array, grad: Array) -> Array:
     one_hot = (indices[..., None] == jnp.arange(len(table))).astype(grad.dtype)
     token_dims = tuple(range(indices.ndim))
     contracted = (token_dims, token_dims)
-    return jax.lax.dot_general(one_hot, grad, (contracted, ((), ()))).astype(table.dtype)
+    return jax.lax.dot_general(one_hot, grad, (contracted, ((), ()))).astype(
+        table.dtype
+    )
 
 
 def _sum_sorted(vocab_size: int, indices: Array, grad: Array) -> tuple[Array]:
     """Sort the tokens first, so that the threads of a GPU do not compete for frequent tokens."""
     order = jnp.argsort(indices)
     sums = jax.ops.segment_sum(
-        grad[order].astype(jnp.float32), indices[order], vocab_size, indices_are_sorted=True
+        grad[order].astype(jnp.float32),
+        indices[order],
+        vocab_size,
+        indices_are_sorted=True,
     )
     return (sums,)

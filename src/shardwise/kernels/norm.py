@@ -19,7 +19,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from shardwise.kernels.partitioning import Ref, Residuals, interpret, partitioned, pl, triton
+from shardwise.kernels.partitioning import (
+    Ref,
+    Residuals,
+    interpret,
+    partitioned,
+    pl,
+    triton,
+)
 from shardwise.kernels.platform import platform
 
 Array = jax.Array
@@ -66,7 +73,9 @@ def add_pending_bias(x: Array, pending_bias: Array | None) -> Array:
     return x if pending_bias is None else x + pending_bias
 
 
-def plain_layer_norm(x: Array, scale: Array, bias: Array, epsilon: float) -> tuple[Array, Array]:
+def plain_layer_norm(
+    x: Array, scale: Array, bias: Array, epsilon: float
+) -> tuple[Array, Array]:
     """Return `x` (N, D) and its layer norm, computed in float32 and rounded to the dtype of `x`."""
     centered = x.astype(jnp.float32) - x.astype(jnp.float32).mean(-1, keepdims=True)
     inverse_std = jax.lax.rsqrt(jnp.square(centered).mean(-1, keepdims=True) + epsilon)
@@ -85,7 +94,9 @@ def stream_barrier(x: Array) -> Array:
     return written
 
 
-def cpu_layer_norm(x: Array, scale: Array, bias: Array, epsilon: float) -> tuple[Array, Array]:
+def cpu_layer_norm(
+    x: Array, scale: Array, bias: Array, epsilon: float
+) -> tuple[Array, Array]:
     """Return the result of `plain_layer_norm`, with a backward pass that suits CPUs.
 
     It makes fewer passes over memory, which saves 5 % of a step of the default recipe.
@@ -99,7 +110,9 @@ def _cpu_normalize(x: Array, scale: Array, bias: Array, epsilon: float) -> Array
     return plain_layer_norm(x, scale, bias, epsilon)[1]
 
 
-def _cpu_forward(x: Array, scale: Array, bias: Array, epsilon: float) -> tuple[Array, Residuals]:
+def _cpu_forward(
+    x: Array, scale: Array, bias: Array, epsilon: float
+) -> tuple[Array, Residuals]:
     mean = x.astype(jnp.float32).mean(-1, keepdims=True)
     variance = jnp.square(x.astype(jnp.float32) - mean).mean(-1, keepdims=True)
     inverse_std = jax.lax.rsqrt(variance + epsilon)
@@ -107,7 +120,9 @@ def _cpu_forward(x: Array, scale: Array, bias: Array, epsilon: float) -> tuple[A
     return normalized.astype(x.dtype), (x, scale, mean, inverse_std)
 
 
-def _cpu_backward(epsilon: float, residuals: Residuals, grad: Array) -> tuple[Array, Array, Array]:
+def _cpu_backward(
+    epsilon: float, residuals: Residuals, grad: Array
+) -> tuple[Array, Array, Array]:
     """Compute the sums over a token as matmuls with the scale, so that each array is read once."""
     x, scale, mean, inverse_std = residuals
     g = grad.astype(jnp.float32)
@@ -148,7 +163,9 @@ def fused_layer_norm(
     # Not in the kernel: the matmul that computes x adds the bias in its epilogue.
     x = add_pending_bias(x, pending_bias)
     forward = partial(_forward, epsilon=epsilon)
-    (normalized,) = partitioned(forward, "n d, d, d -> n d", replicated="d")(x, scale, bias)
+    (normalized,) = partitioned(forward, "n d, d, d -> n d", replicated="d")(
+        x, scale, bias
+    )
     return x, normalized
 
 
@@ -199,8 +216,12 @@ def _forward_kernel(
     column = jnp.arange(tile_columns)[None]
     inside = (token < num_tokens) & (column < width)
     x = triton.load(x_ref.at[token, column], mask=inside, other=0).astype(jnp.float32)
-    scale = triton.load(scale_ref.at[column], mask=column < width, other=0).astype(jnp.float32)
-    bias = triton.load(bias_ref.at[column], mask=column < width, other=0).astype(jnp.float32)
+    scale = triton.load(scale_ref.at[column], mask=column < width, other=0).astype(
+        jnp.float32
+    )
+    bias = triton.load(bias_ref.at[column], mask=column < width, other=0).astype(
+        jnp.float32
+    )
     centered = jnp.where(inside, x - jnp.sum(x, axis=1, keepdims=True) / width, 0)
     variance = jnp.sum(centered * centered, axis=1, keepdims=True) / width
     inverse_std = jax.lax.rsqrt(variance + epsilon)
@@ -229,7 +250,9 @@ def _backward_kernel(
     program = pl.program_id(0)
     column = jnp.arange(_tile_shape(width)[1])
     count = _tokens_per_program(num_tokens)
-    scale = triton.load(scale_ref.at[column], mask=column < width, other=0).astype(jnp.float32)
+    scale = triton.load(scale_ref.at[column], mask=column < width, other=0).astype(
+        jnp.float32
+    )
 
     def locate(i: Array) -> tuple[Array, Array]:
         """Return the index of the i-th token of this program, and the mask of its values."""
@@ -258,7 +281,11 @@ def _backward_kernel(
         tangent_grad = centered_grad - normalized * (jnp.sum(g * normalized) / width)
         dx = gx + tangent_grad * inverse_std
         triton.store(dx_ref.at[token, column], dx.astype(dx_ref.dtype), mask=inside)
-        return (scale_sum + gy * normalized, bias_sum + gy, pending_sum + dx), next_loaded
+        return (
+            scale_sum + gy * normalized,
+            bias_sum + gy,
+            pending_sum + dx,
+        ), next_loaded
 
     zeros = jnp.zeros(column.shape, jnp.float32)
     start = (zeros, zeros, zeros), load(jnp.int32(0))
@@ -281,7 +308,9 @@ def _forward(x: Array, scale: Array, bias: Array, epsilon: float) -> tuple[Array
     return (normalized,)
 
 
-def _backward(x: Array, scale: Array, gx: Array, gy: Array, epsilon: float) -> tuple[Array, Array]:
+def _backward(
+    x: Array, scale: Array, gx: Array, gy: Array, epsilon: float
+) -> tuple[Array, Array]:
     """Return the gradient of `x`, and those of scale, bias and pending bias as an array (3, D).
 
     Args:
@@ -300,7 +329,9 @@ def _backward(x: Array, scale: Array, gx: Array, gy: Array, epsilon: float) -> t
             jax.ShapeDtypeStruct((programs, 3, width), jnp.float32),
         ),
         grid=(programs,),
-        compiler_params=triton.CompilerParams(num_warps=max(1, _tile_shape(width)[1] // 1024)),
+        compiler_params=triton.CompilerParams(
+            num_warps=max(1, _tile_shape(width)[1] // 1024)
+        ),
         interpret=interpret(),
         name="layer_norm_backward",
     )(x, scale, gx, gy)

@@ -69,7 +69,9 @@ def partitioned(
     argument_dims, result_dims = (_parse_dims(side) for side in rule.split("->"))
     unsharded_dims = replicated.split()
 
-    def partition(mesh: Mesh, args: Sequence[_ShardedArray], _: object) -> tuple[object, ...]:
+    def partition(
+        mesh: Mesh, args: Sequence[_ShardedArray], _: object
+    ) -> tuple[object, ...]:
         mesh_axes: dict[str, str | tuple[str, ...]] = {}
         for dims, arg in zip(argument_dims, args, strict=True):
             for dim, axes in zip(dims, arg.sharding.spec, strict=False):
@@ -93,7 +95,9 @@ def partitioned(
 
     function = custom_partitioning(lambda *arrays: tuple(local(*arrays)))
     function.def_partition(
-        partition=partition, sharding_rule=rule, need_replication_factors=tuple(unsharded_dims)
+        partition=partition,
+        sharding_rule=rule,
+        need_replication_factors=tuple(unsharded_dims),
     )
     return function
 

@@ -63,7 +63,9 @@ class GPTConfig:
 # "gpt2" has 124M parameters, then 355M, 774M and 1.5B as published. The last two continue the
 # family with 6.7B and 69.7B.
 PRESETS = {
-    "byte": GPTConfig(vocab_size=256, max_length=128, num_layers=2, num_heads=4, width=128),
+    "byte": GPTConfig(
+        vocab_size=256, max_length=128, num_layers=2, num_heads=4, width=128
+    ),
     "gpt2": GPTConfig(),
     "gpt2-medium": GPTConfig(num_layers=24, num_heads=16, width=1024),
     "gpt2-large": GPTConfig(num_layers=36, num_heads=20, width=1280),
@@ -166,10 +168,16 @@ class Attention(nnx.Module):
         out_names = "heads", None, "embed"
         # Two residual branches per layer add to the stream, so that its variance stays bounded.
         out_stddev = 0.02 / math.sqrt(2 * c.num_layers)
-        self.qkv = Linear((c.width,), (3, c.num_heads, head_width), qkv_names, 0.02, rngs)
-        self.out = Linear((c.num_heads, head_width), (c.width,), out_names, out_stddev, rngs)
+        self.qkv = Linear(
+            (c.width,), (3, c.num_heads, head_width), qkv_names, 0.02, rngs
+        )
+        self.out = Linear(
+            (c.num_heads, head_width), (c.width,), out_names, out_stddev, rngs
+        )
 
-    def __call__(self, x: Array, length: int, segment_ids: Array | None = None) -> WithoutBias:
+    def __call__(
+        self, x: Array, length: int, segment_ids: Array | None = None
+    ) -> WithoutBias:
         """Return the attention of tokens `x` (N, D) in sequences of `length` tokens."""
         return self._project_out(causal_attention(*self.heads(x, length), segment_ids))
 
@@ -202,7 +210,10 @@ class Attention(nnx.Module):
         # They have two dimensions, not (N, H, K), so that the matmul adds the bias in its epilogue.
         kernels = [kernel[:, i].reshape(len(kernel), -1) for i in range(3)]
         q, k, v = matmuls(x, kernels)
-        q, k, v = (y.reshape(-1, length, *bias.shape[1:]) for y in (q + bias[0].reshape(-1), k, v))
+        q, k, v = (
+            y.reshape(-1, length, *bias.shape[1:])
+            for y in (q + bias[0].reshape(-1), k, v)
+        )
         return q, k, v
 
 
@@ -270,7 +281,9 @@ class GPTBlock(nnx.Module):
             The new stream (N, D), and a bias (D,) that the caller has to add, or None.
         """
         x, normalized = self.norm1(x, pending_bias)
-        x, normalized = self.norm2(*self._add(x, *self.attn(normalized, length, segment_ids)))
+        x, normalized = self.norm2(
+            *self._add(x, *self.attn(normalized, length, segment_ids))
+        )
         return self._add(x, *self.mlp(normalized))
 
     def _add(self, x: Array, branch: Array, bias: Array) -> tuple[Array, Array | None]:
@@ -316,13 +329,17 @@ class GPT(nnx.Module):
                 "Use a width that is a multiple of the number of heads."
             )
         if c.remat not in REMAT:
-            raise ValueError(f"remat='{c.remat}' is unknown. Use one of {', '.join(REMAT)}.")
+            raise ValueError(
+                f"remat='{c.remat}' is unknown. Use one of {', '.join(REMAT)}."
+            )
         self.config = c
         normal = nnx.initializers.normal(0.02)
         token_init = nnx.with_partitioning(normal, ("vocab", "embed"))
         position_init = nnx.with_partitioning(normal, (None, "embed"))
         self.tokens = nnx.Param(token_init(rngs.params(), (c.vocab_size, c.width)))
-        self.positions = nnx.Param(position_init(rngs.params(), (c.max_length, c.width)))
+        self.positions = nnx.Param(
+            position_init(rngs.params(), (c.max_length, c.width))
+        )
         self.dropout = nnx.Dropout(c.dropout, rngs=rngs)
         self.blocks: GPTBlock | nnx.List[GPTBlock]
         if c.scan_layers:
@@ -338,7 +355,10 @@ class GPT(nnx.Module):
         self.norm = ResidualNorm(c.width, epsilon=1e-5, rngs=rngs)
 
     def __call__(
-        self, tokens: Array, segment_ids: Array | None = None, positions: Array | None = None
+        self,
+        tokens: Array,
+        segment_ids: Array | None = None,
+        positions: Array | None = None,
     ) -> Array:
         """Return the logits of the next tokens.
 
@@ -357,7 +377,10 @@ class GPT(nnx.Module):
         return logits.reshape(*tokens.shape, -1)
 
     def features(
-        self, tokens: Array, segment_ids: Array | None = None, positions: Array | None = None
+        self,
+        tokens: Array,
+        segment_ids: Array | None = None,
+        positions: Array | None = None,
     ) -> tuple[Array, Array]:
         """Return the input and the weights of the output layer, for a fused loss.
 
@@ -431,7 +454,9 @@ class GPT(nnx.Module):
         c = self.config
         dtype = self.tokens[...].dtype
         head_width = c.width // c.num_heads
-        return empty_cache(c.num_layers, batch_size, c.num_heads, capacity, head_width, dtype)
+        return empty_cache(
+            c.num_layers, batch_size, c.num_heads, capacity, head_width, dtype
+        )
 
     def decode(self, tokens: Array, count: Array, cache: Cache) -> tuple[Array, Cache]:
         """Process new tokens of each sequence, without dropout.
@@ -445,26 +470,36 @@ class GPT(nnx.Module):
             The logits (B, V) of the token after the last new one, and the updated cache.
         """
         batch_size, length = tokens.shape
-        positions = jnp.minimum(cache.length + jnp.arange(length), self.config.max_length - 1)
+        positions = jnp.minimum(
+            cache.length + jnp.arange(length), self.config.max_length - 1
+        )
         x = look_up(self.tokens[...], tokens.reshape(-1)) + jnp.tile(
             look_up(self.positions[...], positions), (batch_size, 1)
         )
         if self.config.scan_layers:
             decode = nnx.scan(
-                lambda block, layer, carry: block.decode(carry[0], length, carry[1], layer),
+                lambda block, layer, carry: block.decode(
+                    carry[0], length, carry[1], layer
+                ),
                 in_axes=(0, 0, nnx.Carry),
                 out_axes=nnx.Carry,
             )
-            x, cache = decode(self._stack(), jnp.arange(self.config.num_layers), (x, cache))
+            x, cache = decode(
+                self._stack(), jnp.arange(self.config.num_layers), (x, cache)
+            )
         else:
             for layer, block in enumerate(self._layers()):
                 x, cache = block.decode(x, length, cache, layer)
         sequences = x.reshape(batch_size, length, -1)
-        last = jax.lax.dynamic_index_in_dim(sequences, count - 1, axis=1, keepdims=False)
+        last = jax.lax.dynamic_index_in_dim(
+            sequences, count - 1, axis=1, keepdims=False
+        )
         return self.norm(last)[1] @ self.tokens[...].T, advance(cache, count)
 
 
-_ApplyBlock: TypeAlias = Callable[[GPTBlock, Array, Array | None], tuple[Array, Array | None]]
+_ApplyBlock: TypeAlias = Callable[
+    [GPTBlock, Array, Array | None], tuple[Array, Array | None]
+]
 
 # How each value of `GPTConfig.remat` wraps the function that applies a block.
 REMAT: dict[str, Callable[[_ApplyBlock], _ApplyBlock]] = {

@@ -32,7 +32,12 @@ class Cache:
 
 
 def empty_cache(
-    num_layers: int, batch_size: int, heads: int, capacity: int, width: int, dtype: DType
+    num_layers: int,
+    batch_size: int,
+    heads: int,
+    capacity: int,
+    width: int,
+    dtype: DType,
 ) -> Cache:
     """Return a cache without tokens.
 
@@ -69,7 +74,9 @@ def cached_attention(
     kv_heads, capacity = cache.keys.shape[2:4]
     position = (layer, 0, 0, cache.length, 0)
     keys, values = (
-        jax.lax.dynamic_update_slice(old, new.swapaxes(1, 2)[None].astype(old.dtype), position)
+        jax.lax.dynamic_update_slice(
+            old, new.swapaxes(1, 2)[None].astype(old.dtype), position
+        )
         for old, new in ((cache.keys, k), (cache.values, v))
     )
     # (B, G, H/G * T, K): the queries of all heads that share a key head, one after the other.
@@ -79,10 +86,14 @@ def cached_attention(
         .transpose(0, 2, 3, 1, 4)
         .reshape(batch_size, kv_heads, -1, width)
     )
-    scores = jnp.einsum("bgtk,bgsk->bgts", q, keys[layer], preferred_element_type=jnp.float32)
+    scores = jnp.einsum(
+        "bgtk,bgsk->bgts", q, keys[layer], preferred_element_type=jnp.float32
+    )
     query_positions = cache.length + jnp.arange(num_tokens)[:, None]
     is_visible = query_positions >= jnp.arange(capacity)  # (T, S)
-    scores += jnp.tile(jnp.where(is_visible, 0, MASKED_SCORE), (num_heads // kv_heads, 1))
+    scores += jnp.tile(
+        jnp.where(is_visible, 0, MASKED_SCORE), (num_heads // kv_heads, 1)
+    )
     weights = jnp.exp(scores - scores.max(-1, keepdims=True))
     total = weights.sum(-1, keepdims=True)
     weighted_sum = jnp.einsum(

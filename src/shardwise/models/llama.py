@@ -96,7 +96,9 @@ class LlamaConfig:
 SIZES = {
     "tiny": LlamaConfig(256, 2, 4, 2, 64, 192),
     "7b": LlamaConfig(32000, 32, 32, 32, 4096, 11008, rope_theta=1e4, max_length=4096),
-    "70b-llama2": LlamaConfig(32000, 80, 64, 8, 8192, 28672, rope_theta=1e4, max_length=4096),
+    "70b-llama2": LlamaConfig(
+        32000, 80, 64, 8, 8192, 28672, rope_theta=1e4, max_length=4096
+    ),
     "8b": LlamaConfig(128256, 32, 32, 8, 4096, 14336),
     "70b": LlamaConfig(128256, 80, 64, 8, 8192, 28672),
     "405b": LlamaConfig(128256, 126, 128, 8, 16384, 53248),
@@ -121,7 +123,9 @@ def _weight(
             because there is no bias whose shape would show it.
     """
     init = nnx.with_partitioning(nnx.initializers.normal(0.02), names)
-    return nnx.Param(init(rngs.params(), shape, jnp.dtype(config.param_dtype)), dims=dims)
+    return nnx.Param(
+        init(rngs.params(), shape, jnp.dtype(config.param_dtype)), dims=dims
+    )
 
 
 def matmul(x: Array, kernel: Array, dims: int = 1) -> Array:
@@ -152,7 +156,9 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
     """
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, None], sin[:, None]
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(
+        x.dtype
+    )
 
 
 def rotations(config: LlamaConfig, positions: Array) -> tuple[Array, Array]:
@@ -188,7 +194,9 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Array) -> Array:
         """Normalize `x` (..., D)."""
         x32 = x.astype(jnp.float32)
-        normalized = x32 * jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + self.epsilon)
+        normalized = x32 * jax.lax.rsqrt(
+            jnp.square(x32).mean(-1, keepdims=True) + self.epsilon
+        )
         return normalized.astype(x.dtype) * self.scale[...]
 
 
@@ -207,10 +215,18 @@ class LlamaBlock(nnx.Module):
         head_width = c.width // c.num_heads
         self.config = c
         self.norm1 = RMSNorm(c)
-        self.query = weight((c.width, c.num_heads, head_width), ("embed", "heads", None), "ioo")
-        self.key = weight((c.width, c.num_kv_heads, head_width), ("embed", "heads", None), "ioo")
-        self.value = weight((c.width, c.num_kv_heads, head_width), ("embed", "heads", None), "ioo")
-        self.out = weight((c.num_heads, head_width, c.width), ("heads", None, "embed"), "iio")
+        self.query = weight(
+            (c.width, c.num_heads, head_width), ("embed", "heads", None), "ioo"
+        )
+        self.key = weight(
+            (c.width, c.num_kv_heads, head_width), ("embed", "heads", None), "ioo"
+        )
+        self.value = weight(
+            (c.width, c.num_kv_heads, head_width), ("embed", "heads", None), "ioo"
+        )
+        self.out = weight(
+            (c.num_heads, head_width, c.width), ("heads", None, "embed"), "iio"
+        )
         self.norm2 = RMSNorm(c)
         self.gate = weight((c.width, c.mlp_width), ("embed", "mlp"))
         self.up = weight((c.width, c.mlp_width), ("embed", "mlp"))
@@ -241,23 +257,32 @@ class LlamaBlock(nnx.Module):
         self, x: Array, cos: Array, sin: Array, cache: Cache, layer: int | Array
     ) -> tuple[Array, Cache]:
         """Apply the block to new tokens (B, T, D)."""
-        mixed, cache = cached_attention(*self._heads(self.norm1(x), cos, sin), cache, layer)
+        mixed, cache = cached_attention(
+            *self._heads(self.norm1(x), cos, sin), cache, layer
+        )
         x = x + matmul(mixed, self.out[...], dims=2)
         return x + self._mlp(self.norm2(x)), cache
 
     def _attention(self, x: Array, cos: Array, sin: Array) -> Array:
-        return matmul(causal_attention(*self._heads(x, cos, sin)), self.out[...], dims=2)
+        return matmul(
+            causal_attention(*self._heads(x, cos, sin)), self.out[...], dims=2
+        )
 
     def _heads(self, x: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
         """Return queries (B, T, H, K), keys and values (B, T, G, K)."""
-        q, k, v = (matmul(x, kernel[...]) for kernel in (self.query, self.key, self.value))
         q, k, v = (
-            self._named(heads, "qkv") for heads in (rotate(q, cos, sin), rotate(k, cos, sin), v)
+            matmul(x, kernel[...]) for kernel in (self.query, self.key, self.value)
+        )
+        q, k, v = (
+            self._named(heads, "qkv")
+            for heads in (rotate(q, cos, sin), rotate(k, cos, sin), v)
         )
         return q, k, v
 
     def _mlp(self, x: Array) -> Array:
-        gate, up = (self._named(matmul(x, kernel[...]), "up") for kernel in (self.gate, self.up))
+        gate, up = (
+            self._named(matmul(x, kernel[...]), "up") for kernel in (self.gate, self.up)
+        )
         return matmul(jax.nn.silu(gate) * up, self.down[...])
 
 
@@ -301,7 +326,9 @@ class Llama(nnx.Module):
             self.blocks = nnx.List([LlamaBlock(c, rngs) for _ in range(c.num_layers)])
         self.norm = RMSNorm(c)
         head_names = "embed", "vocab"
-        self.head = None if c.tied else _weight(c, rngs, (c.width, c.vocab_size), head_names)
+        self.head = (
+            None if c.tied else _weight(c, rngs, (c.width, c.vocab_size), head_names)
+        )
 
     def __call__(self, tokens: Array) -> Array:
         """Return the logits (B, T, V) of the tokens that follow `tokens` (B, T)."""
@@ -322,7 +349,9 @@ class Llama(nnx.Module):
 
         run_block = _remat(c)(apply_block)
         if c.scan_layers:
-            x = nnx.scan(run_block, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self._stack(), x)
+            x = nnx.scan(run_block, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(
+                self._stack(), x
+            )
         else:
             for block in self._layers():
                 x = run_block(block, x)
@@ -346,7 +375,9 @@ class Llama(nnx.Module):
         c = self.config
         dtype = self.tokens[...].dtype
         head_width = c.width // c.num_heads
-        return empty_cache(c.num_layers, batch_size, c.num_kv_heads, capacity, head_width, dtype)
+        return empty_cache(
+            c.num_layers, batch_size, c.num_kv_heads, capacity, head_width, dtype
+        )
 
     def decode(self, tokens: Array, count: Array, cache: Cache) -> tuple[Array, Cache]:
         """Process new tokens of each sequence.
@@ -363,11 +394,15 @@ class Llama(nnx.Module):
         x = look_up(self.tokens[...], tokens)
         if self.config.scan_layers:
             decode = nnx.scan(
-                lambda block, layer, carry: block.decode(carry[0], cos, sin, carry[1], layer),
+                lambda block, layer, carry: block.decode(
+                    carry[0], cos, sin, carry[1], layer
+                ),
                 in_axes=(0, 0, nnx.Carry),
                 out_axes=nnx.Carry,
             )
-            x, cache = decode(self._stack(), jnp.arange(self.config.num_layers), (x, cache))
+            x, cache = decode(
+                self._stack(), jnp.arange(self.config.num_layers), (x, cache)
+            )
         else:
             for layer, block in enumerate(self._layers()):
                 x, cache = block.decode(x, cos, sin, cache, layer)

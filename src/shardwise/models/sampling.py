@@ -52,7 +52,9 @@ class _LanguageModel(Protocol):
 
     def empty_cache(self, batch_size: int, capacity: int) -> Cache: ...
 
-    def decode(self, tokens: Array, count: Array, cache: Cache) -> tuple[Array, Cache]: ...
+    def decode(
+        self, tokens: Array, count: Array, cache: Cache
+    ) -> tuple[Array, Cache]: ...
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,9 @@ def warp(logits: Array, sampling: Sampling) -> Array:
     """
     kept = logits.astype(jnp.float32)
     if sampling.vocab_size is not None:
-        kept = jnp.where(jnp.arange(kept.shape[-1]) < sampling.vocab_size, kept, -jnp.inf)
+        kept = jnp.where(
+            jnp.arange(kept.shape[-1]) < sampling.vocab_size, kept, -jnp.inf
+        )
     if sampling.temperature:
         kept = kept / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < kept.shape[-1]:
@@ -169,7 +173,9 @@ def generate(
     tokens = list(stream(model, prompt, num_tokens, key, sampling))
     if not tokens:
         return prompt
-    return jnp.concatenate([prompt, np.stack(tokens, axis=1).astype(prompt.dtype)], axis=1)
+    return jnp.concatenate(
+        [prompt, np.stack(tokens, axis=1).astype(prompt.dtype)], axis=1
+    )
 
 
 def stream(
@@ -212,7 +218,9 @@ def stream(
             f"a prompt must have shape (B, T) with at least one token, not {prompt.shape}"
         )
     _check_call(model)
-    generation = _Generation(_Plan.make(model, prompt.shape, num_tokens, window), key, sampling)
+    generation = _Generation(
+        _Plan.make(model, prompt.shape, num_tokens, window), key, sampling
+    )
     if num_tokens and cached and generation.plan.fits_cache:
         yield from generation.with_cache(cast(_LanguageModel, model), prompt)
     yield from generation.without_cache(prompt)
@@ -247,7 +255,9 @@ class _Plan:
         model: nnx.Module, shape: tuple[int, int], num_tokens: int, window: int | None
     ) -> "_Plan":
         """Return the plan for prompts of a shape."""
-        limit: int | None = window or getattr(getattr(model, "config", None), "max_length", None)
+        limit: int | None = window or getattr(
+            getattr(model, "config", None), "max_length", None
+        )
         batch_size, length = shape
         total = length + num_tokens
         visible = min(limit or total, total)
@@ -257,7 +267,9 @@ class _Plan:
         shown = padded(visible)
         if limit is not None:
             shown = min(shown, limit)
-            accepts = partial(_accepts, graphdef, structure, leaves, (batch_size, shown))
+            accepts = partial(
+                _accepts, graphdef, structure, leaves, (batch_size, shown)
+            )
             if shown < limit and not has_cache and not accepts():
                 shown = limit
         decode, extend = _programs(graphdef, structure, shown)
@@ -279,7 +291,9 @@ class _Generation:
         # The generated tokens that the caller has received, each (B,).
         self._yielded: list[np.ndarray] = []
 
-    def with_cache(self, model: _LanguageModel, prompt: np.ndarray) -> Iterator[np.ndarray]:
+    def with_cache(
+        self, model: _LanguageModel, prompt: np.ndarray
+    ) -> Iterator[np.ndarray]:
         """Yield tokens until the window of the model is full."""
         plan = self.plan
         cache = model.empty_cache(len(prompt), padded(plan.visible))
@@ -302,7 +316,9 @@ class _Generation:
         start = plan.length + len(self._yielded)
         if start == plan.total:
             return
-        text = np.concatenate([prompt, *(tokens[:, None] for tokens in self._yielded)], axis=1)
+        text = np.concatenate(
+            [prompt, *(tokens[:, None] for tokens in self._yielded)], axis=1
+        )
         size = max(padded(plan.total), plan.shown)
         buffer: np.ndarray | Array = np.pad(text, ((0, 0), (0, size - start)))
         token: np.ndarray | Array = text[:, -1:]
@@ -324,7 +340,9 @@ class _Generation:
         self._yielded.append(received)
         if (received < 0).any():
             position = self.plan.length + len(self._yielded) - 1
-            raise ValueError(f"the logits after {position} tokens are not finite numbers")
+            raise ValueError(
+                f"the logits after {position} tokens are not finite numbers"
+            )
         return received
 
 
@@ -363,13 +381,18 @@ def _check_call(model: object) -> None:
 
 
 def _accepts(
-    graphdef: _GraphDef, structure: jax.tree_util.PyTreeDef, leaves: _Leaves, shape: tuple[int, int]
+    graphdef: _GraphDef,
+    structure: jax.tree_util.PyTreeDef,
+    leaves: _Leaves,
+    shape: tuple[int, int],
 ) -> bool:
     """Return whether a model can be called with tokens of this shape. Nothing is computed."""
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
     try:
         jax.eval_shape(
-            lambda leaves, tokens: _merge(graphdef, structure, leaves)(tokens), leaves, tokens
+            lambda leaves, tokens: _merge(graphdef, structure, leaves)(tokens),
+            leaves,
+            tokens,
         )
     except Exception:
         # Any exception may be about the length. If it is not, the real call raises it again.
@@ -396,25 +419,35 @@ def _programs(
     shape of its arguments.
     """
 
-    def decode(leaves: _Leaves, tokens: Array, count: Array, cache: Cache) -> tuple[Array, Cache]:
+    def decode(
+        leaves: _Leaves, tokens: Array, count: Array, cache: Cache
+    ) -> tuple[Array, Cache]:
         return _merge(graphdef, structure, leaves).decode(tokens, count, cache)
 
     def extend(
         leaves: _Leaves, buffer: Array, token: Array, position: Array
     ) -> tuple[Array, Array]:
         """Write `token` (B, 1) as the last of `position` tokens to the buffer; call the model."""
-        buffer = jax.lax.dynamic_update_slice_in_dim(buffer, token, position - 1, axis=1)
+        buffer = jax.lax.dynamic_update_slice_in_dim(
+            buffer, token, position - 1, axis=1
+        )
         start = jnp.maximum(0, position - window)
         tokens = jax.lax.dynamic_slice_in_dim(buffer, start, window, axis=1)
         logits = _merge(graphdef, structure, leaves)(tokens)
         _check_logits(logits, (len(buffer), window))
         last = position - 1 - start
-        return jax.lax.dynamic_index_in_dim(logits, last, axis=1, keepdims=False), buffer
+        return jax.lax.dynamic_index_in_dim(
+            logits, last, axis=1, keepdims=False
+        ), buffer
 
-    return jax.jit(decode, donate_argnames="cache"), jax.jit(extend, donate_argnames="buffer")
+    return jax.jit(decode, donate_argnames="cache"), jax.jit(
+        extend, donate_argnames="buffer"
+    )
 
 
 def _check_logits(logits: PyTree, token_shape: tuple[int, int]) -> None:
     shape = getattr(logits, "shape", f"a {type(logits).__name__}")
     if len(shape) != 3 or shape[:2] != token_shape:
-        raise ValueError(f"the model returns {shape} for tokens {token_shape}; {_REQUIRED}")
+        raise ValueError(
+            f"the model returns {shape} for tokens {token_shape}; {_REQUIRED}"
+        )

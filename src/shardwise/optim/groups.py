@@ -97,8 +97,13 @@ def label_fn(groups: Sequence[Group]) -> Callable[[Params], PyTree]:
         )
 
     def label(params: Params) -> PyTree:
-        paths = [param_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-        if problems := [*_unused_patterns(groups, paths), *_unclaimed_parameters(groups, paths)]:
+        paths = [
+            param_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)
+        ]
+        if problems := [
+            *_unused_patterns(groups, paths),
+            *_unclaimed_parameters(groups, paths),
+        ]:
             raise ConfigError("\n".join(problems))
         return map_with_path(lambda path, _: _group_of(path, groups), params)
 
@@ -115,7 +120,9 @@ def _unused_patterns(groups: Sequence[Group], paths: Sequence[str]) -> Iterable[
                 )
 
 
-def _unclaimed_parameters(groups: Sequence[Group], paths: Sequence[str]) -> Iterable[str]:
+def _unclaimed_parameters(
+    groups: Sequence[Group], paths: Sequence[str]
+) -> Iterable[str]:
     unclaimed = [path for path in paths if _group_of(path, groups) is None]
     if unclaimed:
         patterns = [pattern for group in groups for pattern in group.patterns]
@@ -204,5 +211,9 @@ def param_path(path: KeyPath) -> str:
 
 def without_value(path: KeyPath) -> KeyPath:
     """Return a key path without the attribute `value`, which holds the array of an NNX variable."""
-    is_value = path and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value"
+    is_value = (
+        path
+        and isinstance(path[-1], jax.tree_util.GetAttrKey)
+        and path[-1].name == "value"
+    )
     return path[:-1] if is_value else path

@@ -20,7 +20,14 @@ import optax
 from jax.typing import DTypeLike
 
 from shardwise.errors import ConfigError
-from shardwise.optim.groups import Decays, Group, decays_matrices, label_fn, map_with_path, mask_fn
+from shardwise.optim.groups import (
+    Decays,
+    Group,
+    decays_matrices,
+    label_fn,
+    map_with_path,
+    mask_fn,
+)
 from shardwise.optim.parts import (
     Mask,
     clip_by_norm,
@@ -102,7 +109,9 @@ def sgd(
     """
 
     def build(lr: Schedule, decay: Transformation) -> Transformation:
-        return optax.chain(decay, optax.trace(momentum, nesterov, moment_dtype), scale_by_lr(lr))
+        return optax.chain(
+            decay, optax.trace(momentum, nesterov, moment_dtype), scale_by_lr(lr)
+        )
 
     return assemble(build, lr, weight_decay=weight_decay, clip=clip, **options)
 
@@ -159,7 +168,9 @@ def adamw(
         >>> optimizer = adamw(schedule, b2=0.95, weight_decay=0.1, clip=1.0)
     """
     direction = partial(optax.scale_by_adam, b1, b2, eps, mu_dtype=moment_dtype)
-    return assemble(_descend(direction), lr, weight_decay=weight_decay, clip=clip, **options)
+    return assemble(
+        _descend(direction), lr, weight_decay=weight_decay, clip=clip, **options
+    )
 
 
 def lion(
@@ -190,7 +201,9 @@ def lion(
         >>> optimizer = lion(cosine(6e-5, 10_000), weight_decay=0.5, clip=1.0)
     """
     direction = partial(optax.scale_by_lion, b1, b2, moment_dtype)
-    return assemble(_descend(direction), lr, weight_decay=weight_decay, clip=clip, **options)
+    return assemble(
+        _descend(direction), lr, weight_decay=weight_decay, clip=clip, **options
+    )
 
 
 def adafactor(
@@ -223,10 +236,14 @@ def adafactor(
         if relative:
             parts.append(optax.scale_by_param_block_rms())
         if momentum is not None:
-            parts.append(optax.ema(momentum, debias=False, accumulator_dtype=moment_dtype))
+            parts.append(
+                optax.ema(momentum, debias=False, accumulator_dtype=moment_dtype)
+            )
         return optax.chain(*parts)
 
-    return assemble(_descend(direction), lr, weight_decay=weight_decay, clip=clip, **options)
+    return assemble(
+        _descend(direction), lr, weight_decay=weight_decay, clip=clip, **options
+    )
 
 
 def muon(
@@ -291,7 +308,9 @@ def muon(
         transformations = {"muon": for_matrices, "adam": for_others}
         return optax.partition(transformations, partial(map_with_path, label))
 
-    return assemble(_descend(direction), lr, weight_decay=weight_decay, clip=clip, **options)
+    return assemble(
+        _descend(direction), lr, weight_decay=weight_decay, clip=clip, **options
+    )
 
 
 def schedule_free(
@@ -342,7 +361,10 @@ def schedule_free(
             return lr(n - 1)
 
         return optax.contrib.schedule_free(
-            optax.chain(rms, decay, scale_by_lr(lr)), earlier, b1, state_dtype=moment_dtype
+            optax.chain(rms, decay, scale_by_lr(lr)),
+            earlier,
+            b1,
+            state_dtype=moment_dtype,
         )
 
     return assemble(build, lr, weight_decay=weight_decay, clip=clip, **options)
@@ -386,7 +408,9 @@ def prodigy(
     """
 
     def build(lr: Schedule, decay: Transformation) -> Transformation:
-        inner = optax.contrib.prodigy(lr, betas=(b1, b2), estim_lr0=d0, safeguard_warmup=True)
+        inner = optax.contrib.prodigy(
+            lr, betas=(b1, b2), estim_lr0=d0, safeguard_warmup=True
+        )
 
         def init(params: Params) -> Prodigy:
             return Prodigy(inner.init(params), jnp.zeros([], jnp.float32))
@@ -394,7 +418,9 @@ def prodigy(
         def update(
             updates: PyTree, state: Prodigy, params: Params = None
         ) -> tuple[PyTree, Prodigy]:
-            rate = jnp.asarray(state.inner.estim_lr * lr(state.inner.count), jnp.float32)
+            rate = jnp.asarray(
+                state.inner.estim_lr * lr(state.inner.count), jnp.float32
+            )
             zeros = jax.tree.map(jnp.zeros_like, updates)
             decayed, _ = decay.update(zeros, decay.init(params), params)
             # Without any gradient the estimate of Optax would be 0 / 0, and remain NaN.
@@ -436,7 +462,9 @@ def standard(
     Example:
         >>> optimizer = standard(steps=1000, lr=3e-3)
     """
-    return adamw(cosine(lr, steps), b2=b2, weight_decay=weight_decay, clip=clip, **options)
+    return adamw(
+        cosine(lr, steps), b2=b2, weight_decay=weight_decay, clip=clip, **options
+    )
 
 
 def transformer(
@@ -497,7 +525,9 @@ def fine_tuning(
         >>> groups = [Group("backbone/*", frozen=True), Group("*", name="rest")]
         >>> optimizer = fine_tuning(steps=1000, groups=groups)
     """
-    return adamw(cosine(lr, steps), b2=b2, weight_decay=weight_decay, clip=clip, **options)
+    return adamw(
+        cosine(lr, steps), b2=b2, weight_decay=weight_decay, clip=clip, **options
+    )
 
 
 def unstable(
@@ -603,7 +633,9 @@ def assemble(
         tx = group.tx
         if tx is None:
             rate = lr if group.lr is None else as_schedule(group.lr)
-            strength = weight_decay if group.weight_decay is None else group.weight_decay
+            strength = (
+                weight_decay if group.weight_decay is None else group.weight_decay
+            )
             tx = build_one(scaled(rate, group.lr_scale), strength)
         return tx if group.clip is None else optax.chain(clip_by_norm(group.clip), tx)
 
@@ -636,7 +668,9 @@ def assemble(
 def _is_in(labels: Sequence[str], groups: Sequence[Group]) -> Mask:
     """Return a mask function that selects the parameters of the groups with these labels."""
     label_params = label_fn(groups)
-    return lambda params: jax.tree.map(lambda label: label in labels, label_params(params))
+    return lambda params: jax.tree.map(
+        lambda label: label in labels, label_params(params)
+    )
 
 
 def _descend(direction: Callable[[], Transformation]) -> Build:

@@ -90,7 +90,9 @@ def record(**measures: Measure) -> optax.GradientTransformation:
     def init(params: Params) -> Recorded:
         return Recorded({name: jnp.zeros([], jnp.float32) for name in measures})
 
-    def update(updates: PyTree, state: Recorded, params: Params = None) -> tuple[PyTree, Recorded]:
+    def update(
+        updates: PyTree, state: Recorded, params: Params = None
+    ) -> tuple[PyTree, Recorded]:
         values = {
             name: jnp.asarray(measure(updates, params), jnp.float32)
             for name, measure in measures.items()
@@ -127,7 +129,9 @@ def clip_by_norm(max_norm: float) -> optax.GradientTransformation:
     def init(params: Params) -> Recorded:
         return Recorded({"clipped_norm": jnp.zeros([], jnp.float32)})
 
-    def update(updates: PyTree, state: Recorded, params: Params = None) -> tuple[PyTree, Recorded]:
+    def update(
+        updates: PyTree, state: Recorded, params: Params = None
+    ) -> tuple[PyTree, Recorded]:
         size = norm(updates)
         scale = jnp.minimum(1.0, max_norm / jnp.maximum(size, 1e-30))
         updates = jax.tree.map(lambda u: (u * scale).astype(u.dtype), updates)
@@ -198,9 +202,14 @@ def live_values(opt_state: OptState) -> dict[str, jax.Array]:
     """
     values: dict[str, jax.Array] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
-        keys = [str(getattr(key, "key", getattr(key, "name", key))) for key in without_value(path)]
+        keys = [
+            str(getattr(key, "key", getattr(key, "name", key)))
+            for key in without_value(path)
+        ]
         # `optax.partition` keeps the state of each group in `inner_states`, by label.
-        groups = [keys[i + 1] for i, key in enumerate(keys[:-1]) if key == "inner_states"]
+        groups = [
+            keys[i + 1] for i, key in enumerate(keys[:-1]) if key == "inner_states"
+        ]
         if keys[-1] == "learning_rate":
             values["/".join(["lr", *groups])] = leaf
         elif keys[-2:-1] == ["recorded"]:
@@ -258,21 +267,29 @@ def keep_average(
     inner = optax.with_extra_args_support(inner)
 
     def init(params: Params) -> Averaged:
-        return Averaged(inner.init(params), _copies(params, moves), jnp.zeros([], jnp.int32))
+        return Averaged(
+            inner.init(params), _copies(params, moves), jnp.zeros([], jnp.int32)
+        )
 
     def update(
         updates: PyTree, state: Averaged, params: Params = None, **extra: object
     ) -> tuple[PyTree, Averaged]:
         updates, inner_state = inner.update(updates, state.inner, params, **extra)
-        keep = jnp.minimum(decay, (1 + state.count) / (10 + state.count)).astype(jnp.float32)
+        keep = jnp.minimum(decay, (1 + state.count) / (10 + state.count)).astype(
+            jnp.float32
+        )
 
         def mean(a: jax.Array, p: jax.Array, u: jax.Array) -> jax.Array:
             if _is_masked(a):
                 return a
-            return keep * a + (1 - keep) * (p.astype(jnp.float32) + u.astype(jnp.float32))
+            return keep * a + (1 - keep) * (
+                p.astype(jnp.float32) + u.astype(jnp.float32)
+            )
 
         average = jax.tree.map(mean, state.average, params, updates, is_leaf=_is_masked)
-        return updates, Averaged(inner_state, average, optax.safe_increment(state.count))
+        return updates, Averaged(
+            inner_state, average, optax.safe_increment(state.count)
+        )
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -299,7 +316,9 @@ def evaluation_params(opt_state: OptState, params: Params) -> Params:
     for node in jax.tree.leaves(opt_state, is_leaf=_keeps_average):
         if not _keeps_average(node):
             continue
-        tree, b1 = (node.average, None) if isinstance(node, Averaged) else (node.z, node.b1)
+        tree, b1 = (
+            (node.average, None) if isinstance(node, Averaged) else (node.z, node.b1)
+        )
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             averages[param_path(path)] = (leaf, b1)
 
@@ -366,7 +385,10 @@ def with_master(
         updates, inner_state = inner.update(updates, state.inner, old, **extra)
         new = optax.apply_updates(old, updates)
         master = jax.tree.map(
-            lambda m, n: m if _is_masked(m) else n, state.master, new, is_leaf=_is_masked
+            lambda m, n: m if _is_masked(m) else n,
+            state.master,
+            new,
+            is_leaf=_is_masked,
         )
         updates = jax.tree.map(lambda n, p: n - p.astype(jnp.float32), new, params)
         return updates, Master(inner_state, master)
@@ -412,7 +434,9 @@ def skip_spikes(
 
     def init(params: Params) -> Spikes:
         zero = jnp.zeros([], jnp.float32)
-        return Spikes(inner.init(params), zero, jnp.zeros([], jnp.int32), {"skipped": zero})
+        return Spikes(
+            inner.init(params), zero, jnp.zeros([], jnp.int32), {"skipped": zero}
+        )
 
     def update(
         updates: PyTree, state: Spikes, params: Params = None, **extra: object
@@ -474,7 +498,9 @@ def orthogonalize(
         is_stacked = any(matches(pattern, path) for pattern in stacked)
         layers = x.shape[:1] if is_stacked else ()
         inputs, outputs = matrix_shape(x.shape[len(layers) :])
-        orthogonal = _newton_schulz(x.reshape(*layers, inputs, outputs).astype(dtype), steps)
+        orthogonal = _newton_schulz(
+            x.reshape(*layers, inputs, outputs).astype(dtype), steps
+        )
         if rms is None:
             scale = math.sqrt(max(1, outputs / inputs))
         else:
@@ -493,7 +519,9 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
         >>> matrix_shape((768, 3, 12, 64))
         (768, 2304)
     """
-    splits = [(math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))]
+    splits = [
+        (math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))
+    ]
     return min(splits, key=lambda pair: max(pair) / max(1, min(pair)))
 
 

@@ -72,12 +72,18 @@ class Probe:
         size = np.nan_to_num(self.size[PLAIN, :, parameter], posinf=0.0)
         size_of_double = np.nan_to_num(self.size[DOUBLE, :, parameter], posinf=0.0)
         is_proportional = size.any() and np.allclose(size_of_double, 2 * size, rtol=0.1)
-        rate: np.ndarray = size / self.gradient_rms[parameter] if is_proportional else size
+        rate: np.ndarray = (
+            size / self.gradient_rms[parameter] if is_proportional else size
+        )
         return rate
 
 
 def probe(
-    tx: optax.GradientTransformation, params: Params, steps: int, every: int = 1, seed: int = 0
+    tx: optax.GradientTransformation,
+    params: Params,
+    steps: int,
+    every: int = 1,
+    seed: int = 0,
 ) -> Probe:
     """Measure an optimizer in a run of `steps` updates on small copies of the parameters.
 
@@ -92,7 +98,9 @@ def probe(
         The measurements.
     """
     tx = optax.with_extra_args_support(tx)
-    small = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(_shrunk(leaf.shape), leaf.dtype), params)
+    small = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(_shrunk(leaf.shape), leaf.dtype), params
+    )
     leaves = jax.tree_util.tree_leaves_with_path(small)
     rng = np.random.default_rng(seed)
 
@@ -107,10 +115,14 @@ def probe(
     numbers, num_within = _update_numbers(steps)
     # Row i has a 1 in the column of the parameter that element i belongs to.
     owner = np.repeat(
-        np.eye(len(leaves), dtype="f4"), [math.prod(leaf.shape) for _, leaf in leaves], axis=0
+        np.eye(len(leaves), dtype="f4"),
+        [math.prod(leaf.shape) for _, leaf in leaves],
+        axis=0,
     )
 
-    def one_run(gradient_scale: jax.Array, weight_scale: jax.Array) -> tuple[jax.Array, ...]:
+    def one_run(
+        gradient_scale: jax.Array, weight_scale: jax.Array
+    ) -> tuple[jax.Array, ...]:
         start = jax.tree.map(lambda p: p * weight_scale.astype(p.dtype), weights)
 
         def step(
@@ -119,9 +131,13 @@ def probe(
             params, state = carry
             grads = jax.tree.map(lambda g: g * gradient_scale.astype(g.dtype), gradient)
             state = _advance_counts(state, jump // every)
-            updates, state = tx.update(grads, state, params, value=jnp.float32(1), grad=grads)
+            updates, state = tx.update(
+                grads, state, params, value=jnp.float32(1), grad=grads
+            )
             moved = optax.apply_updates(params, updates)
-            lost = jax.tree.map(lambda u, p, q: (u != 0) & (p == q), updates, params, moved)
+            lost = jax.tree.map(
+                lambda u, p, q: (u != 0) & (p == q), updates, params, moved
+            )
             measured = _measure(
                 _as_vector(updates),
                 _as_vector(gradient),
@@ -166,7 +182,9 @@ def _measure(
         lost: whether the update of an element is lost, shape (element,).
         owner: one-hot matrix, shape (element, parameter).
     """
-    sums = jnp.stack([u * u, u * g, g * g, u * p, p * p, lost, jnp.ones_like(u)]) @ owner
+    sums = (
+        jnp.stack([u * u, u * g, g * g, u * p, p * p, lost, jnp.ones_like(u)]) @ owner
+    )
     uu, ug, gg, up, pp, num_lost, count = sums
     distance = jnp.max(jnp.abs(u - g)[:, None] * owner, axis=0)
     largest_gradient = jnp.max(jnp.abs(g)[:, None] * owner, axis=0)
@@ -181,7 +199,9 @@ def _measure(
 
 def _with_norm(tree: PyTree, norm: float) -> PyTree:
     """Return `tree` scaled to a global norm."""
-    squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)]
+    squares = [
+        jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)
+    ]
     scale = norm / np.sqrt(sum(map(float, squares)))
     return jax.tree.map(lambda leaf: (leaf * scale).astype(leaf.dtype), tree)
 
@@ -191,14 +211,18 @@ def _rms(leaf: jax.Array) -> float:
 
 
 def _as_vector(tree: PyTree) -> jax.Array:
-    return jnp.concatenate([leaf.astype(jnp.float32).ravel() for leaf in jax.tree.leaves(tree)])
+    return jnp.concatenate(
+        [leaf.astype(jnp.float32).ravel() for leaf in jax.tree.leaves(tree)]
+    )
 
 
 def _advance_counts(state: OptState, jump: jax.Array) -> OptState:
     """Return `state` with its step counts increased by `jump`, where a run is sampled."""
 
     def advance(path: KeyPath, leaf: jax.Array) -> jax.Array:
-        name = str(getattr(path[-1], "name", getattr(path[-1], "key", ""))) if path else ""
+        name = (
+            str(getattr(path[-1], "name", getattr(path[-1], "key", ""))) if path else ""
+        )
         is_scalar_integer = jnp.issubdtype(leaf.dtype, jnp.integer) and not leaf.shape
         is_count = name in ("count", "step_count") and is_scalar_integer
         return leaf + jump.astype(leaf.dtype) if is_count else leaf
@@ -210,7 +234,9 @@ def _update_numbers(steps: int) -> tuple[jax.Array, int]:
     """Return the numbers of the updates to measure, and how many of them are within the run."""
     within = np.arange(min(steps, DENSE))
     if steps > DENSE:
-        within = np.concatenate([within, np.linspace(DENSE, steps - 1, 1000).astype(int)])
+        within = np.concatenate(
+            [within, np.linspace(DENSE, steps - 1, 1000).astype(int)]
+        )
     beyond = np.unique(np.geomspace(steps, BEYOND * steps, 128).astype(int))
     return jnp.asarray(np.concatenate([within, beyond]), jnp.int32), len(within)
 

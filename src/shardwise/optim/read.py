@@ -163,7 +163,9 @@ def read_chains(tx: Optimizer, params: Params) -> Chains:
         ShardwiseError: if the labels or masks of a shardwise optimizer do not fit the parameters.
     """
     reader = _Reader(params)
-    paths = [param_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    paths = [
+        param_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)
+    ]
     chains = reader.read(tx, {path: Chain() for path in (*paths, ANY)})
     if reader.problems:
         # The location is this line, whoever calls: Python shows the warning once per process.
@@ -176,7 +178,9 @@ def read_chains(tx: Optimizer, params: Params) -> Chains:
     return chains
 
 
-def sample_rates(tx: Optimizer, params: Params, steps: np.ndarray) -> dict[str, dict[str, float]]:
+def sample_rates(
+    tx: Optimizer, params: Params, steps: np.ndarray
+) -> dict[str, dict[str, float]]:
     """Return the learning rate of each group at some updates, ready for JSON.
 
     Rates are read from the schedules where possible. Rates of an optimizer that cannot be read,
@@ -208,13 +212,18 @@ def sample_rates(tx: Optimizer, params: Params, steps: np.ndarray) -> dict[str, 
     if unread:
         rates |= _measured_rates(tx, params, unread, steps)
     return {
-        group: {str(step): float(value) for step, value in zip(steps, values, strict=True)}
+        group: {
+            str(step): float(value) for step, value in zip(steps, values, strict=True)
+        }
         for group, values in rates.items()
     }
 
 
 def _measured_rates(
-    tx: Optimizer, params: Params, groups: Mapping[str, Collection[str]], steps: np.ndarray
+    tx: Optimizer,
+    params: Params,
+    groups: Mapping[str, Collection[str]],
+    steps: np.ndarray,
 ) -> dict[str, np.ndarray]:
     """Return the largest measured learning rate of each group: that of parameters that move."""
     try:
@@ -253,7 +262,9 @@ def schedule_values(schedule: Schedule, steps: np.ndarray) -> np.ndarray:
     """
     try:
         # One compiled program. Without jit, each operation would be compiled on its own.
-        values = jax.jit(jax.vmap(lambda n: jnp.asarray(schedule(n), jnp.float32)))(steps)
+        values = jax.jit(jax.vmap(lambda n: jnp.asarray(schedule(n), jnp.float32)))(
+            steps
+        )
         return np.asarray(values)
     except Exception:
         # A schedule written in Python, with `if` or `math`, fails on traced values.
@@ -312,9 +323,13 @@ class _Reader:
         of_update = _closure(tx.update)
         if name in self.wrappers:
             return self.wrappers[name](of_init, of_update, chains)
-        inner = {key: value for key, value in of_update.items() if _is_transformation(value)}
+        inner = {
+            key: value for key, value in of_update.items() if _is_transformation(value)
+        }
         if name not in [_maker(tx.update) for tx in inner.values()]:
-            settings = {key: value for key, value in of_update.items() if key not in inner}
+            settings = {
+                key: value for key, value in of_update.items() if key not in inner
+            }
             part = ChainPart(name, settings, _is_known(tx.update))
             _check_part(part)
             chains = _extended(chains, part)
@@ -330,14 +345,22 @@ class _Reader:
     ) -> Chains:
         return self.read(of_update["tx"], chains)
 
-    def _chain(self, of_init: Variables, of_update: Variables, chains: Chains) -> Chains:
+    def _chain(
+        self, of_init: Variables, of_update: Variables, chains: Chains
+    ) -> Chains:
         pairs = zip(of_init["init_fns"], of_update["update_fns"], strict=True)
-        return self._read_all((optax.GradientTransformation(*pair) for pair in pairs), chains)
+        return self._read_all(
+            (optax.GradientTransformation(*pair) for pair in pairs), chains
+        )
 
-    def _named_chain(self, of_init: Variables, of_update: Variables, chains: Chains) -> Chains:
+    def _named_chain(
+        self, of_init: Variables, of_update: Variables, chains: Chains
+    ) -> Chains:
         return self._read_all((tx for _, tx in of_update["transforms"]), chains)
 
-    def _partition(self, of_init: Variables, of_update: Variables, chains: Chains) -> Chains:
+    def _partition(
+        self, of_init: Variables, of_update: Variables, chains: Chains
+    ) -> Chains:
         labels = self._by_path(of_update["param_labels"])
         result = dict(chains)
         for label, tx in of_update["transforms"].items():
@@ -349,9 +372,15 @@ class _Reader:
             result |= self.read(tx, members)
         return result
 
-    def _masked(self, of_init: Variables, of_update: Variables, chains: Chains) -> Chains:
+    def _masked(
+        self, of_init: Variables, of_update: Variables, chains: Chains
+    ) -> Chains:
         mask = self._by_path(of_update["mask"])
-        selected = {path: chain for path, chain in chains.items() if path == ANY or mask.get(path)}
+        selected = {
+            path: chain
+            for path, chain in chains.items()
+            if path == ANY or mask.get(path)
+        }
         return chains | self.read(of_update["inner"], selected)
 
     def _inject_hyperparams(
@@ -367,10 +396,14 @@ class _Reader:
             inner = factory(**settings)
         except TypeError:
             # The factory does not accept a schedule for one of its numbers.
-            return _extended(chains, ChainPart(f"inject_hyperparams({factory.__name__})"))
+            return _extended(
+                chains, ChainPart(f"inject_hyperparams({factory.__name__})")
+            )
         return self.read(inner, chains)
 
-    def _by_path(self, labels: PyTree | Callable[[Params], PyTree]) -> dict[str, object]:
+    def _by_path(
+        self, labels: PyTree | Callable[[Params], PyTree]
+    ) -> dict[str, object]:
         """Return labels by path, from a tree of labels, a prefix of it, or a function."""
         tree = labels(self.params) if callable(labels) else labels
 
@@ -418,7 +451,10 @@ def _maker(function: Callable[..., object]) -> str:
 
 
 def _is_known(function: Callable[..., object]) -> bool:
-    return str(getattr(function, "__module__", "")).partition(".")[0] in ("optax", "shardwise")
+    return str(getattr(function, "__module__", "")).partition(".")[0] in (
+        "optax",
+        "shardwise",
+    )
 
 
 def _extended(chains: Chains, part: ChainPart) -> Chains:
@@ -433,7 +469,9 @@ def _closure(function: Callable[..., object]) -> dict[str, Any]:
     code = getattr(function, "__code__", None)
     names = code.co_freevars if code else ()
     variables = {}
-    for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=True):
+    for name, cell in zip(
+        names, getattr(function, "__closure__", None) or (), strict=True
+    ):
         try:
             variables[name] = cell.cell_contents
         except ValueError:

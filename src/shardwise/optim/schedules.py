@@ -57,7 +57,9 @@ def linear(peak: float, steps: int, *, warmup: float = 0, end: float = 0.0) -> S
         >>> float(linear(1.0, 100)(50))
         0.5
     """
-    return _after_warmup(peak, steps, warmup, lambda left: optax.linear_schedule(peak, end, left))
+    return _after_warmup(
+        peak, steps, warmup, lambda left: optax.linear_schedule(peak, end, left)
+    )
 
 
 def cosine(peak: float, steps: int, *, warmup: float = 0, end: float = 0.0) -> Schedule:
@@ -196,7 +198,9 @@ def wsd(
 
     def stable_then_decay(left: int) -> optax.Schedule:
         stable = optax.constant_schedule(peak)
-        return optax.join_schedules([stable, optax.linear_schedule(peak, end, fall)], [left - fall])
+        return optax.join_schedules(
+            [stable, optax.linear_schedule(peak, end, fall)], [left - fall]
+        )
 
     return _after_warmup(peak, steps, warmup, stable_then_decay)
 
@@ -222,7 +226,9 @@ def join(*parts: tuple[int, float | Schedule]) -> Schedule:
     if not parts or min(lengths) < 1:
         raise ConfigError(f"join needs parts of at least one step each, not {lengths}.")
     ends = [sum(lengths[: i + 1]) for i in range(len(lengths) - 1)]
-    schedule: Schedule = optax.join_schedules([as_schedule(part) for _, part in parts], ends)
+    schedule: Schedule = optax.join_schedules(
+        [as_schedule(part) for _, part in parts], ends
+    )
     return schedule
 
 
@@ -244,7 +250,9 @@ def piecewise(peak: float, drops: Mapping[int, float]) -> Schedule:
     """
     starts = sorted(drops)
     if not starts or starts[0] < 1:
-        raise ConfigError(f"piecewise needs drops at update 1 or later, not at {starts}.")
+        raise ConfigError(
+            f"piecewise needs drops at update 1 or later, not at {starts}."
+        )
     scales = [1.0, *(drops[start] for start in starts)]
     constants = [optax.constant_schedule(peak * scale) for scale in scales]
     schedule: Schedule = optax.join_schedules(constants, starts)

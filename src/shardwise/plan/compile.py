@@ -87,7 +87,9 @@ def plan_run(
         target = local_target()
     elif isinstance(target, str):
         target = find_target(target)
-    if isinstance(run.mesh, Mesh) and list(run.mesh.devices.flat) != list(target.devices):
+    if isinstance(run.mesh, Mesh) and list(run.mesh.devices.flat) != list(
+        target.devices
+    ):
         run = replace(run, mesh=mesh_text(run.mesh))
     run = replace(run, mesh=make_mesh(run.mesh, target.devices))
     all_options = {"accumulate": run.accumulate, **(options or {})}
@@ -103,7 +105,9 @@ def plan_run(
             return replace(known, options=all_options)
     compiled = compile_and_read(lowered, count_kernels(traced.jaxpr.jaxpr))
     seconds = time.perf_counter() - start
-    plan = replace(make_plan(run, prepared, target, compiled, seconds), options=all_options)
+    plan = replace(
+        make_plan(run, prepared, target, compiled, seconds), options=all_options
+    )
     if file is not None:
         # A plan that cannot be stored is still a plan.
         with suppress(OSError):
@@ -137,7 +141,9 @@ def compile_run(run: Run, prepared: Prepared) -> tuple[Plan, Prepared]:
         if not _is_too_large(error):
             raise
         compiled = compile_and_read(lowered, kernels)
-        return make_plan(run, prepared, target, compiled, time.perf_counter() - start), prepared
+        return make_plan(
+            run, prepared, target, compiled, time.perf_counter() - start
+        ), prepared
     # The compiler prints the final program only for GPUs. A TPU program can only be read from the
     # dump of its compilation, which a run does without.
     is_readable = target.chip is not None and target.platform == "gpu"
@@ -179,7 +185,10 @@ def _digest(lowered: Lowered, target: Target, known: Mapping[str, object]) -> st
     folder = Path(__file__).parent
     # Named by an object in each file, so that a module may move.
     others = (Chip, count_kernels, Run, TrainStep)
-    sources = [*sorted(folder.glob("*.py")), *(Path(inspect.getfile(o)) for o in others)]
+    sources = [
+        *sorted(folder.glob("*.py")),
+        *(Path(inspect.getfile(o)) for o in others),
+    ]
     compilers = [package_version(name) for name in ("jax", "jaxlib", "libtpu")]
     flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
     devices = [target.name, target.kind, str(target.limit), *map(str, target.devices)]
@@ -242,7 +251,9 @@ def compile_and_read(lowered: Lowered, kernels: Mapping[str, float]) -> Compiled
                 ) from error
         finally:
             _use_compilation_cache(cached)
-        text = _dumped(folder, ".after_codegen.txt") or _dumped(folder, "after_optimizations.txt")
+        text = _dumped(folder, ".after_codegen.txt") or _dumped(
+            folder, "after_optimizations.txt"
+        )
         allocations = _dumped(folder, "after_optimizations-buffer-assignment.txt")
         if not allocations:
             raise ConfigError(
@@ -287,7 +298,9 @@ _VALUE = re.compile(
 )
 
 
-def read_allocations(text: str, program: Program, top: int = 12) -> tuple[Memory, list[Buffer]]:
+def read_allocations(
+    text: str, program: Program, top: int = 12
+) -> tuple[Memory, list[Buffer]]:
     """Return the memory by kind and the largest temporary buffers from XLA's buffer assignment.
 
     Args:
@@ -342,7 +355,9 @@ def _largest_buffers(
     buffers: list[Buffer] = []
     for value in sorted(values, reverse=True):
         begin, end = value.offset, value.offset + value.size
-        if all(begin >= other_end or end <= other_begin for other_begin, other_end in taken):
+        if all(
+            begin >= other_end or end <= other_begin for other_begin, other_end in taken
+        ):
             taken.append((begin, end))
             name = names.get(value.name) or value.name
             buffers.append(Buffer(name, value.shape, float(value.size)))
@@ -362,7 +377,9 @@ def _reported_memory(program: jax.stages.Compiled, prepared: Prepared) -> Memory
         - analysis.alias_size_in_bytes
         + analysis.generated_code_size_in_bytes
     )
-    parameters = _stored_bytes(spec.params.values()) + _stored_bytes(spec.frozen.values())
+    parameters = _stored_bytes(spec.params.values()) + _stored_bytes(
+        spec.frozen.values()
+    )
     optimizer = _stored_bytes(spec.opt_state.values())
     other = _stored_bytes(spec.other.values())
     sharding = step.layout.sharding
@@ -422,7 +439,9 @@ def make_plan(
         flops=counted.flops,
         bytes=counted.bytes,
         traffic=sorted(counted.traffic.values(), key=lambda traffic: -traffic.bytes),
-        times=_times(counted) if program is not None and target.chip is not None else None,
+        times=_times(counted)
+        if program is not None and target.chip is not None
+        else None,
         unknown_kernels=counted.unknown_kernels,
         compile_seconds=seconds,
         # Linux reports KiB.
@@ -451,7 +470,9 @@ def _known_fields(run: Run, prepared: Prepared) -> _KnownFields:
         "num_params": prepared.spec.num_params,
         "model_flops": prepared.flops,
         "peak_flops": prepared.peak_flops,
-        "leaves": [_planned_leaf(placement) for placement in prepared.spec.params.values()],
+        "leaves": [
+            _planned_leaf(placement) for placement in prepared.spec.params.values()
+        ],
     }
 
 

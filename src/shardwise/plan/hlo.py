@@ -56,7 +56,9 @@ FREE = {
 FUSIONS = ("fusion", "fusion-start")
 SLICES = ("dynamic-slice", "slice", "gather")
 # Custom calls that only inform the compiler or reserve memory.
-FREE_CALL = re.compile(r'custom_call_target="(Allocate|AsyncCollective|Assume|Sharding|Pin)')
+FREE_CALL = re.compile(
+    r'custom_call_target="(Allocate|AsyncCollective|Assume|Sharding|Pin)'
+)
 # A custom call to one of these runs a Pallas kernel.
 KERNEL_TARGETS = ("tpu_custom_call", "triton", "mosaic")
 
@@ -325,13 +327,17 @@ class Program:
             return _convolution_flops(op, computation)
         if op.opcode == "custom-call":
             return self._call_flops(computation, op)
-        return sum(self._flops(inner, other) for inner in self.inner(op) for other in inner.ops)
+        return sum(
+            self._flops(inner, other) for inner in self.inner(op) for other in inner.ops
+        )
 
     def _call_flops(self, computation: Computation, op: Op) -> float:
         operands = [computation.arrays(operand) for operand in op.operands]
         arrays = [operand[0] for operand in operands if operand]
         if "__cublas$" in op.attributes:
-            contracted = _numbers(r'"lhs_contracting_dimensions":\[([\d",]*)\]', op.attributes)
+            contracted = _numbers(
+                r'"lhs_contracting_dimensions":\[([\d",]*)\]', op.attributes
+            )
             return _matmul_flops(op.arrays[0], arrays[0], contracted)
         if "__cudnn$fmha" in op.attributes:
             # Shapes (batch, queries, heads, head_dim) and (batch, keys, heads, head_dim).
@@ -360,7 +366,9 @@ class Program:
             for inner in self.inner(op):
                 total += sum(self.work(inner, other).bytes for other in inner.ops)
             return total
-        return float(_main_bytes(computation.operand_arrays(op)) + _main_bytes(op.arrays))
+        return float(
+            _main_bytes(computation.operand_arrays(op)) + _main_bytes(op.arrays)
+        )
 
     def _fusion_bytes(self, computation: Computation, op: Op) -> float:
         inner = next(self.inner(op))
@@ -390,7 +398,9 @@ class Program:
                 deeper = next(self.inner(user))
                 for index, operand in enumerate(user.operands):
                     if operand == name and index in deeper.parameters:
-                        total += self._read_bytes(deeper, deeper.parameters[index].name, size)
+                        total += self._read_bytes(
+                            deeper, deeper.parameters[index].name, size
+                        )
             # An update in place does not read the array that it updates.
             elif user.opcode != "tuple" and not (
                 user.opcode == "dynamic-update-slice" and is_sliced
@@ -532,7 +542,11 @@ def _integers(text: str | None) -> list[int]:
 
 def _kernel(op: Op) -> str:
     """Return the name that `pallas_call` gave to a custom kernel, or "" for other instructions."""
-    if op.opcode != "custom-call" or "__cublas$" in op.attributes or "__cudnn$" in op.attributes:
+    if (
+        op.opcode != "custom-call"
+        or "__cublas$" in op.attributes
+        or "__cudnn$" in op.attributes
+    ):
         return ""
     target = _attribute(op, "custom_call_target")
     if not any(name in target for name in KERNEL_TARGETS):
@@ -542,13 +556,19 @@ def _kernel(op: Op) -> str:
         match = re.search(r'\bname = "([^"]+)"', op.attributes)
         if match:
             return match[1]
-    parts = [part for part in op.op_name.split("/") if part not in ("pallas_call", "mpmd_map")]
+    parts = [
+        part
+        for part in op.op_name.split("/")
+        if part not in ("pallas_call", "mpmd_map")
+    ]
     return parts[-1] if parts else op.name
 
 
 def _matmul_flops(result: Array, left: Array, contracted: Iterable[int]) -> float:
     """Return the FLOP of a matmul: 2 for each multiply and add."""
-    return 2.0 * math.prod(result.dims) * math.prod(left.dims[dim] for dim in contracted)
+    return (
+        2.0 * math.prod(result.dims) * math.prod(left.dims[dim] for dim in contracted)
+    )
 
 
 def _convolution_flops(op: Op, computation: Computation) -> float:
@@ -600,17 +620,25 @@ def _valid_positions(
     for output in range(out_length):
         for offset in range(size):
             position = output * stride - pad + offset * rhs_dilate
-            count += position % lhs_dilate == 0 and 0 <= position // lhs_dilate < in_length
+            count += (
+                position % lhs_dilate == 0 and 0 <= position // lhs_dilate < in_length
+            )
     return count
 
 
 def _groups(attributes: str) -> Groups:
     """Return the groups of devices that communicate, from any of XLA's notations for them."""
     if pairs := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes):
-        return tuple((int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs[1]))
+        return tuple(
+            (int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs[1])
+        )
     if listed := re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", attributes):
-        return tuple(tuple(_integers(g)) for g in re.findall(r"\{([\d,]*)\}", listed[1]))
-    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
+        return tuple(
+            tuple(_integers(g)) for g in re.findall(r"\{([\d,]*)\}", listed[1])
+        )
+    iota = re.search(
+        r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes
+    )
     if iota:
         shape, dims, order = (_integers(part) for part in iota.groups())
         return _split(_transposed(dims, order), shape[-1])
@@ -619,8 +647,12 @@ def _groups(attributes: str) -> Groups:
         attributes,
     )
     if named:
-        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
-        groups = _mesh_groups(sizes, re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", named[3]))
+        sizes = {
+            name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])
+        }
+        groups = _mesh_groups(
+            sizes, re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", named[3])
+        )
         devices = _device_ids(named[2] or "")
         if not devices:
             return groups
@@ -637,7 +669,9 @@ def _device_ids(text: str) -> list[int]:
     return _integers(text)
 
 
-def _mesh_groups(sizes: Mapping[str, int], chosen: Sequence[tuple[str, str, str]]) -> Groups:
+def _mesh_groups(
+    sizes: Mapping[str, int], chosen: Sequence[tuple[str, str, str]]
+) -> Groups:
     """Return the groups along axes of a mesh.
 
     Args:

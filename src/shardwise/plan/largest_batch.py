@@ -46,7 +46,9 @@ def largest_batch(
         size = int(min(max(guess // unit * unit, low + unit), high - unit, largest))
 
 
-def _limit_on_line(plans: Mapping[int, Plan], last: int, low: int, high: float) -> float:
+def _limit_on_line(
+    plans: Mapping[int, Plan], last: int, low: int, high: float
+) -> float:
     """Return the batch size at which a line through two known points reaches the memory limit.
 
     The points are the largest size that fits and the smallest that does not. If one is missing,

@@ -233,8 +233,14 @@ class Plan:
 
     def line(self) -> str:
         """Return the plan in one line: step time and memory of a device."""
-        memory = f"{show_bytes(self.memory.peak)} of {show_bytes(self.limit)} per device"
-        return f"{self.times.total * 1e3:.1f} ms per step, {memory}" if self.times else memory
+        memory = (
+            f"{show_bytes(self.memory.peak)} of {show_bytes(self.limit)} per device"
+        )
+        return (
+            f"{self.times.total * 1e3:.1f} ms per step, {memory}"
+            if self.times
+            else memory
+        )
 
     def as_json(self) -> Json:
         """Return the plan as a JSON object, with the figures that follow from its fields.
@@ -273,13 +279,20 @@ class Plan:
             raise ValueError(f"plan.mesh: {plan.mesh} is not a mesh.")
         for leaf in plan.leaves:
             if len(leaf.axes) > len(leaf.shape) or len(leaf.shape) > MAX_DIMS:
-                raise ValueError(f"plan.leaves: '{leaf.path}' has a shape that cannot be sharded.")
+                raise ValueError(
+                    f"plan.leaves: '{leaf.path}' has a shape that cannot be sharded."
+                )
         if plan.times is not None and not plan.times.total:
             raise ValueError("plan.times.total: 0 seconds per step.")
-        for name, expected in (("num_devices", plan.num_devices), ("peak", plan.memory.peak)):
+        for name, expected in (
+            ("num_devices", plan.num_devices),
+            ("peak", plan.memory.peak),
+        ):
             written = _checked(obj, dict, "an object", "plan").get(name, expected)
             if written != expected:
-                raise ValueError(f"plan.{name}: {reprlib.repr(written)} instead of {expected}.")
+                raise ValueError(
+                    f"plan.{name}: {reprlib.repr(written)} instead of {expected}."
+                )
         return plan
 
 
@@ -329,7 +342,9 @@ def _decode(annotation: object, value: object, where: str) -> object:
         return decoded
     if origin is list or origin is tuple:
         items = _checked(value, (list, tuple), "a list", where)
-        return origin(_decode(args[0], item, f"{where}[{i}]") for i, item in enumerate(items))
+        return origin(
+            _decode(args[0], item, f"{where}[{i}]") for i, item in enumerate(items)
+        )
     return _decode_scalar(annotation, value, where)
 
 
@@ -359,7 +374,9 @@ def _decode_scalar(annotation: object, value: object, where: str) -> object:
     raise ValueError(f"{where}: {reprlib.repr(value)} is out of range.")
 
 
-def _checked(value: object, kind: type[T] | tuple[type[T], ...], expected: str, where: str) -> T:
+def _checked(
+    value: object, kind: type[T] | tuple[type[T], ...], expected: str, where: str
+) -> T:
     if not isinstance(value, kind):
         raise ValueError(f"{where}: {reprlib.repr(value)} is not {expected}.")
     return value

@@ -80,7 +80,9 @@ class Estimate:
         for axes, seconds in other.network.items():
             self.network[axes] = self.network.get(axes, 0.0) + seconds * times
         for kernel, calls in other.unknown_kernels.items():
-            self.unknown_kernels[kernel] = self.unknown_kernels.get(kernel, 0) + calls * times
+            self.unknown_kernels[kernel] = (
+                self.unknown_kernels.get(kernel, 0) + calls * times
+            )
         for traffic in other.traffic.values():
             self.add_traffic(
                 replace(
@@ -126,7 +128,9 @@ class Estimate:
         if work.flops or work.bytes:
             seconds += chip.launch
         if work.kernel and not work.is_known:
-            self.unknown_kernels[work.kernel] = self.unknown_kernels.get(work.kernel, 0) + 1
+            self.unknown_kernels[work.kernel] = (
+                self.unknown_kernels.get(work.kernel, 0) + 1
+            )
         self.seconds += seconds
         self.flops += work.flops
         self.bytes += work.bytes
@@ -214,7 +218,11 @@ class _Walk:
                     wait_for(key)
             elif _is_done(op):
                 start = computation.by_name.get(op.operands[0].partition("#")[0])
-                started = None if start is None else self.program.collective(start, computation)
+                started = (
+                    None
+                    if start is None
+                    else self.program.collective(start, computation)
+                )
                 if started is not None and _key(started) in pending:
                     wait_for(_key(started))
             else:
@@ -257,7 +265,9 @@ class _Walk:
 
 def _is_done(op: Op) -> bool:
     """Return whether an instruction waits for the result of a collective."""
-    return op.opcode.endswith("-done") and op.opcode != "send-done" and bool(op.operands)
+    return (
+        op.opcode.endswith("-done") and op.opcode != "send-done" and bool(op.operands)
+    )
 
 
 def _key(collective: Collective) -> str:
@@ -296,7 +306,9 @@ class _Links:
         self.devices: list[Device] = list(mesh.devices.flat)
         self.extent: list[int] = []
         if hasattr(self.devices[0], "coords"):
-            self.extent = [len(set(column)) for column in _coords(self.devices).T.tolist()]
+            self.extent = [
+                len(set(column)) for column in _coords(self.devices).T.tolist()
+            ]
         self.routes: dict[_RouteKey, _Route] = {}
 
     def traffic(self, collective: Collective) -> Traffic:
@@ -332,7 +344,9 @@ class _Links:
             members = max(groups, key=lambda pair: abs(pair[0] - pair[-1]))
         places = np.array(np.unravel_index(members, self.axis_sizes)).T
         spanned = [
-            name for i, name in enumerate(self.axis_names) if len(set(places[:, i].tolist())) > 1
+            name
+            for i, name in enumerate(self.axis_names)
+            if len(set(places[:, i].tolist())) > 1
         ]
         link, rate = self.rate([self.devices[member] for member in members])
         return _Route("*".join(spanned) or "none", len(members), link, rate)

@@ -146,7 +146,12 @@ class Search:
         """All entries, best first: by status, then by time."""
         return sorted(
             self.entries.values(),
-            key=lambda entry: (_RANK[entry.status], entry.seconds, entry.expected, entry.peak),
+            key=lambda entry: (
+                _RANK[entry.status],
+                entry.seconds,
+                entry.expected,
+                entry.peak,
+            ),
         )
 
     @property
@@ -158,7 +163,11 @@ class Search:
     @property
     def waiting(self) -> list[Entry]:
         """The entries that could be compiled next."""
-        return [entry for entry in self.entries.values() if entry.status == Status.NOT_COMPILED]
+        return [
+            entry
+            for entry in self.entries.values()
+            if entry.status == Status.NOT_COMPILED
+        ]
 
     def add(self, entry: Entry) -> None:
         """Add an entry, or replace that of the same candidate."""
@@ -203,7 +212,9 @@ def search(
     *,
     budget: int | None = None,
     result: Search | None = None,
-    before_compile: Callable[[Search, Candidate], None] = lambda search, candidate: None,
+    before_compile: Callable[[Search, Candidate], None] = lambda search, candidate: (
+        None
+    ),
 ) -> Search:
     """Compile candidates until no other is expected to be faster than the best one.
 
@@ -398,18 +409,24 @@ class _Predictor:
         # Share of the collectives along each axis that no computation hides.
         self.waited: dict[str, float] = {}
 
-    def add(self, candidate: Candidate, run: Run, spec: StateSpec, examples: float) -> None:
+    def add(
+        self, candidate: Candidate, run: Run, spec: StateSpec, examples: float
+    ) -> None:
         """Add a candidate with `examples` examples per device."""
         item_bytes = 2 if run.compute_dtype in ("bfloat16", "float16") else 4
         used = stored = 0
         for path, placement in spec.params.items():
             used += math.prod(spec.at_use(path).shard_shape(placement.shape))
-            stored += math.prod(spec.sharding(placement.spec).shard_shape(placement.shape))
+            stored += math.prod(
+                spec.sharding(placement.spec).shard_shape(placement.shape)
+            )
         axes = spec.mesh.shape.items()
         self.sizes[candidate] = _Sizes(
             mesh=spec.mesh,
             kind=tuple(value for name, value in candidate.options if name != SAVING),
-            num_tensor=math.prod(size for name, size in axes if name not in run.rules.batch),
+            num_tensor=math.prod(
+                size for name, size in axes if name not in run.rules.batch
+            ),
             used_bytes=used * item_bytes,
             stored_bytes=stored * item_bytes,
             state_bytes=float(spec.bytes_per_device),
@@ -436,7 +453,9 @@ class _Predictor:
             else:
                 moved = self.bytes_per_example * sizes.examples * sizes.accumulate
             waited = self.waited.get(axis, DEFAULT_WAITED)
-            total += waited * moved * (size - 1) / size / axis_rate(sizes.mesh, chip, axis)
+            total += (
+                waited * moved * (size - 1) / size / axis_rate(sizes.mesh, chip, axis)
+            )
         return total
 
     def _compute_seconds(self, sizes: _Sizes) -> float:

@@ -30,7 +30,10 @@ QUIET_TPU = {
 }
 # TPUs whose chips are connected in three dimensions. The others have two.
 TORUS_3D = ("v4", "v5p", "tpu7x")
-CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+CGROUP_LIMITS = (
+    "/sys/fs/cgroup/memory.max",
+    "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+)
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,9 @@ def local_target() -> Target:
     """Return all devices of the run that this process belongs to."""
     devices = tuple(jax.devices())
     kind = devices[0].device_kind
-    return Target(devices[0].platform, devices, find_chip(kind), _memory_limit(devices), kind)
+    return Target(
+        devices[0].platform, devices, find_chip(kind), _memory_limit(devices), kind
+    )
 
 
 def find_target(text: str) -> Target:
@@ -136,7 +141,10 @@ def _absent_gpus(text: str, count: int) -> list[jax.Device]:
     here with a dump.
     """
     with tempfile.TemporaryDirectory() as folder:
-        options: dict[str, str | bool] = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        options: dict[str, str | bool] = {
+            "xla_dump_to": folder,
+            "xla_dump_hlo_as_text": True,
+        }
         jax.jit(lambda x: x + 1).lower(jnp.zeros(())).compile(compiler_options=options)
         dumped = next(iter(Path(folder).glob("*gpu_target_config.pbtxt")), None)
         config = dumped.read_text() if dumped is not None else ""
@@ -159,7 +167,9 @@ def _absent_gpus(text: str, count: int) -> list[jax.Device]:
 def _tpu(text: str, name: str, size: str, num_slices: int) -> Target:
     if not size:
         example = "2x2x1" if name in TORUS_3D else "2x2"
-        raise ConfigError(f"target '{text}': how many chips? For example {name}:{example}.")
+        raise ConfigError(
+            f"target '{text}': how many chips? For example {name}:{example}."
+        )
     for variable, value in QUIET_TPU.items():
         os.environ.setdefault(variable, value)
     options: dict[str, str | int] = {"num_slices": num_slices} if num_slices > 1 else {}
@@ -167,7 +177,9 @@ def _tpu(text: str, name: str, size: str, num_slices: int) -> Target:
         # The two cores of a chip act as one device.
         options["chip_config_name"] = "megacore"
     try:
-        topology = topologies.get_topology_desc(f"{name}:{size}", platform="tpu", **options)
+        topology = topologies.get_topology_desc(
+            f"{name}:{size}", platform="tpu", **options
+        )
     except Exception as error:
         message = str(error).strip()
         if "libtpu" in message.lower() and "topology" not in message.lower():
@@ -183,7 +195,9 @@ def _tpu(text: str, name: str, size: str, num_slices: int) -> Target:
     devices: tuple[jax.Device, ...] = tuple(topology.devices)
     chip = find_chip(TPU_NAMES[name])
     assert chip is not None
-    return Target(text, devices, chip, chip.memory - chip.reserved, devices[0].device_kind)
+    return Target(
+        text, devices, chip, chip.memory - chip.reserved, devices[0].device_kind
+    )
 
 
 def _memory_limit(devices: Sequence[jax.Device]) -> float:
@@ -194,7 +208,11 @@ def _memory_limit(devices: Sequence[jax.Device]) -> float:
     if "bytes_limit" in stats:
         return float(stats["bytes_limit"])
     chip = find_chip(devices[0].device_kind)
-    return chip.memory - chip.reserved if chip is not None else _host_memory() / len(devices)
+    return (
+        chip.memory - chip.reserved
+        if chip is not None
+        else _host_memory() / len(devices)
+    )
 
 
 def _host_memory() -> float:

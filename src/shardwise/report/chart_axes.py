@@ -62,7 +62,10 @@ def x_axes(
         (unit,) = units
         seen = [_thin(units_seen(run, unit), max_points) for run in runs]
         axes.append(XAxis("units", unit[:MAX_LABEL], seen))
-    times = [running_seconds(run, account) for run, account in zip(runs, accounts, strict=True)]
+    times = [
+        running_seconds(run, account)
+        for run, account in zip(runs, accounts, strict=True)
+    ]
     axes.append(XAxis("time", "time", [_thin(column, max_points) for column in times]))
     return [axis for axis in axes if all(len(axis.runs[i]) for i in drawn)]
 
@@ -120,6 +123,8 @@ def _thin(column: Column, max_points: int) -> Column:
     if len(column) <= max_points:
         return column
     spaced = np.linspace(0, len(column) - 1, max_points).round().astype(np.int64)
-    jumps: NDArray[np.int64] = np.argpartition(np.diff(column.values), -NUM_JUMPS)[-NUM_JUMPS:]
+    jumps: NDArray[np.int64] = np.argpartition(np.diff(column.values), -NUM_JUMPS)[
+        -NUM_JUMPS:
+    ]
     kept = np.unique(np.concatenate([spaced, jumps, jumps + 1]))
     return Column(column.steps[kept], column.values[kept])

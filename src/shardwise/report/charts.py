@@ -216,7 +216,9 @@ def make_series(
 def _part_begins(steps: NDArray[np.int64], num_parts: int) -> NDArray[np.int64]:
     """Return the index of the first step in each part of the range, skipping empty parts."""
     edges = np.linspace(float(steps[0]), float(steps[-1]) + 1, num_parts + 1)
-    begins: NDArray[np.int64] = np.unique(np.searchsorted(steps, edges[:-1], side="left"))
+    begins: NDArray[np.int64] = np.unique(
+        np.searchsorted(steps, edges[:-1], side="left")
+    )
     return begins[begins < len(steps)]
 
 
@@ -245,7 +247,9 @@ def legend_line(style: LineStyle, has_marker: bool) -> str:
     line = f'<path class="line {style.color} {style.dash}" d="M0 6H32"/>'
     marker = ""
     if has_marker:
-        marker = f'<use href="#{style.marker}" class="mark {style.color}" x="16" y="6"/>'
+        marker = (
+            f'<use href="#{style.marker}" class="mark {style.color}" x="16" y="6"/>'
+        )
     return f'<svg class="sample" viewBox="0 0 32 12" aria-hidden="true">{line}{marker}</svg>'
 
 
@@ -280,7 +284,9 @@ def sketch(chart: Chart) -> str:
             for x, y in zip(series.x, series.y, strict=True)
         ]
         style = series.style
-        parts.append(f'<path class="line {style.color} {style.dash}" d="M{"L".join(points)}"/>')
+        parts.append(
+            f'<path class="line {style.color} {style.dash}" d="M{"L".join(points)}"/>'
+        )
     return "".join(parts)
 
 

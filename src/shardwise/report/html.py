@@ -49,7 +49,11 @@ def page(
     style = _read_assets(assets, "css")
     script = _read_assets(assets, "js") + "enhance(document);\n"
     attributes = f" {body_attributes}" if body_attributes else ""
-    links = [f'<a href="#{name.lower()}">{name}</a>' for name, text in sections.items() if text]
+    links = [
+        f'<a href="#{name.lower()}">{name}</a>'
+        for name, text in sections.items()
+        if text
+    ]
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -173,7 +177,9 @@ class BarSegment:
     color: str
 
 
-def stacked_bar(segments: Sequence[BarSegment], total: float, limit: float | None = None) -> str:
+def stacked_bar(
+    segments: Sequence[BarSegment], total: float, limit: float | None = None
+) -> str:
     """Return a bar of all segments.
 
     Args:
@@ -194,8 +200,12 @@ def stacked_bar(segments: Sequence[BarSegment], total: float, limit: float | Non
     line = ""
     if limit is not None:
         classes = "stacked limited"
-        line = f'<i class="limit" style="left:{100 * limit / total:.3f}%"><b>limit</b></i>'
-    label = escape(", ".join(f"{segment.label} {segment.shown}" for segment in segments))
+        line = (
+            f'<i class="limit" style="left:{100 * limit / total:.3f}%"><b>limit</b></i>'
+        )
+    label = escape(
+        ", ".join(f"{segment.label} {segment.shown}" for segment in segments)
+    )
     return f'<div class="{classes}" role="img" aria-label="{label}">{"".join(spans)}{line}</div>'
 
 

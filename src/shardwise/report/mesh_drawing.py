@@ -49,7 +49,9 @@ class Direction:
     length: float
 
 
-def _arrange(axes: list[DrawnAxis], cell_size: float, gaps: Sequence[float]) -> Direction:
+def _arrange(
+    axes: list[DrawnAxis], cell_size: float, gaps: Sequence[float]
+) -> Direction:
     """Arrange nested axes along one direction.
 
     Args:
@@ -127,7 +129,9 @@ class Grid:
 
     def _column_labels(self) -> Iterable[str]:
         """Yield one line per horizontal axis above the cells, the innermost axis next to them."""
-        pairs = zip(reversed(self.across.axes), reversed(self.across.labels), strict=True)
+        pairs = zip(
+            reversed(self.across.axes), reversed(self.across.labels), strict=True
+        )
         for i, (axis, labels) in enumerate(pairs):
             y = -LINE_HEIGHT * (i + 0.5) - 3
             yield svg_text(-8, y, _shorten(axis.name), "axis end")
@@ -203,7 +207,10 @@ def _split_axes(sizes: Mapping[str, int]) -> tuple[list[DrawnAxis], list[DrawnAx
             if size > max_cells:
                 coordinates = [*range(max_cells - 1), size - 1]
             axis = DrawnAxis(index, name, coordinates)
-            is_last, is_second_to_last = index == len(sizes) - 1, index == len(sizes) - 2
+            is_last, is_second_to_last = (
+                index == len(sizes) - 1,
+                index == len(sizes) - 2,
+            )
             fits_across = num_columns * len(coordinates) <= MAX_COLUMNS
             if is_last or (fits_across and not is_second_to_last):
                 across.insert(0, axis)

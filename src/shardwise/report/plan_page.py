@@ -154,7 +154,9 @@ def _tiles(plan: Plan, chips: str) -> list[str]:
 
 
 def _run_facts(plan: Plan) -> dict[str, str]:
-    batch = ", ".join(f"{name} {shape_text(shape)}" for name, shape in plan.batch.items())
+    batch = ", ".join(
+        f"{name} {shape_text(shape)}" for name, shape in plan.batch.items()
+    )
     return {
         "mesh": escape(mesh_text(plan.mesh)),
         "options": escape(options_text(plan.options)),
@@ -201,10 +203,14 @@ def _times(times: Times) -> str:
         ("memory", times.memory, "instructions bound by memory bandwidth"),
     ]
     for axes, seconds in times.network.items():
-        parts.append((f"network on {axes}", seconds, f"waiting for collectives over {axes}"))
+        parts.append(
+            (f"network on {axes}", seconds, f"waiting for collectives over {axes}")
+        )
     segments = [
         # Colors that the memory section has not used for something else.
-        BarSegment(name, seconds, f"≈ {show_short_time(seconds)}", note, f"k{(i + 5) % 8}")
+        BarSegment(
+            name, seconds, f"≈ {show_short_time(seconds)}", note, f"k{(i + 5) % 8}"
+        )
         for i, (name, seconds, note) in enumerate(parts)
     ]
 

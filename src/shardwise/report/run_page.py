@@ -42,7 +42,9 @@ def report_page(runs: Sequence[RunRecord], watch: float | None = None) -> str:
         title, kind = f"Comparison of {len(runs)} runs", "Run report"
         sections = _comparison_sections(summaries)
     if watch is None:
-        footer = f"Made {show_moment(time.time())}. This file makes no network requests."
+        footer = (
+            f"Made {show_moment(time.time())}. This file makes no network requests."
+        )
         return page(title, kind, sections, footer=footer, assets=ASSETS)
     return page(
         title,

@@ -10,7 +10,11 @@ from shardwise.text import show_bytes
 
 WIDTH, HEIGHT = 560.0, 260.0
 GIB = 2.0**30
-LEGEND = {"chosen": "◆ chosen", "compiled": "● compiled", "grey": "○ estimated or too large"}
+LEGEND = {
+    "chosen": "◆ chosen",
+    "compiled": "● compiled",
+    "grey": "○ estimated or too large",
+}
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,9 @@ def _axes(memory_ticks: Sequence[float], time_ticks: Sequence[float]) -> list[st
             parts.append(f'<path class="rule" d="M0 {y:.1f}H{WIDTH:.0f}"/>')
         parts.append(svg_text(-8, y, f"{tick:g}", "place end"))
     parts.append(f'<path class="frame" d="M0 0V{HEIGHT:.0f}H{WIDTH:.0f}"/>')
-    parts.append(svg_text(WIDTH / 2, HEIGHT + 38, "peak memory per device (GiB)", "axis"))
+    parts.append(
+        svg_text(WIDTH / 2, HEIGHT + 38, "peak memory per device (GiB)", "axis")
+    )
     parts.append(svg_text(-58, HEIGHT / 2, "≈ step time (ms)", "axis", rotated=True))
     return parts
 
@@ -100,5 +106,7 @@ def _ticks_from_zero(largest: float) -> list[float]:
     rough_step = max(largest, 1e-9) / 5
     power = 10.0 ** math.floor(math.log10(rough_step))
     factors = (1, 2, 2.5, 5, 10)
-    step = next(power * factor for factor in factors if power * factor >= rough_step * 0.999)
+    step = next(
+        power * factor for factor in factors if power * factor >= rough_step * 0.999
+    )
     return [step * i for i in range(math.ceil(largest * 1.02 / step) + 1)]

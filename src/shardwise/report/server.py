@@ -42,7 +42,9 @@ class PageServer(ThreadingHTTPServer):
     def __init__(self, make_page: Callable[[], tuple[str, str]], port: int = 0):
         super().__init__(("127.0.0.1", port), _Handler)
         self.token = secrets.token_urlsafe(24)
-        self.hosts = {f"{name}:{self.server_port}" for name in ("127.0.0.1", "localhost")}
+        self.hosts = {
+            f"{name}:{self.server_port}" for name in ("127.0.0.1", "localhost")
+        }
         self._make_page = make_page
         self._lock = threading.Lock()
 
@@ -96,10 +98,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _refuse(self, reason: str) -> None:
         with_body = self.command != "HEAD"
-        self._send(HTTPStatus.FORBIDDEN, f"{reason}\n".encode(), "text/plain", with_body)
+        self._send(
+            HTTPStatus.FORBIDDEN, f"{reason}\n".encode(), "text/plain", with_body
+        )
 
     def _send(
-        self, status: HTTPStatus, content: bytes, kind: str, with_body: bool, tag: str = ""
+        self,
+        status: HTTPStatus,
+        content: bytes,
+        kind: str,
+        with_body: bool,
+        tag: str = "",
     ) -> None:
         self.send_response(status)
         for name, value in HEADERS.items():

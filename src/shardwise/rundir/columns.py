@@ -97,7 +97,10 @@ class MetricsFile:
                 self._offset += len(rest)
                 self.bad_lines += 1
                 rest = b""
-        if rest.endswith(b"}") and parse_line(rest.decode(errors="replace")) is not None:
+        if (
+            rest.endswith(b"}")
+            and parse_line(rest.decode(errors="replace")) is not None
+        ):
             self._offset += len(rest)
             self._add_lines(rest)
 

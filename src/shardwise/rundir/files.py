@@ -93,7 +93,9 @@ class RunRecord:
     @property
     def last_step(self) -> int:
         """The last step of any metric, or 0."""
-        return max((int(c.steps[-1]) for c in self.columns.values() if len(c)), default=0)
+        return max(
+            (int(c.steps[-1]) for c in self.columns.values() if len(c)), default=0
+        )
 
     @property
     def num_steps(self) -> int | None:
@@ -184,13 +186,17 @@ class RunFiles:
                 self._metrics.read(descriptor)
                 written = os.fstat(descriptor).st_mtime
         except FileNotFoundError:
-            notes.append("metrics.jsonl is missing: no step has run yet, or it was removed.")
+            notes.append(
+                "metrics.jsonl is missing: no step has run yet, or it was removed."
+            )
             self._metrics = MetricsFile()
         except OSError as error:
             notes.append(f"metrics.jsonl cannot be read: {_reason(error)}.")
             self._metrics = MetricsFile()
         if bad_lines := self._metrics.bad_lines:
-            notes.append(f"metrics.jsonl: skipped {bad_lines:,} lines that are not records.")
+            notes.append(
+                f"metrics.jsonl: skipped {bad_lines:,} lines that are not records."
+            )
         if num_dropped := self._metrics.num_dropped:
             notes.append(
                 f"metrics.jsonl: skipped {num_dropped:,} values, because it has more than "
@@ -202,7 +208,9 @@ class RunFiles:
 def _measured(values: object) -> dict[str, float | None]:
     if not isinstance(values, dict):
         return {}
-    return {name: value if is_finite(value, 0) else None for name, value in values.items()}
+    return {
+        name: value if is_finite(value, 0) else None for name, value in values.items()
+    }
 
 
 def _reason(error: Exception) -> str:
@@ -244,7 +252,9 @@ def _read_bytes(directory: int, *names: str, limit: int = MAX_FILE_BYTES) -> byt
         return b"".join(parts)
 
 
-def _read_object(directory: int, name: str, notes: list[str], is_required: bool = False) -> Json:
+def _read_object(
+    directory: int, name: str, notes: list[str], is_required: bool = False
+) -> Json:
     """Return the JSON object in a file; it is empty, with a note, if there is none."""
     try:
         content = json.loads(_read_bytes(directory, name).decode(errors="replace"))
@@ -275,7 +285,9 @@ def _read_lines(directory: int, name: str, notes: list[str]) -> list[Json]:
     parsed = [parse_line(line) for line in lines]
     records = [record for record in parsed if record is not None]
     if len(records) < len(lines):
-        notes.append(f"{name}: skipped {len(lines) - len(records):,} lines that are not records.")
+        notes.append(
+            f"{name}: skipped {len(lines) - len(records):,} lines that are not records."
+        )
     return [record for record in records if is_finite(record.get("step"), 0)]
 
 
@@ -325,7 +337,9 @@ def _read_owner(directory: int) -> Json:
     ended on this machine.
     """
     try:
-        owner = json.loads(_read_bytes(directory, "lock", limit=MAX_LOCK_BYTES) or b"{}")
+        owner = json.loads(
+            _read_bytes(directory, "lock", limit=MAX_LOCK_BYTES) or b"{}"
+        )
     except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(owner, dict):

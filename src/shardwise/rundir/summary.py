@@ -56,7 +56,10 @@ class Summary:
             name: {"best": best, "step": at, "last": last}
             for name, (best, at, last) in self.held_out.items()
         }
-        rates = {f"{name.removesuffix('/s')}_per_s": rate for name, rate in self.rates.items()}
+        rates = {
+            f"{name.removesuffix('/s')}_per_s": rate
+            for name, rate in self.rates.items()
+        }
         starts = []
         for start in self.account.starts:
             fields = dataclasses.asdict(start)

@@ -164,7 +164,9 @@ def account(run: RunRecord) -> Account:
             down = max(0.0, begun - previous_end)
         kinds = {kind: seconds[kind] for kind in KINDS if seconds.get(kind, 0.0) > 0}
         starts.append(Start(records.step, last, begun, end, kinds, down, again))
-    return Account(starts, _total_seconds(starts), _wall(starts), max(0.0, useful), is_estimated)
+    return Account(
+        starts, _total_seconds(starts), _wall(starts), max(0.0, useful), is_estimated
+    )
 
 
 @dataclass(frozen=True)
@@ -256,10 +258,19 @@ def _valid_lines(records: Iterable[Json]) -> list[_Line]:
         seconds = record.get("seconds")
         valid = {}
         if isinstance(seconds, dict):
-            valid = {k: float(v) for k, v in seconds.items() if is_finite(v, 0) and v < MAX_SECONDS}
+            valid = {
+                k: float(v)
+                for k, v in seconds.items()
+                if is_finite(v, 0) and v < MAX_SECONDS
+            }
         start = record.get("start")
         lines.append(
-            _Line(int(record["step"]), time, valid, float(start) if is_finite(start) else None)
+            _Line(
+                int(record["step"]),
+                time,
+                valid,
+                float(start) if is_finite(start) else None,
+            )
         )
     return lines
 
@@ -273,7 +284,11 @@ def _starting_seconds(line: _Line | None) -> dict[Kind, float]:
     by_kind: dict[Kind, float] = {}
     for name, seconds in line.seconds.items() if line is not None else ():
         phase = Phase.of(name)
-        kind = STARTING_KINDS.get(phase, Kind.OTHER_STARTING) if phase else Kind.OTHER_STARTING
+        kind = (
+            STARTING_KINDS.get(phase, Kind.OTHER_STARTING)
+            if phase
+            else Kind.OTHER_STARTING
+        )
         by_kind[kind] = by_kind.get(kind, 0.0) + seconds
     return by_kind
 
@@ -289,7 +304,9 @@ def _seconds_before(following: _Line | None, starting: list[_Line]) -> float:
 
 def _last_phases(phases: list[_Line], since: float, limit: float) -> _Line | None:
     """Return the last phase line of a start: one that names it, or else one in its time."""
-    named = [p for p in phases if p.start is not None and abs(p.start - since) < SAME_TIME]
+    named = [
+        p for p in phases if p.start is not None and abs(p.start - since) < SAME_TIME
+    ]
     candidates = named or [p for p in phases if since <= p.time < limit]
     return max(candidates, key=_time, default=None)
 
@@ -342,7 +359,9 @@ def _end(
         seconds: its known time by kind.
         written: when `metrics.jsonl` was last written.
     """
-    signs = [line.time for line in (records.starting, records.phases) if line is not None]
+    signs = [
+        line.time for line in (records.starting, records.phases) if line is not None
+    ]
     for time in records.times.values[-1:].tolist():
         if moment(time) is not None and records.since <= time < records.limit:
             signs.append(time)
@@ -367,14 +386,18 @@ def _last_step(records: _StartRecords, last_of_run: int) -> int | None:
 
 
 def _total_seconds(starts: list[Start]) -> dict[Kind, float]:
-    totals = {kind: sum(start.seconds.get(kind, 0.0) for start in starts) for kind in KINDS}
+    totals = {
+        kind: sum(start.seconds.get(kind, 0.0) for start in starts) for kind in KINDS
+    }
     totals[Kind.DOWN] = sum(start.down or 0.0 for start in starts)
     return {kind: seconds for kind, seconds in totals.items() if seconds > 0}
 
 
 def _wall(starts: list[Start]) -> float | None:
     """Return the seconds between the first moment and the last, of starts that have both."""
-    spans = [(s.begun, s.end) for s in starts if s.begun is not None and s.end is not None]
+    spans = [
+        (s.begun, s.end) for s in starts if s.begun is not None and s.end is not None
+    ]
     if not spans:
         return None
     return max(end for _, end in spans) - min(begun for begun, _ in spans)
@@ -397,4 +420,6 @@ def _skipped_seconds(skipped: Column, spent: Column, waited: Column) -> float:
 
 def _sum_at(column: Column, steps: NDArray[np.int64]) -> float:
     selected = np.isin(column.steps, steps)
-    return float(_valid_seconds(Column(column.steps[selected], column.values[selected])).sum())
+    return float(
+        _valid_seconds(Column(column.steps[selected], column.values[selected])).sum()
+    )

@@ -105,7 +105,9 @@ def make_trackers(names: Sequence[str]) -> tuple[Tracker, ...]:
     if missing:
         options = " ".join(f"--track {name}" for name in missing)
         extras = ",".join(missing)
-        raise ConfigError(f"{options}: not installed. Run: pip install 'shardwise[{extras}]'")
+        raise ConfigError(
+            f"{options}: not installed. Run: pip install 'shardwise[{extras}]'"
+        )
     return tuple(_make_tracker(name) for name in unique)
 
 
@@ -126,9 +128,13 @@ class Tracking:
         warn: prints a warning; also called from the threads of the trackers.
     """
 
-    def __init__(self, trackers: Sequence[Tracker], run: TrackedRun, seen: int, warn: Warn):
+    def __init__(
+        self, trackers: Sequence[Tracker], run: TrackedRun, seen: int, warn: Warn
+    ):
         ids = _RunIds(run.directory / "trackers.json")
-        self._channels = [_Channel(tracker, run, seen, ids, warn) for tracker in trackers]
+        self._channels = [
+            _Channel(tracker, run, seen, ids, warn) for tracker in trackers
+        ]
 
     def log(self, step: int, values: Mapping[str, object]) -> None:
         """Queue the numbers among `values`; other types and the key "step" are skipped."""
@@ -191,7 +197,9 @@ class _TextRecord:
 class _Channel:
     """One tracker, its thread and its queue."""
 
-    def __init__(self, tracker: Tracker, run: TrackedRun, seen: int, ids: _RunIds, warn: Warn):
+    def __init__(
+        self, tracker: Tracker, run: TrackedRun, seen: int, ids: _RunIds, warn: Warn
+    ):
         self._tracker = tracker
         self._ids = ids
         self._warn = warn

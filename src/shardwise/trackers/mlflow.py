@@ -50,10 +50,13 @@ class MLflow:
                 return run.id
         name = self.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         existing = client.get_experiment_by_name(name)
-        experiment_id = existing.experiment_id if existing else client.create_experiment(name)
+        experiment_id = (
+            existing.experiment_id if existing else client.create_experiment(name)
+        )
         self._id = str(client.create_run(experiment_id, run_name=run.name).info.run_id)
         params = [
-            Param(key, str(value)[:MAX_PARAM_LENGTH]) for key, value in _flatten(run.config).items()
+            Param(key, str(value)[:MAX_PARAM_LENGTH])
+            for key, value in _flatten(run.config).items()
         ]
         client.log_batch(self._id, params=params[:MAX_PARAMS])
         return self._id
@@ -69,7 +72,9 @@ class MLflow:
             for name, value in values.items()
         ]
         for start in range(0, len(metrics), MAX_METRICS):
-            self._client.log_batch(self._id, metrics=metrics[start : start + MAX_METRICS])
+            self._client.log_batch(
+                self._id, metrics=metrics[start : start + MAX_METRICS]
+            )
 
     def text(self, step: int, name: str, text: str) -> None:
         """Store a text as the artifact `NAME/STEP.txt`."""
@@ -77,7 +82,10 @@ class MLflow:
 
     def finish(self, exit_code: int) -> None:
         """Set the final status of the run."""
-        statuses: dict[int, str] = {ExitCode.DONE: "FINISHED", ExitCode.STOPPED: "KILLED"}
+        statuses: dict[int, str] = {
+            ExitCode.DONE: "FINISHED",
+            ExitCode.STOPPED: "KILLED",
+        }
         self._client.set_terminated(self._id, statuses.get(exit_code, "FAILED"))
 
 

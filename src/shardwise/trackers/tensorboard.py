@@ -29,7 +29,9 @@ class TensorBoard:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._writer = EventFileWriter(str(self.directory or run.directory / "tensorboard"))
+        self._writer = EventFileWriter(
+            str(self.directory or run.directory / "tensorboard")
+        )
         if run.id is None:
             self.text(run.step, "config", json.dumps(run.config, indent=2, default=str))
         else:
@@ -45,7 +47,8 @@ class TensorBoard:
 
         for step, values in records:
             scalars = [
-                Summary.Value(tag=name, simple_value=value) for name, value in values.items()
+                Summary.Value(tag=name, simple_value=value)
+                for name, value in values.items()
             ]
             self._add(step, Summary(value=scalars))
         self._writer.flush()
@@ -64,7 +67,10 @@ class TensorBoard:
         tensor = TensorProto(dtype=DT_STRING, string_val=content, tensor_shape=shape)
         plugin = SummaryMetadata.PluginData(plugin_name="text")
         metadata = SummaryMetadata(plugin_data=plugin)
-        self._add(step, Summary(value=[Summary.Value(tag=name, metadata=metadata, tensor=tensor)]))
+        self._add(
+            step,
+            Summary(value=[Summary.Value(tag=name, metadata=metadata, tensor=tensor)]),
+        )
 
     def finish(self, exit_code: int) -> None:
         """Flush and close the event file."""

@@ -29,7 +29,12 @@ class Trackio:
         import trackio
 
         name = run.id or f"{run.name}-{uuid.uuid4().hex[:6]}"
-        options = {"embed": False, "resume": "allow", "config": dict(run.config), **self.options}
+        options = {
+            "embed": False,
+            "resume": "allow",
+            "config": dict(run.config),
+            **self.options,
+        }
         self._markdown = trackio.Markdown
         self._run = trackio.init(project=self.project or PROJECT, name=name, **options)
         return name

@@ -167,7 +167,10 @@ class BadSteps:
         try:
             _write_report(place, report, batch, self.prepared.step.layout.ranges)
         except OSError as error:
-            warn(self.console, f"{text}; {place} could not be written: {error.strerror or error}")
+            warn(
+                self.console,
+                f"{text}; {place} could not be written: {error.strerror or error}",
+            )
             return
         warn(self.console, f"{text}; details in {place}")
 
@@ -190,7 +193,12 @@ class BadSteps:
         return batch, next(filter(None, problems), "")
 
     def _measure(
-        self, report: BadStep, batch: Batch | None, problem: str, n: int, state: TrainState
+        self,
+        report: BadStep,
+        batch: Batch | None,
+        problem: str,
+        n: int,
+        state: TrainState,
     ) -> None:
         """Fill the report, in an order that leaves something if a part fails."""
         spec = self.prepared.spec
@@ -203,7 +211,9 @@ class BadSteps:
             report.first = problem if path is None else _in_parameter(path)
             return
         leaves = named_leaves(batch)
-        report.batch = {name: _describe(np.asarray(leaf)) for name, leaf in leaves.items()}
+        report.batch = {
+            name: _describe(np.asarray(leaf)) for name, leaf in leaves.items()
+        }
         # Random streams depend on the step, so it must be the one that is inspected.
         before = replace(state, step=jnp.full_like(state.step, n - 1))
         gradients, means, _ = step.gradients(before, step.place(batch))
@@ -227,9 +237,13 @@ class BadSteps:
         except Exception:
             return paths
 
-    def _loss(self, params: Params, other: PyTree, batch: Batch, frozen: Params) -> jax.Array:
+    def _loss(
+        self, params: Params, other: PyTree, batch: Batch, frozen: Params
+    ) -> jax.Array:
         definition = self.prepared.spec.definition
-        model = definition.merge(params, other, jax.random.key(self.run.seed), frozen=frozen)
+        model = definition.merge(
+            params, other, jax.random.key(self.run.seed), frozen=frozen
+        )
         return as_means(self.run.loss(model, batch), num_rows(batch))["loss"].value
 
     def _find_first(
@@ -242,7 +256,10 @@ class BadSteps:
         for name, described in report.batch.items():
             share = described["nonfinite"]
             if share:
-                return f"first non-finite values in '{name}' of the batch ({share:.2%} of it)", None
+                return (
+                    f"first non-finite values in '{name}' of the batch ({share:.2%} of it)",
+                    None,
+                )
         if not math.isfinite(report.recomputed["loss"]):
             return self._find_operation(batch, state), None
         gradients = report.gradients
@@ -255,7 +272,9 @@ class BadSteps:
             return f"first non-finite values in the gradient of {path}{index}", path
         largest = max(gradients, key=lambda path: gradients[path].norm, default=None)
         norm = gradients[largest].norm if largest is not None else 0.0
-        text = "all values are finite when computed again; the largest gradient is that of"
+        text = (
+            "all values are finite when computed again; the largest gradient is that of"
+        )
         return f"{text} {largest}, norm {norm:.3g}", largest
 
     def _find_operation(self, batch: Batch, state: TrainState) -> str:
@@ -264,7 +283,9 @@ class BadSteps:
         if self.group.count == 1:
             try:
                 placed = jax.tree.map(jnp.asarray, batch)
-                operation = first_nan(self._loss, state.params, state.other, placed, state.frozen)
+                operation = first_nan(
+                    self._loss, state.params, state.other, placed, state.frozen
+                )
             except Exception:
                 operation = None
         if operation is None:
@@ -287,7 +308,9 @@ def _statistics(leaves: dict[str, jax.Array]) -> dict[str, _Statistics]:
         largest = jnp.max(jnp.abs(clean), initial=0)
         # Scaled, because the squares of large numbers overflow.
         norm = largest * jnp.sqrt(jnp.sum((clean / jnp.maximum(largest, 1e-37)) ** 2))
-        is_bad = jnp.any(~finite, axis=tuple(range(1, x.ndim))) if x.ndim else ~finite[None]
+        is_bad = (
+            jnp.any(~finite, axis=tuple(range(1, x.ndim))) if x.ndim else ~finite[None]
+        )
         first = jnp.argmax(is_bad) if is_bad.size else jnp.zeros((), int)
         return norm, largest, jnp.sum(~finite), first
 
@@ -298,10 +321,14 @@ def _leaf_stats(tree: PyTree, measure: _Measure) -> dict[str, LeafStats]:
     """Return the statistics of each floating-point leaf, by path."""
     leaves = named_leaves(tree)
     floats = {
-        path: leaf for path, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.floating)
+        path: leaf
+        for path, leaf in leaves.items()
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
     }
     stats = {}
-    for path, (norm, largest, num_bad, first) in jax.device_get(measure(floats)).items():
+    for path, (norm, largest, num_bad, first) in jax.device_get(
+        measure(floats)
+    ).items():
         stats[path] = LeafStats(
             shape=list(floats[path].shape),
             norm=float(norm),
@@ -347,7 +374,10 @@ def _describe(leaf: np.ndarray) -> Json:
 
 
 def _write_report(
-    place: Path, report: BadStep, batch: Batch | None, ranges: tuple[tuple[int, int], ...]
+    place: Path,
+    report: BadStep,
+    batch: Batch | None,
+    ranges: tuple[tuple[int, int], ...],
 ) -> None:
     """Write the directory of a step; it appears complete or not at all."""
     temporary = place.with_suffix(".tmp")
@@ -356,8 +386,12 @@ def _write_report(
     if batch is not None:
         report.rows_kept = _write_batch(temporary / "batch.npz", batch)
         report.rows_of_the_batch = [list(part) for part in ranges]
-    known = {name: value for name, value in asdict(report).items() if value not in (None, {})}
-    (temporary / "report.json").write_text(json.dumps(_json_safe(known), indent=1) + "\n")
+    known = {
+        name: value for name, value in asdict(report).items() if value not in (None, {})
+    }
+    (temporary / "report.json").write_text(
+        json.dumps(_json_safe(known), indent=1) + "\n"
+    )
     (temporary / "report.txt").write_text(_table(report))
     # An earlier start of the run may have written it.
     if place.exists():

@@ -116,7 +116,9 @@ def fit(
             store = Checkpoints(run.out / "checkpoints", run.keep, watch.group)
             checkpoints = stack.enter_context(store)
             checkpoints.clean()
-        session = _open_session(run, prepared, checkpoints, describe or {}, console, watch, plan)
+        session = _open_session(
+            run, prepared, checkpoints, describe or {}, console, watch, plan
+        )
         return _run_session(session)
 
 
@@ -135,7 +137,9 @@ def _open_session(
     watch.phase(Phase.VERIFYING)
     saved = None
     if checkpoints is not None:
-        saved = starting.find_checkpoint(run, prepared.spec, checkpoints, about, console)
+        saved = starting.find_checkpoint(
+            run, prepared.spec, checkpoints, about, console
+        )
     start = saved or 0
     evaluations = starting.read_evaluations(run, start, group)
     stop_reason = run.stop_when.why(evaluations) if run.stop_when is not None else None
@@ -212,8 +216,12 @@ def _run_session(session: Session) -> Result:
     if session.group.is_first:
         if session.has_stopped_early:
             n = int(session.state.step)
-            _print(session.console, f"stopped early after step {n}: {session.stop_reason}")
-        print_summary(session.console, session.run, session.log, session.eval_metrics, sample)
+            _print(
+                session.console, f"stopped early after step {n}: {session.stop_reason}"
+            )
+        print_summary(
+            session.console, session.run, session.log, session.eval_metrics, sample
+        )
     return Result(
         spec=session.prepared.spec,
         state=session.state,
@@ -229,13 +237,22 @@ def _run_session(session: Session) -> Result:
 def _tracked(session: Session) -> Iterator[None]:
     """Pass all records on to the trackers of the run while it trains."""
     run, log = session.run, session.log
-    if not run.trackers or run.out is None or log.metrics is None or session.start >= session.until:
+    if (
+        not run.trackers
+        or run.out is None
+        or log.metrics is None
+        or session.start >= session.until
+    ):
         yield
         return
     description = session.description
-    config = {key: value for key, value in description.items() if key not in NOT_TRACKED}
+    config = {
+        key: value for key, value in description.items() if key not in NOT_TRACKED
+    }
     directory = run.out.resolve()
-    tracked = TrackedRun(directory.name, directory, {**config, "steps": run.steps}, session.start)
+    tracked = TrackedRun(
+        directory.name, directory, {**config, "steps": run.steps}, session.start
+    )
     warn_user = partial(warn, session.console)
     log.tracking = Tracking(run.trackers, tracked, log.metrics.seen, warn_user)
     exit_code = 1

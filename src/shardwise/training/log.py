@@ -83,7 +83,9 @@ class RunLog:
         self.tracking: Tracking | None = None
         self.on_bad_step: Callable[[int, str, Json], None] = lambda n, why, values: None
         self.last: Json = {}
-        self.clock = Clock({"compile": plan.compile_seconds} if plan is not None else {})
+        self.clock = Clock(
+            {"compile": plan.compile_seconds} if plan is not None else {}
+        )
         self.waited = 0.0
         self.step_seconds: deque[float] = deque(maxlen=NUM_STEP_TIMES)
         self.starting: dict[str, float] = {}
@@ -122,7 +124,9 @@ class RunLog:
         """Return whether the run was stopped after step `start` but before its evaluation."""
         if start == 0 or not is_evaluation_due(self.run, start):
             return False
-        is_missing = self.metrics is not None and not _has_evaluation(self.metrics.kept, start)
+        is_missing = self.metrics is not None and not _has_evaluation(
+            self.metrics.kept, start
+        )
         # Only the first process has the log.
         return bool(self.group.share("owes evaluation", is_missing))
 
@@ -159,7 +163,13 @@ class RunLog:
         is_skipped = not is_finite or bool(values.pop("skipped", False))
         seconds = self._lap(n)
         throughput = {f"{self.run.unit}_per_s": weight / seconds}
-        self.last = {"step": n, **values, "step_s": seconds, "data_s": waited, **throughput}
+        self.last = {
+            "step": n,
+            **values,
+            "step_s": seconds,
+            "data_s": waited,
+            **throughput,
+        }
         if self._bad_records:
             self.last["bad_records"] = self._bad_records
         if self.prepared.peak_flops:
@@ -204,7 +214,9 @@ class RunLog:
 
     def _write_start(self) -> None:
         """Append the seconds of each phase up to the first step to `starting.jsonl`."""
-        for (name, begin), (_, end) in pairwise([*self._phases, ("", time.monotonic())]):
+        for (name, begin), (_, end) in pairwise(
+            [*self._phases, ("", time.monotonic())]
+        ):
             self.starting[name] = self.starting.get(name, 0.0) + end - begin
         if self.metrics is None or self.run.out is None or not self.starting:
             return
@@ -253,7 +265,10 @@ class RunLog:
 
     def add_evaluation(self, n: int, metrics: dict[str, float]) -> None:
         """Write the validation metrics after step `n`."""
-        self._evaluation = {"step": n, **{f"eval_{name}": value for name, value in metrics.items()}}
+        self._evaluation = {
+            "step": n,
+            **{f"eval_{name}": value for name, value in metrics.items()},
+        }
         self.clock.lap("eval")
         self._write(self._evaluation)
 

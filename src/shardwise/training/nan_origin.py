@@ -36,11 +36,16 @@ def order_of_use(traced: ClosedJaxpr, names: Sequence[str]) -> list[str]:
 
     def visit(jaxpr: Jaxpr, known: dict[Var, str]) -> None:
         for eqn in jaxpr.eqns:
-            inputs = [None if isinstance(var, Literal) else known.get(var) for var in eqn.invars]
+            inputs = [
+                None if isinstance(var, Literal) else known.get(var)
+                for var in eqn.invars
+            ]
             inner = _inner(eqn)
             if inner is not None and len(inner.jaxpr.invars) == len(inputs):
                 inside = zip(inner.jaxpr.invars, inputs, strict=True)
-                visit(inner.jaxpr, {var: name for var, name in inside if name is not None})
+                visit(
+                    inner.jaxpr, {var: name for var, name in inside if name is not None}
+                )
             used.update(dict.fromkeys(name for name in inputs if name is not None))
 
     visit(traced.jaxpr, dict(zip(traced.jaxpr.invars, names, strict=False)))
@@ -92,7 +97,9 @@ def _evaluate(
     return [read(var) for var in jaxpr.outvars]
 
 
-def _evaluate_eqn(eqn: JaxprEqn, inputs: list[jax.Array], where: str) -> list[jax.Array]:
+def _evaluate_eqn(
+    eqn: JaxprEqn, inputs: list[jax.Array], where: str
+) -> list[jax.Array]:
     name = eqn.primitive.name
     inner = _inner(eqn)
     if name == "scan" and inner is not None and not eqn.params["reverse"]:
@@ -100,7 +107,9 @@ def _evaluate_eqn(eqn: JaxprEqn, inputs: list[jax.Array], where: str) -> list[ja
     if name in CALLS and inner is not None and len(inner.jaxpr.invars) == len(inputs):
         return _evaluate(inner.jaxpr, inner.consts, inputs, where)
     with eqn.ctx.manager:
-        result = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+        result = eqn.primitive.bind(
+            *inputs, **eqn.primitive.get_bind_params(eqn.params)
+        )
     outputs = list(result) if eqn.primitive.multiple_results else [result]
     if any(map(_has_nan, outputs)) and not any(map(_has_nan, inputs)):
         raise _FirstNaN(f"'{name}' at {_place(eqn)}{where}")
@@ -116,7 +125,8 @@ def _evaluate_scan(
     stacked value has one more dimension outside than inside.
     """
     num_stacked = sum(
-        _ndim(outer) > _ndim(var) for outer, var in zip(eqn.invars, inner.jaxpr.invars, strict=True)
+        _ndim(outer) > _ndim(var)
+        for outer, var in zip(eqn.invars, inner.jaxpr.invars, strict=True)
     )
     num_carried = sum(
         _ndim(outer) == _ndim(var)
@@ -129,7 +139,9 @@ def _evaluate_scan(
     collected: list[list[jax.Array]] = []
     for i in range(eqn.params["length"]):
         args = [*consts, *carried, *(x[i] for x in stacked)]
-        outputs = _evaluate(inner.jaxpr, inner.consts, args, f"{where}, iteration {i} of a loop")
+        outputs = _evaluate(
+            inner.jaxpr, inner.consts, args, f"{where}, iteration {i} of a loop"
+        )
         carried = outputs[:num_carried]
         collected.append(outputs[num_carried:])
     return [*carried, *(jnp.stack(slices) for slices in zip(*collected, strict=True))]
@@ -161,4 +173,6 @@ def _place(eqn: JaxprEqn) -> str:
 
 
 def _has_nan(value: jax.Array) -> bool:
-    return bool(jnp.issubdtype(jnp.result_type(value), jnp.floating) and jnp.isnan(value).any())
+    return bool(
+        jnp.issubdtype(jnp.result_type(value), jnp.floating) and jnp.isnan(value).any()
+    )

@@ -114,7 +114,11 @@ class Profile:
         assert self._directory is not None
         traces = self._directory.glob("plugins/profile/*/perfetto_trace.json.gz")
         newest = max(traces, key=lambda path: path.stat().st_mtime, default=None)
-        perfetto = f"open {newest} at https://ui.perfetto.dev, or " if newest is not None else ""
+        perfetto = (
+            f"open {newest} at https://ui.perfetto.dev, or "
+            if newest is not None
+            else ""
+        )
         self._say(
             f"profile of steps {self._first} to {self._last}: {perfetto}run tensorboard --logdir "
             f"{self._directory} (with its plugin: pip install xprof)"

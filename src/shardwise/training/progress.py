@@ -54,13 +54,18 @@ def progress(console: Console, run: Run, start: int) -> Iterator[Show]:
         return
     last_shown = time.monotonic()
 
-    def show_line(record: Mapping[str, float], eval_metrics: Mapping[str, float]) -> None:
+    def show_line(
+        record: Mapping[str, float], eval_metrics: Mapping[str, float]
+    ) -> None:
         nonlocal last_shown
         step = record["step"]
         if descriptor:
             status = _status(run, record, eval_metrics)
             _send(int(descriptor), {"step": step, "text": status})
-        is_due = time.monotonic() - last_shown > LINE_INTERVAL or step in (start + 1, run.steps)
+        is_due = time.monotonic() - last_shown > LINE_INTERVAL or step in (
+            start + 1,
+            run.steps,
+        )
         if is_due and not draws:
             last_shown = time.monotonic()
             status = _status(run, record, eval_metrics)
@@ -74,7 +79,9 @@ def _bar(console: Console, run: Run, start: int) -> Iterator[Show]:
     with progress_bar(console) as bar:
         task = bar.add_task("starting", total=run.steps, completed=start, status="")
 
-        def show(record: Mapping[str, float], eval_metrics: Mapping[str, float]) -> None:
+        def show(
+            record: Mapping[str, float], eval_metrics: Mapping[str, float]
+        ) -> None:
             status = _status(run, record, eval_metrics)
             completed = int(record["step"])
             bar.update(task, description="training", completed=completed, status=status)
@@ -88,7 +95,9 @@ def _send(descriptor: int, message: Mapping[str, object]) -> None:
         os.write(descriptor, json.dumps(message).encode() + b"\n")
 
 
-def _status(run: Run, record: Mapping[str, float], eval_metrics: Mapping[str, float]) -> str:
+def _status(
+    run: Run, record: Mapping[str, float], eval_metrics: Mapping[str, float]
+) -> str:
     parts = [f"loss {record['loss']:.4f}"]
     if eval_metrics:
         parts.append(f"validation {show_metrics(eval_metrics)}")
@@ -122,7 +131,11 @@ def headline(console: Console, prepared: Prepared) -> None:
 
 
 def print_summary(
-    console: Console, run: Run, log: RunLog, eval_metrics: Mapping[str, float], sample: str | None
+    console: Console,
+    run: Run,
+    log: RunLog,
+    eval_metrics: Mapping[str, float],
+    sample: str | None,
 ) -> None:
     """Print the result of a run, plot its losses, and compare it with its plan.
 
@@ -141,10 +154,13 @@ def print_summary(
         shown = {name: s for name, s in log.starting.items() if s >= MIN_SHOWN_SECONDS}
         total = show_seconds(sum(log.starting.values()))
         console.print(
-            f"start: {total} to the end of the first step ({_show_times(shown)})", soft_wrap=True
+            f"start: {total} to the end of the first step ({_show_times(shown)})",
+            soft_wrap=True,
         )
     waited = show_seconds(log.waited)
-    console.print(f"time: {_show_times(log.clock.seconds)}; {waited} of it waiting for data")
+    console.print(
+        f"time: {_show_times(log.clock.seconds)}; {waited} of it waiting for data"
+    )
     if sample is not None:
         console.rule("a sample")
         console.print(sample, markup=False, highlight=False, soft_wrap=True)
@@ -153,7 +169,9 @@ def print_summary(
         picture = run.out / "loss.png"
         plot_losses(run.out / "metrics.jsonl", picture)
         console.print(
-            f"run directory: {run.out}\nloss curve:    {picture}", highlight=False, soft_wrap=True
+            f"run directory: {run.out}\nloss curve:    {picture}",
+            highlight=False,
+            soft_wrap=True,
         )
 
 
@@ -164,10 +182,17 @@ def _compare_with_plan(console: Console, run: Run, log: RunLog, plan: Plan) -> N
     measured = f"{seconds * 1e3:.1f} ms per step"
     if peak:
         measured += f", {show_bytes(peak)} at the peak"
-    console.print(f"planned: {plan.line()}; measured: {measured}", highlight=False, soft_wrap=True)
+    console.print(
+        f"planned: {plan.line()}; measured: {measured}", highlight=False, soft_wrap=True
+    )
     if run.out is not None:
-        record = {"plan": plan.as_json(), "measured": {"seconds": seconds, "peak": peak}}
-        write_atomically(run.out / "plan.json", json.dumps(record, indent=2, default=str) + "\n")
+        record = {
+            "plan": plan.as_json(),
+            "measured": {"seconds": seconds, "peak": peak},
+        }
+        write_atomically(
+            run.out / "plan.json", json.dumps(record, indent=2, default=str) + "\n"
+        )
 
 
 def _show_times(seconds: Mapping[str, float]) -> str:

@@ -27,7 +27,9 @@ class Sampler:
         console: where to print warnings.
     """
 
-    def __init__(self, run: Run, spec: StateSpec, group: ProcessGroup, console: Console):
+    def __init__(
+        self, run: Run, spec: StateSpec, group: ProcessGroup, console: Console
+    ):
         self.run = run
         self.spec = spec
         self.group = group
@@ -67,7 +69,9 @@ class Sampler:
 
     def _local(self, state: TrainState) -> TrainState:
         """Return the state with complete arrays on one device of this process."""
-        replicate = jax.jit(lambda tree: tree, out_shardings=self.spec.sharding(PartitionSpec()))
+        replicate = jax.jit(
+            lambda tree: tree, out_shardings=self.spec.sharding(PartitionSpec())
+        )
         replicated = replicate((state.params, state.other, state.frozen))
         local = jax.tree.map(lambda leaf: leaf.addressable_data(0), replicated)
         params, other, frozen = local

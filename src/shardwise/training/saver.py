@@ -73,9 +73,15 @@ class Saver:
             self._check_repeated_starts(run.out, start)
 
     def _saved_values(self) -> list[float]:
-        if self.checkpoints is None or not self.watch.group.is_first or not self.run.keep.best:
+        if (
+            self.checkpoints is None
+            or not self.watch.group.is_first
+            or not self.run.keep.best
+        ):
             return []
-        return [value for value in self.checkpoints.metrics().values() if value is not None]
+        return [
+            value for value in self.checkpoints.metrics().values() if value is not None
+        ]
 
     def _check_repeated_starts(self, directory: Path, start: int) -> None:
         """Save after the next step if the run never gets as far as a checkpoint."""
@@ -97,7 +103,11 @@ class Saver:
         """
         keep = self.run.keep
         value = metrics.get(keep.metric.removeprefix("eval_"), math.nan)
-        if not keep.best or not keep.metric.startswith("eval_") or not math.isfinite(value):
+        if (
+            not keep.best
+            or not keep.metric.startswith("eval_")
+            or not math.isfinite(value)
+        ):
             return
         best = sorted([*self._best, value], reverse=keep.largest)[: keep.best]
         self._is_best = value in best and value not in self._best
@@ -124,7 +134,9 @@ class Saver:
         is_asked = self.watch.takes_save()
         is_best = self._is_best
         self._is_best = False
-        return n != self.run.steps and (is_asked or is_best or is_due(n, self.run.save_every))
+        return n != self.run.steps and (
+            is_asked or is_best or is_due(n, self.run.save_every)
+        )
 
     def _is_requested(self, n: int) -> bool:
         """Return whether a retry or `save_minutes` asks for a save."""
@@ -180,7 +192,8 @@ class Saver:
                 time.sleep(FINAL_PAUSE)
         if problems := self.checkpoints.verify(n):
             raise CheckpointError(
-                "the last checkpoint differs from what was written:\n" + "\n".join(problems)
+                "the last checkpoint differs from what was written:\n"
+                + "\n".join(problems)
             )
 
     def describe_newest(self) -> str:

@@ -198,7 +198,10 @@ class Session:
         assert self.run.eval_data is not None
         self._enter(Phase.EVALUATING.after(n))
         self.eval_metrics = evaluate(
-            self.prepared.eval_step, self.state, self.run.eval_data, before=self._before_eval_batch
+            self.prepared.eval_step,
+            self.state,
+            self.run.eval_data,
+            before=self._before_eval_batch,
         )
         self.log.add_evaluation(n, self.eval_metrics)
         early_stop = self.run.stop_when

@@ -15,7 +15,12 @@ from shardwise.cluster.group import ProcessGroup, wait_for
 from shardwise.cluster.watch import Watch
 from shardwise.console import warn, working
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.files.durable import check_links, check_writable, text_digest, write_atomically
+from shardwise.files.durable import (
+    check_links,
+    check_writable,
+    text_digest,
+    write_atomically,
+)
 from shardwise.files.lock import lock_directory
 from shardwise.metrics import read_metrics
 from shardwise.optim.read import sample_rates
@@ -101,7 +106,9 @@ def find_checkpoint(
     if step is None:
         return None
     checkpoints.check_fits(spec, step)
-    saved = {key: value for key, value in checkpoints.metadata(step).items() if key in about}
+    saved = {
+        key: value for key, value in checkpoints.metadata(step).items() if key in about
+    }
     saved_rates = _saved_rates(checkpoints, step, saved)
     rates = _current_rates(run, spec, saved_rates)
     if not rates or not saved_rates:
@@ -118,14 +125,21 @@ def find_checkpoint(
     )
     check_accepted(differences, run.accept, f"checkpoint {checkpoints.path(step)}")
     title = f"resuming {run.out} at step {step}"
-    console.print(report(differences, run.accept, title), highlight=False, soft_wrap=True)
+    console.print(
+        report(differences, run.accept, title), highlight=False, soft_wrap=True
+    )
     return step
 
 
-def _saved_rates(checkpoints: Checkpoints, step: int, saved: Json) -> dict[str, dict[str, float]]:
+def _saved_rates(
+    checkpoints: Checkpoints, step: int, saved: Json
+) -> dict[str, dict[str, float]]:
     """Return the learning rates of a checkpoint by group and update, from `step` on."""
     try:
-        return {group: _rates_from(step, rates) for group, rates in saved.get("lr", {}).items()}
+        return {
+            group: _rates_from(step, rates)
+            for group, rates in saved.get("lr", {}).items()
+        }
     except (AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{checkpoints.path(step) / 'meta.json'} does not describe the learning rates of a "
@@ -136,7 +150,9 @@ def _saved_rates(checkpoints: Checkpoints, step: int, saved: Json) -> dict[str, 
 def _rates_from(step: int, rates: Mapping[str, float]) -> dict[str, float]:
     """Return the samples of a schedule that matter from `step` on, and the last one before."""
     previous = max((int(update) for update in rates if int(update) < step), default=0)
-    return {update: float(rate) for update, rate in rates.items() if int(update) >= previous}
+    return {
+        update: float(rate) for update, rate in rates.items() if int(update) >= previous
+    }
 
 
 def _current_rates(
@@ -146,7 +162,9 @@ def _current_rates(
     updates = {int(update) for rates in saved_rates.values() for update in rates}
     if not updates:
         return {}
-    return sample_rates(run.optimizer, spec.abstract.params, np.array(sorted(updates), int))
+    return sample_rates(
+        run.optimizer, spec.abstract.params, np.array(sorted(updates), int)
+    )
 
 
 def _by_update(rates: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -184,12 +202,16 @@ def load_state(
         state = checkpoints.restore(spec, step)
     if spec.frozen:
         frozen = _initial_state(run, spec, about, console).frozen
-        check_frozen(checkpoints.metadata(step), about["frozen"], checkpoints.path(step))
+        check_frozen(
+            checkpoints.metadata(step), about["frozen"], checkpoints.path(step)
+        )
         state = replace(state, frozen=frozen)
     return state
 
 
-def _initial_state(run: Run, spec: StateSpec, about: Json, console: Console) -> TrainState:
+def _initial_state(
+    run: Run, spec: StateSpec, about: Json, console: Console
+) -> TrainState:
     """Return the state of step 0; describe its frozen parameters in `about`."""
     loaded = None
     if run.init_from is None:
@@ -202,7 +224,9 @@ def _initial_state(run: Run, spec: StateSpec, about: Json, console: Console) -> 
     return state
 
 
-def read_evaluations(run: Run, start: int, group: ProcessGroup) -> list[tuple[int, float]]:
+def read_evaluations(
+    run: Run, start: int, group: ProcessGroup
+) -> list[tuple[int, float]]:
     """Return `(step, value)` of the evaluations that early stopping depends on.
 
     Args:
@@ -222,7 +246,10 @@ def read_evaluations(run: Run, start: int, group: ProcessGroup) -> list[tuple[in
         for record in records
         if metric in record and record["step"] <= start
     ]
-    return [(int(step), float(value)) for step, value in group.share("evaluations", evaluations)]
+    return [
+        (int(step), float(value))
+        for step, value in group.share("evaluations", evaluations)
+    ]
 
 
 def write_run_json(run: Run, description: Json, stop_reason: str | None) -> None:
@@ -242,4 +269,6 @@ def write_run_json(run: Run, description: Json, stop_reason: str | None) -> None
     }
     if stop_reason is not None:
         content["stopped_early"] = stop_reason
-    write_atomically(run.out / "run.json", json.dumps(content, indent=2, default=str) + "\n")
+    write_atomically(
+        run.out / "run.json", json.dumps(content, indent=2, default=str) + "\n"
+    )

@@ -250,7 +250,9 @@ def record(side: Side, num_steps: int) -> Reference:
             )
         computed |= _run_values(state, metrics)
         values = {kind: to_host(leaves) for kind, leaves in computed.items()}
-        effects: Tolerances = {kind: dict.fromkeys(leaves, 0.0) for kind, leaves in values.items()}
+        effects: Tolerances = {
+            kind: dict.fromkeys(leaves, 0.0) for kind, leaves in values.items()
+        }
         for seed in range(NUM_NUDGES):
             perturbed = replace(before, params=_nudge(before.params, seed))
             grads, means, other = gradients
@@ -261,7 +263,9 @@ def record(side: Side, num_steps: int) -> Reference:
             nudged[seed], metrics = side.step(nudged[seed], batch)
             _add_effects(effects, moved | _run_values(nudged[seed], metrics), values)
         tolerances = _tolerances(effects, values)
-        steps.append(ReferenceStep(side.on_host(batch), before, gradients, values, tolerances))
+        steps.append(
+            ReferenceStep(side.on_host(batch), before, gradients, values, tolerances)
+        )
     return Reference(initial, steps)
 
 
@@ -272,10 +276,14 @@ def compare(side: Side, reference: Reference) -> Iterator[list[Comparison]]:
     for n, expected in enumerate(reference.steps, start=1):
         batch = side.batch(n - 1)
         batch_leaves = named_leaves(side.on_host(batch))
-        comparisons = _compare_bits(n, Kind.BATCH, batch_leaves, named_leaves(expected.batch))
+        comparisons = _compare_bits(
+            n, Kind.BATCH, batch_leaves, named_leaves(expected.batch)
+        )
         if all(comparison.ok for comparison in comparisons):
             before, gradients = on_side(side, expected)
-            values = _step_values(side, before, side.step.gradients(before, batch), gradients)
+            values = _step_values(
+                side, before, side.step.gradients(before, batch), gradients
+            )
             state, metrics = side.step(state, batch)
             values |= _run_values(state, metrics)
             for kind, leaves in values.items():
@@ -390,7 +398,10 @@ def _nudge(tree: Tree, seed: int) -> Tree:
 
 
 def _compare_bits(
-    step: int, kind: Kind, leaves: Mapping[str, Array], expected: Mapping[str, np.ndarray]
+    step: int,
+    kind: Kind,
+    leaves: Mapping[str, Array],
+    expected: Mapping[str, np.ndarray],
 ) -> list[Comparison]:
     """Compare leaves that must be bit-identical.
 
@@ -401,14 +412,21 @@ def _compare_bits(
     for name in {**leaves, **expected}:
         is_in_both = name in leaves and name in expected
         if is_in_both and _raw(leaves[name]).shape == expected[name].shape:
-            comparisons.append(_compare(step, kind, name, leaves[name], expected[name], 0.0))
+            comparisons.append(
+                _compare(step, kind, name, leaves[name], expected[name], 0.0)
+            )
         else:
             unmatched.append(Comparison(step, kind, name, np.inf, 0.0))
     return comparisons + unmatched
 
 
 def _compare(
-    step: int, kind: Kind, name: str, leaf: Array, expected: np.ndarray, tolerance: float
+    step: int,
+    kind: Kind,
+    name: str,
+    leaf: Array,
+    expected: np.ndarray,
+    tolerance: float,
 ) -> Comparison:
     """Compare every shard and every replica of a leaf with that part of the array on one device."""
     measure = _measure(kind)
@@ -489,7 +507,11 @@ def _largest_entry(leaf: np.ndarray) -> float:
 
 def _raw(leaf: Array) -> Array:
     """Return the key data of random keys, and other arrays as they are."""
-    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+    return (
+        jax.random.key_data(leaf)
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        else leaf
+    )
 
 
 def leaf_to_host(leaf: Array) -> np.ndarray:

@@ -80,7 +80,10 @@ MEANINGS = {
 
 
 def diagnose(
-    one: Side, many: Side, expected: ReferenceStep | None, comparisons: Sequence[Comparison]
+    one: Side,
+    many: Side,
+    expected: ReferenceStep | None,
+    comparisons: Sequence[Comparison],
 ) -> str:
     """Return the probable cause of a difference, and what to do about it.
 
@@ -137,7 +140,9 @@ def _diagnose_gradients(one: Side, many: Side, expected: ReferenceStep) -> str:
     if one.spec.other and _agree_with("use_running_average", one, many, expected):
         return MEANINGS["statistics"]
     influences = _influences(one, many, expected)
-    lost = [index for index, value in influences.items() if abs(value) < INFLUENCE_TOLERANCE]
+    lost = [
+        index for index, value in influences.items() if abs(value) < INFLUENCE_TOLERANCE
+    ]
     if lost:
         listed = ", ".join(map(str, lost[:8])) + (", ..." if len(lost) > 8 else "")
         examples = f"{len(lost)} of {len(influences)} examples ({listed})"
@@ -177,9 +182,13 @@ def _diagnose_update(many: Side, expected: ReferenceStep) -> str:
     return MEANINGS["shards" if is_sharded else "update"]
 
 
-def _common_factor(actual: Mapping[str, Array], expected: Mapping[str, np.ndarray]) -> float | None:
+def _common_factor(
+    actual: Mapping[str, Array], expected: Mapping[str, np.ndarray]
+) -> float | None:
     """Return the factor between all values, or None if one factor does not explain them."""
-    a = np.concatenate([leaf_to_host(actual[name]).astype(np.float64).ravel() for name in expected])
+    a = np.concatenate(
+        [leaf_to_host(actual[name]).astype(np.float64).ravel() for name in expected]
+    )
     e = np.concatenate([leaf.astype(np.float64).ravel() for leaf in expected.values()])
     if not (np.isfinite(a).all() and np.isfinite(e).all() and e.any()):
         return None

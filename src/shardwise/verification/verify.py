@@ -88,7 +88,9 @@ class FirstDifference:
             f"  size      {size}, on {self.devices}",
             f"  sharding  {self.layout}, shape {shape} ({self.why})",
         ]
-        lines += [f"  {'' if i else 'wrong':9} {text}" for i, text in enumerate(self.also)]
+        lines += [
+            f"  {'' if i else 'wrong':9} {text}" for i, text in enumerate(self.also)
+        ]
         return [*lines, f"  likely    {self.meaning}"]
 
 
@@ -151,7 +153,9 @@ class Verification:
         for column in ("mesh", *COLUMNS):
             table.add_column(column, no_wrap=True)
         for result in self.results:
-            table.add_row(result.mesh, *(_cell(result, kinds) for kinds in COLUMNS.values()))
+            table.add_row(
+                result.mesh, *(_cell(result, kinds) for kinds in COLUMNS.values())
+            )
         return table
 
     def lines(self) -> list[str]:
@@ -161,7 +165,11 @@ class Verification:
             if result.first is not None:
                 lines += ["", *result.first.lines(result.mesh)]
         num_ok = sum(result.first is None for result in self.results)
-        return [*lines, "", f"{num_ok} of {len(self.results)} meshes agree with one device."]
+        return [
+            *lines,
+            "",
+            f"{num_ok} of {len(self.results)} meshes agree with one device.",
+        ]
 
     def as_json(self) -> Json:
         """Return the verification as a JSON object."""
@@ -261,7 +269,9 @@ def meshes_to_verify(spec: StateSpec, rules: Rules, num_devices: int) -> list[st
     for mesh in meshes:
         sizes = {axis: size for axis, size in mesh.items() if axis is not None}
         if len(sizes) == len(mesh):
-            texts.append(show_sizes({axis: size for axis, size in sizes.items() if size > 1}))
+            texts.append(
+                show_sizes({axis: size for axis, size in sizes.items() if size > 1})
+            )
     return list(dict.fromkeys(texts))
 
 
@@ -328,20 +338,27 @@ def _verify_mesh(
     first = None
     # The initial state comes before the first step.
     expected_steps = [None, *reference.steps]
-    for expected, comparisons in zip(expected_steps, compare(many, reference), strict=False):
+    for expected, comparisons in zip(
+        expected_steps, compare(many, reference), strict=False
+    ):
         for comparison in comparisons:
             known = worst.get(comparison.kind)
             if known is None or comparison.ratio > known.ratio:
                 worst[comparison.kind] = comparison
         if not all(comparison.ok for comparison in comparisons):
-            tell(f"{mesh}: differs at step {comparisons[0].step}, looking for the cause")
+            tell(
+                f"{mesh}: differs at step {comparisons[0].step}, looking for the cause"
+            )
             first = _first_difference(one, many, expected, comparisons)
             break
     return MeshResult(mesh, worst, first, time.monotonic() - start)
 
 
 def _first_difference(
-    one: Side, many: Side, expected: ReferenceStep | None, comparisons: Sequence[Comparison]
+    one: Side,
+    many: Side,
+    expected: ReferenceStep | None,
+    comparisons: Sequence[Comparison],
 ) -> FirstDifference:
     wrong = [comparison for comparison in comparisons if not comparison.ok]
     # The loss names no parameter, so a leaf is more useful.
@@ -363,7 +380,9 @@ def _first_difference(
     )
 
 
-def _summaries(wrong: Sequence[Comparison], comparisons: Sequence[Comparison]) -> tuple[str, ...]:
+def _summaries(
+    wrong: Sequence[Comparison], comparisons: Sequence[Comparison]
+) -> tuple[str, ...]:
     """Return a line for each kind that differs: how many leaves, and the worst of them."""
     # If a single step is wrong, it is clear that the free run is.
     kinds = [item.kind for item in wrong if not item.kind.is_of_run]
@@ -373,7 +392,9 @@ def _summaries(wrong: Sequence[Comparison], comparisons: Sequence[Comparison]) -
         total = sum(item.kind == kind for item in comparisons)
         worst = max(wrong_of_kind, key=lambda item: item.ratio)
         size = _show_difference(kind, worst.difference, worst.tolerance)
-        lines.append(f"{kind}: {len(wrong_of_kind)} of {total}, most in '{worst.leaf}' ({size})")
+        lines.append(
+            f"{kind}: {len(wrong_of_kind)} of {total}, most in '{worst.leaf}' ({size})"
+        )
     return tuple(lines)
 
 

@@ -31,7 +31,9 @@ Param: TypeAlias = nnx.Param[Any]
 Shape: TypeAlias = tuple[int, ...]
 
 
-def freeze(model: ModelFactory, *patterns: str, dtype: DTypeLike | None = None) -> ModelFactory:
+def freeze(
+    model: ModelFactory, *patterns: str, dtype: DTypeLike | None = None
+) -> ModelFactory:
     """Return a model factory whose parameters are partly frozen.
 
     Args:
@@ -106,7 +108,9 @@ def lora(
         selected = _select(layouts, params, "lora")
         shapes = {path: param.get_value().shape for path, param in params.items()}
         splits = {
-            path: _split_dims(path, shapes, layouts[pattern] or _own_layout(params[path]))
+            path: _split_dims(
+                path, shapes, layouts[pattern] or _own_layout(params[path])
+            )
             for path, pattern in selected.items()
             if path not in trained
         }
@@ -117,8 +121,12 @@ def lora(
             # The key depends on the path alone, so other patterns do not change these adapters.
             own_key = jax.random.fold_in(key, zlib.crc32(path.encode()))
             base = params[path]
-            adapted[id(base)] = Adapted(base, stacked, inputs, rank, alpha / rank, own_key)
-        changed: nnx.Module = nnx.recursive_map(lambda _, node: adapted.get(id(node), node), module)
+            adapted[id(base)] = Adapted(
+                base, stacked, inputs, rank, alpha / rank, own_key
+            )
+        changed: nnx.Module = nnx.recursive_map(
+            lambda _, node: adapted.get(id(node), node), module
+        )
         return changed
 
     return make
@@ -134,7 +142,13 @@ class Adapted(nnx.Module):
     """
 
     def __init__(
-        self, base: Param, stacked: int, inputs: int, rank: int, scale: float, key: jax.Array
+        self,
+        base: Param,
+        stacked: int,
+        inputs: int,
+        rank: int,
+        scale: float,
+        key: jax.Array,
     ):
         """Create the adapters of a weight.
 
@@ -207,7 +221,8 @@ def _forward_operator(name: str) -> Callable[..., jax.Array]:
 
     def method(self: Adapted, *operands: object) -> jax.Array:
         arrays = [
-            operand.get_value() if isinstance(operand, Adapted) else operand for operand in operands
+            operand.get_value() if isinstance(operand, Adapted) else operand
+            for operand in operands
         ]
         result: jax.Array = getattr(self.get_value(), name)(*arrays)
         return result
@@ -256,7 +271,9 @@ def checksums(frozen: PyTree) -> dict[str, str]:
         The checksums by path.
     """
     pairs = jax.device_get(_checksums(named_leaves(frozen)))
-    return {name: f"{int(pair[0]):08x}{int(pair[1]):08x}" for name, pair in pairs.items()}
+    return {
+        name: f"{int(pair[0]):08x}{int(pair[1]):08x}" for name, pair in pairs.items()
+    }
 
 
 @jax.jit
@@ -301,21 +318,31 @@ def _freeze(params: list[Param], dtype: DTypeLike | None) -> None:
         param.set_metadata(frozen=True)
 
 
-def _select(patterns: Collection[str], params: Collection[str], caller: str) -> dict[str, str]:
+def _select(
+    patterns: Collection[str], params: Collection[str], caller: str
+) -> dict[str, str]:
     """Return the parameters that match a pattern, each with the first pattern that matches it.
 
     Raises:
         ConfigError: if a pattern matches no parameter.
     """
-    unused = [pattern for pattern in patterns if not any(matches(pattern, path) for path in params)]
+    unused = [
+        pattern
+        for pattern in patterns
+        if not any(matches(pattern, path) for path in params)
+    ]
     if unused:
         hints = [f"  '{pattern}'{did_you_mean(pattern, params)}" for pattern in unused]
         raise ConfigError(
-            "\n".join([f"{caller}: these patterns match no parameter of the model:", *hints])
+            "\n".join(
+                [f"{caller}: these patterns match no parameter of the model:", *hints]
+            )
         )
     selected = {}
     for path in params:
-        pattern = next((pattern for pattern in patterns if matches(pattern, path)), None)
+        pattern = next(
+            (pattern for pattern in patterns if matches(pattern, path)), None
+        )
         if pattern is not None:
             selected[path] = pattern
     return selected
@@ -327,7 +354,9 @@ def _own_layout(param: Param) -> str | None:
     return dims.rjust(param.get_value().ndim, "s") if isinstance(dims, str) else None
 
 
-def _split_dims(path: str, shapes: Mapping[str, Shape], layout: str | None) -> tuple[int, int]:
+def _split_dims(
+    path: str, shapes: Mapping[str, Shape], layout: str | None
+) -> tuple[int, int]:
     """Return the number of stack dims and of input dims of a weight. The others are outputs.
 
     Args:

@@ -70,7 +70,9 @@ def export_plain(saved: SavedStep, out: Path, *, average: bool = False) -> list[
         if str(leaf.dtype) not in DTYPES
     ]
     if unknown:
-        raise CheckpointError(f"safetensors does not support these dtypes: {', '.join(unknown)}.")
+        raise CheckpointError(
+            f"safetensors does not support these dtypes: {', '.join(unknown)}."
+        )
     tensors = {path.replace("/", "."): leaf for path, leaf in leaves.items()}
     _check_absent(out)
     values = (value for _, value in read_variables(saved, average=average))
@@ -142,11 +144,15 @@ def config_of(saved: SavedStep) -> Any:
     Raises:
         ValueError: if the model belongs to no known family.
     """
-    shapes = {path: tuple(saved.leaves[name].shape) for path, name in saved.variables.items()}
+    shapes = {
+        path: tuple(saved.leaves[name].shape) for path, name in saved.variables.items()
+    }
     return config_from_shapes(shapes, saved.metadata.get("model"))
 
 
-def read_variables(saved: SavedStep, *, average: bool = False) -> Iterator[tuple[str, np.ndarray]]:
+def read_variables(
+    saved: SavedStep, *, average: bool = False
+) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the path and the value of every model variable, reading a few at a time.
 
     Args:
@@ -158,7 +164,8 @@ def read_variables(saved: SavedStep, *, average: bool = False) -> Iterator[tuple
     """
     parts = variable_parts(saved, average=average)
     sizes = {
-        path: sum(leaf_bytes(saved.leaves[name]) for name in names) for path, names in parts.items()
+        path: sum(leaf_bytes(saved.leaves[name]) for name in names)
+        for path, names in parts.items()
     }
     for group in in_groups(sizes):
         arrays = saved.read({name for path in group for name in parts[path]})
@@ -241,4 +248,6 @@ def _origin(saved: SavedStep, average: bool) -> dict[str, str]:
 
 def _check_absent(out: Path) -> None:
     if out.exists():
-        raise ConfigError(f"{out} already exists. Nothing is overwritten. Choose another --out.")
+        raise ConfigError(
+            f"{out} already exists. Nothing is overwritten. Choose another --out."
+        )

@@ -89,7 +89,9 @@ class FrozenWeights:
         if description is None:
             return None
         with _description_errors(saved.directory):
-            leaves = {path: _parse_leaf(leaf) for path, leaf in description["leaves"].items()}
+            leaves = {
+                path: _parse_leaf(leaf) for path, leaf in description["leaves"].items()
+            }
             adapters = {
                 path: Adapter(int(adapter["inputs"]), float(adapter["scale"]))
                 for path, adapter in description["adapters"].items()
@@ -97,12 +99,20 @@ class FrozenWeights:
             without_base = [path for path in adapters if path not in leaves]
             if without_base:
                 raise ValueError(f"'{without_base[0]}' has adapters, but is not listed")
-            return cls(leaves, adapters, description["source"], description.get("average") is True)
+            return cls(
+                leaves,
+                adapters,
+                description["source"],
+                description.get("average") is True,
+            )
 
 
 def _parse_leaf(leaf: Json) -> FrozenLeaf:
     return FrozenLeaf(
-        tuple(leaf["shape"]), jnp.dtype(leaf["dtype"]), str(leaf["checksum"]), leaf["from"]
+        tuple(leaf["shape"]),
+        jnp.dtype(leaf["dtype"]),
+        str(leaf["checksum"]),
+        leaf["from"],
     )
 
 
@@ -127,7 +137,10 @@ def describe_frozen(spec: StateSpec, frozen: Params, loaded: Loaded | None) -> J
     }
     origin: Json = {"source": None}
     if loaded is not None:
-        origin = {"source": str(Path(loaded.source).resolve()), "average": loaded.average}
+        origin = {
+            "source": str(Path(loaded.source).resolve()),
+            "average": loaded.average,
+        }
     return {**origin, "leaves": leaves, "adapters": dict(spec.definition.adapters)}
 
 
@@ -144,10 +157,14 @@ def check_frozen(metadata: Json, now: Json, place: Path) -> None:
     """
     with _description_errors(place):
         description = metadata["frozen"]
-        saved = {path: _identity(leaf) for path, leaf in dict(description["leaves"]).items()}
+        saved = {
+            path: _identity(leaf) for path, leaf in dict(description["leaves"]).items()
+        }
         source = description["source"]
     current = {path: _identity(leaf) for path, leaf in now["leaves"].items()}
-    changed = [path for path in {**saved, **current} if saved.get(path) != current.get(path)]
+    changed = [
+        path for path in {**saved, **current} if saved.get(path) != current.get(path)
+    ]
     if not changed:
         return
     listed = ", ".join(f"'{path}'" for path in changed[:MAX_LISTED])
@@ -210,7 +227,9 @@ class MergedStep(SavedStep):
         values = self.read(wanted)
         return {name: place_like(value, wanted[name]) for name, value in values.items()}
 
-    def _read_trained(self, paths: Iterable[str]) -> "dict[str, np.ndarray | jax.Array]":
+    def _read_trained(
+        self, paths: Iterable[str]
+    ) -> "dict[str, np.ndarray | jax.Array]":
         """Read the trained variables among these paths, and the adapters of frozen ones."""
         needed = []
         for path in paths:
@@ -218,7 +237,9 @@ class MergedStep(SavedStep):
                 needed += [f"{path}/{A}", f"{path}/{B}"]
             elif path not in self.frozen.leaves:
                 needed.append(path)
-        arrays = self.trained.read({name for path in needed for name in self.parts[path]})
+        arrays = self.trained.read(
+            {name for path in needed for name in self.parts[path]}
+        )
         variables = self.trained.variables
         return {
             path: average_of(
@@ -232,14 +253,20 @@ class MergedStep(SavedStep):
         """Read the frozen weights among these paths from the source, and compare checksums."""
         device = make_mesh("data=1", jax.local_devices()[:1])
         sharding = jax.sharding.NamedSharding(device, jax.sharding.PartitionSpec())
-        leaves = {path: self.frozen.leaves[path] for path in paths if path in self.frozen.leaves}
+        leaves = {
+            path: self.frozen.leaves[path]
+            for path in paths
+            if path in self.frozen.leaves
+        }
         wanted = {
             path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
             for path, leaf in leaves.items()
         }
         names = {path: str(leaf.name) for path, leaf in leaves.items()}
         loaded = self.source.load({names[path]: wanted[path] for path in leaves})
-        values = {path: place_like(loaded[names[path]], wanted[path]) for path in leaves}
+        values = {
+            path: place_like(loaded[names[path]], wanted[path]) for path in leaves
+        }
         for path, checksum in checksums(values).items():
             if checksum != leaves[path].checksum:
                 raise CheckpointError(
@@ -273,7 +300,9 @@ def merge_step(
             f"{source.title} is not the base that {saved.directory} was trained with: "
             f"'{min(absent)}' is missing or has another shape."
         )
-    leaves: dict[str, ArrayLike] = {f"params/{path}": leaf for path, leaf in frozen.leaves.items()}
+    leaves: dict[str, ArrayLike] = {
+        f"params/{path}": leaf for path, leaf in frozen.leaves.items()
+    }
     for path, name in saved.variables.items():
         if path not in adapters:
             leaves[name] = saved.leaves[name]

@@ -115,7 +115,9 @@ def params_to_hf(
     given = {path: np.asarray(leaf) for path, leaf in named_leaves(params).items()}
     problems = _mismatches(shapes, {path: leaf.shape for path, leaf in given.items()})
     if problems:
-        fact = f"these parameters are not those of {family.name} with this configuration"
+        fact = (
+            f"these parameters are not those of {family.name} with this configuration"
+        )
         raise ValueError(bullet_list(fact, problems))
     tensors = {}
     for name, spec in table.items():
@@ -141,7 +143,9 @@ def _without_prefix(
         if re.fullmatch(family.buffers, name):
             continue
         if name in given:
-            problems.append(f"twice: '{name}', with and without the prefix '{family.prefix}'")
+            problems.append(
+                f"twice: '{name}', with and without the prefix '{family.prefix}'"
+            )
         given[name] = tensor
     return given, problems
 
@@ -181,8 +185,12 @@ def _stacked_shape(spec: TensorSpec, config: ModelConfig) -> Shape:
 
 def _mismatches(expected: Shapes, given: Shapes) -> list[str]:
     """Return one line per name that is missing, unexpected, or has another shape."""
-    missing = [f"missing: '{name}' {expected[name]}" for name in expected if name not in given]
-    unexpected = [f"unexpected: '{name}' {given[name]}" for name in given if name not in expected]
+    missing = [
+        f"missing: '{name}' {expected[name]}" for name in expected if name not in given
+    ]
+    unexpected = [
+        f"unexpected: '{name}' {given[name]}" for name in given if name not in expected
+    ]
     wrong = [
         f"wrong shape: '{name}' is {given[name]}, must be {shape}"
         for name, shape in expected.items()

@@ -41,7 +41,9 @@ def config_from_hf(config: Json) -> Any:
     """
     model_type = config.get("model_type")
     for family in FAMILIES:
-        if family.model_type == model_type or (model_type is None and family.config_key in config):
+        if family.model_type == model_type or (
+            model_type is None and family.config_key in config
+        ):
             return family.config_from_hf(config)
     if model_type is None:
         return FAMILIES[0].config_from_hf(config)
@@ -84,15 +86,23 @@ def config_from_shapes(shapes: Shapes, described: object = None) -> Any:
         if config is not None:
             break
     else:
-        hints = "; ".join(f"{family.name} has {family.shape_hint}" for family in FAMILIES)
-        raise ValueError(f"these {len(shapes)} parameters belong to no known model family. {hints}")
+        hints = "; ".join(
+            f"{family.name} has {family.shape_hint}" for family in FAMILIES
+        )
+        raise ValueError(
+            f"these {len(shapes)} parameters belong to no known model family. {hints}"
+        )
     config = _with_described(family, config, described)
     if config.width % config.num_heads:
-        raise ValueError(f"the width {config.width} is not divisible by {config.num_heads} heads")
+        raise ValueError(
+            f"the width {config.width} is not divisible by {config.num_heads} heads"
+        )
     return config
 
 
-def _with_described(family: Family[Any], config: ModelConfig, described: object) -> ModelConfig:
+def _with_described(
+    family: Family[Any], config: ModelConfig, described: object
+) -> ModelConfig:
     """Fill in the fields that shapes do not reveal from the description in `meta.json`."""
     if not isinstance(described, Mapping) or described.get("class") != family.name:
         return config
@@ -100,7 +110,9 @@ def _with_described(family: Family[Any], config: ModelConfig, described: object)
     if not isinstance(values, Mapping):
         return config
     parsed = {name: parse(values.get(name)) for name, parse in family.described.items()}
-    return replace(config, **{name: value for name, value in parsed.items() if value is not None})
+    return replace(
+        config, **{name: value for name, value in parsed.items() if value is not None}
+    )
 
 
 def differences(ours: ModelConfig, published: ModelConfig) -> list[str]:

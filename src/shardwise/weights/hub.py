@@ -70,7 +70,9 @@ def locate(path: str | Path) -> Path:
 
     repository = name.removeprefix(HUB)
     try:
-        place = Path(snapshot_download(repository, allow_patterns=WANTED, tqdm_class=TerminalBar))
+        place = Path(
+            snapshot_download(repository, allow_patterns=WANTED, tqdm_class=TerminalBar)
+        )
     # Anything can be wrong: the network, the name, the permissions. The package has no common base
     # class for these errors.
     except Exception as error:
@@ -131,7 +133,9 @@ class Tensor:
     shape: tuple[int, ...]
     dtype: str
 
-    def __array__(self, dtype: "DTypeLike | None" = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(
+        self, dtype: "DTypeLike | None" = None, copy: bool | None = None
+    ) -> np.ndarray:
         return np.asarray(self.file.get_tensor(self.name), dtype)
 
 
@@ -157,7 +161,9 @@ def weights_in(path: Path) -> list[Path]:
     names = set(weight_map.values()) if isinstance(weight_map, dict) else set()
     # A hostile index could name any file on this machine.
     if not names or not all(_is_safetensors_name(name) for name in names):
-        raise CheckpointError(f"{path / INDEX} does not name safetensors files in its directory.")
+        raise CheckpointError(
+            f"{path / INDEX} does not name safetensors files in its directory."
+        )
     missing = sorted(name for name in names if not (path / name).is_file())
     if missing:
         raise CheckpointError(
@@ -167,7 +173,11 @@ def weights_in(path: Path) -> list[Path]:
 
 
 def _is_safetensors_name(name: object) -> bool:
-    return isinstance(name, str) and name == Path(name).name and name.endswith(".safetensors")
+    return (
+        isinstance(name, str)
+        and name == Path(name).name
+        and name.endswith(".safetensors")
+    )
 
 
 def open_weights(files: list[Path]) -> Mapping[str, Tensor]:
@@ -184,12 +194,18 @@ def open_weights(files: list[Path]) -> Mapping[str, Tensor]:
             file = safe_open(path, framework="np")
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError, AttributeError, TypeError) as error:
-            raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+            raise CheckpointError(
+                f"{path} cannot be read as safetensors: {error}"
+            ) from error
         repeated = sorted(slices.keys() & tensors.keys())
         if repeated:
-            raise CheckpointError(f"{path} has '{repeated[0]}', and so has another file.")
+            raise CheckpointError(
+                f"{path} has '{repeated[0]}', and so has another file."
+            )
         for name, part in slices.items():
-            tensors[name] = Tensor(file, name, tuple(part.get_shape()), part.get_dtype())
+            tensors[name] = Tensor(
+                file, name, tuple(part.get_shape()), part.get_dtype()
+            )
     return tensors
 
 

@@ -14,7 +14,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from shardwise.checkpoint.init_from import InitFrom, Loaded
-from shardwise.checkpoint.reader import ArrayLike, SavedStep, find_step, open_step, show_leaf
+from shardwise.checkpoint.reader import (
+    ArrayLike,
+    SavedStep,
+    find_step,
+    open_step,
+    show_leaf,
+)
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.state import StateSpec, TrainState, init_state
 from shardwise.text import columns, did_you_mean
@@ -38,7 +44,9 @@ from shardwise.weights.sources import (
 ConfigLookup = Callable[[Family[Any], str], ModelConfig]
 
 
-def load_initial(init: InitFrom, spec: StateSpec, seed: int) -> tuple[TrainState, Loaded]:
+def load_initial(
+    init: InitFrom, spec: StateSpec, seed: int
+) -> tuple[TrainState, Loaded]:
     """Return the state of step 0 with weights from a source.
 
     All paths, shapes and dtypes are compared before anything is compiled. No array of another shape
@@ -65,7 +73,9 @@ def load_initial(init: InitFrom, spec: StateSpec, seed: int) -> tuple[TrainState
     other = named_leaves(spec.abstract.other)
     wanted = {**params, **frozen, **other}
     # A source need not have statistics, nor the adapters of this run.
-    adapters = {f"{path}/{part}" for path in spec.definition.adapters for part in (A, B)}
+    adapters = {
+        f"{path}/{part}" for path in spec.definition.adapters for part in (A, B)
+    }
     required = wanted.keys() - other.keys() - adapters
     loaded = _plan(init, source, wanted, required)
 
@@ -118,7 +128,9 @@ def open_source(init: InitFrom, config_of: ConfigLookup) -> Source:
     family = family_of_tensors(tensors)
     if family is None:
         return source_of_tensors(title, tensors)
-    return source_of_published(title, files[0].parent, tensors, config_of(family, title))
+    return source_of_published(
+        title, files[0].parent, tensors, config_of(family, title)
+    )
 
 
 def merged_step(
@@ -139,7 +151,9 @@ def merged_step(
     frozen = FrozenWeights.from_metadata(saved)
     if frozen is None:
         if base is not None:
-            raise ConfigError(f"{saved.directory} holds the complete model. Drop the base.")
+            raise ConfigError(
+                f"{saved.directory} holds the complete model. Drop the base."
+            )
         return saved
     place = base or frozen.source
     not_saved = [path for path, leaf in frozen.leaves.items() if leaf.name is None]
@@ -160,7 +174,9 @@ def merged_step(
 def _config_in_model(spec: StateSpec, family: Family[Any], title: str) -> ModelConfig:
     """Return the configuration of the one module of this family in the model of a run."""
     modules = (module for _, module in nnx.iter_modules(spec.module(spec.abstract)))
-    configs = {module.config for module in modules if isinstance(module, family.model_class)}
+    configs = {
+        module.config for module in modules if isinstance(module, family.model_class)
+    }
     if len(configs) != 1:
         model = f"{family.model_class.__module__}.{family.name}"
         raise CheckpointError(
@@ -201,7 +217,9 @@ def _plan(
             taken[path] = name
         else:
             problems.append((path, *problem))
-    _check_patterns([pattern for pattern in init.rename if pattern not in effective], wanted)
+    _check_patterns(
+        [pattern for pattern in init.rename if pattern not in effective], wanted
+    )
     if problems:
         raise CheckpointError(_mismatch_message(source, problems))
     if not taken:
@@ -213,7 +231,9 @@ def _plan(
     return Loaded(source.title, taken, tuple(fresh), unused, init.average)
 
 
-def _name_in_source(path: str, rename: Mapping[str, str | None]) -> tuple[str | None, str | None]:
+def _name_in_source(
+    path: str, rename: Mapping[str, str | None]
+) -> tuple[str | None, str | None]:
     """Return the pattern that matches a path, and the path in the source.
 
     Without a match the pattern is None and the path is the same. A pattern with the target None
@@ -270,7 +290,9 @@ def _mismatch_message(source: Source, problems: list[tuple[str, str, str, str]])
     )
 
 
-def _initialize(spec: StateSpec, seed: int, paths: tuple[str, ...]) -> dict[str, jax.Array]:
+def _initialize(
+    spec: StateSpec, seed: int, paths: tuple[str, ...]
+) -> dict[str, jax.Array]:
     """Return variables as a run without `init_from` has them at its start."""
     if not paths:
         return {}

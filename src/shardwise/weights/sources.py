@@ -68,11 +68,15 @@ def source_of_step(saved: SavedStep, average: bool) -> Source:
     return Source(str(saved.directory), leaves, load)
 
 
-def _with_sharding_of(leaf: jax.ShapeDtypeStruct, saved: ArrayLike) -> jax.ShapeDtypeStruct:
+def _with_sharding_of(
+    leaf: jax.ShapeDtypeStruct, saved: ArrayLike
+) -> jax.ShapeDtypeStruct:
     """Describe a saved leaf with the sharding of a parameter. Scalars are replicated."""
     sharding = leaf.sharding
     if not saved.shape:
-        sharding = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+        sharding = jax.sharding.NamedSharding(
+            sharding.mesh, jax.sharding.PartitionSpec()
+        )
     return jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=sharding)
 
 
@@ -93,7 +97,9 @@ def source_of_tensors(title: str, tensors: Mapping[str, Tensor]) -> Source:
         if tensor.dtype not in known
     ]
     if unknown:
-        raise CheckpointError(f"{title} has tensors of unknown dtypes: {', '.join(unknown)}.")
+        raise CheckpointError(
+            f"{title} has tensors of unknown dtypes: {', '.join(unknown)}."
+        )
     by_path = {name.replace(".", "/"): tensor for name, tensor in tensors.items()}
     leaves = {
         path: jax.ShapeDtypeStruct(tensor.shape, known[tensor.dtype])
@@ -101,7 +107,10 @@ def source_of_tensors(title: str, tensors: Mapping[str, Tensor]) -> Source:
     }
 
     def load(wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        return {path: place_like(np.asarray(by_path[path]), leaf) for path, leaf in wanted.items()}
+        return {
+            path: place_like(np.asarray(by_path[path]), leaf)
+            for path, leaf in wanted.items()
+        }
 
     return Source(title, leaves, load)
 
@@ -122,12 +131,16 @@ def source_of_published(
         CheckpointError: if the published model does not match `config`.
     """
     try:
-        problems = differences(config, config_from_hf(read_json(folder / "config.json")))
+        problems = differences(
+            config, config_from_hf(read_json(folder / "config.json"))
+        )
         if problems:
             raise ValueError("; ".join(problems))
         leaves = named_leaves(params_from_hf(tensors, config))
     except (ValueError, TypeError) as error:
-        raise CheckpointError(f"init_from: {title} does not match this model: {error}") from error
+        raise CheckpointError(
+            f"init_from: {title} does not match this model: {error}"
+        ) from error
 
     def load(wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
         return {path: place_like(leaves[path], leaf) for path, leaf in wanted.items()}

@@ -68,7 +68,10 @@ def _spy_on_events(path: str) -> None:
                 follow = os.path.abspath if flags & os.O_NOFOLLOW else os.path.realpath
                 os.write(handle, f"write\t{follow(os.fsdecode(name))}\n".encode())
         elif event in CHANGES and not isinstance(arguments[0], int):
-            os.write(handle, f"change\t{os.path.abspath(os.fsdecode(arguments[0]))}\n".encode())
+            os.write(
+                handle,
+                f"change\t{os.path.abspath(os.fsdecode(arguments[0]))}\n".encode(),
+            )
         elif event in EVENTS:
             os.write(handle, f"{event}\t{arguments!r}\n".encode())
 

@@ -2,7 +2,12 @@
 
 import pytest
 
-from shardwise.checkpoint.reader import find_checkpoints, find_step, in_groups, read_json
+from shardwise.checkpoint.reader import (
+    find_checkpoints,
+    find_step,
+    in_groups,
+    read_json,
+)
 from shardwise.errors import CheckpointError
 
 
@@ -53,7 +58,9 @@ def test_groups_stay_below_the_budget():
     assert list(in_groups({})) == []
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b"[" * 10**5, b'{"a": ' * 10**5])
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{", b"\xff", b"[" * 10**5, b'{"a": ' * 10**5]
+)
 def test_json_that_is_not_an_object_is_refused(tmp_path, content):
     (tmp_path / "meta.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"meta\.json cannot be read"):

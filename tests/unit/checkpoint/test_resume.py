@@ -23,7 +23,11 @@ def test_rounding_is_ignored_and_differences_are_found_at_any_depth():
     now = {
         **SAVED,
         "mesh": "data=4",
-        "data": {"seed": 0, "batch_size": 32, "source": {"files": ["a.bin"], "bytes": 101}},
+        "data": {
+            "seed": 0,
+            "batch_size": 32,
+            "source": {"files": ["a.bin"], "bytes": 101},
+        },
     }
     changes = compare(SAVED, now)
     assert [(change.name, change.saved, change.now) for change in changes] == [
@@ -36,7 +40,10 @@ def test_rounding_is_ignored_and_differences_are_found_at_any_depth():
 
 
 def test_a_tuple_equals_the_list_that_json_makes_of_it():
-    now = {**SAVED, "data": {**SAVED["data"], "source": {"files": ("a.bin",), "bytes": 100}}}
+    now = {
+        **SAVED,
+        "data": {**SAVED["data"], "source": {"files": ("a.bin",), "bytes": 100}},
+    }
     assert compare(SAVED, now) == []
 
 
@@ -63,4 +70,6 @@ def test_the_report_fits_on_one_screen():
     assert "5 more" in text
     assert len(text.splitlines()) < 20
     unchanged = report([], (), "resuming a at step 3")
-    assert unchanged == "resuming a at step 3: nothing differs from the run that saved it"
+    assert (
+        unchanged == "resuming a at step 3: nothing differs from the run that saved it"
+    )

@@ -48,7 +48,8 @@ def saved(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "devices"), [("data=2,fsdp=4", 8), ("fsdp=8", 8), ("fsdp=2", 2), ("data=1", 1)]
+    ("mesh", "devices"),
+    [("data=2,fsdp=4", 8), ("fsdp=8", 8), ("fsdp=2", 2), ("data=1", 1)],
 )
 def test_it_restores_bit_identical_onto_any_mesh(saved, mesh, devices):
     directory, leaves = saved
@@ -101,11 +102,16 @@ def test_plain_orbax_reads_it(saved):
     directory, leaves = saved
     handler = ocp.PyTreeCheckpointHandler()
     item = handler.metadata(directory / "0" / "state")
-    restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item.tree)
-    tree = handler.restore(
-        directory / "0" / "state", args=ocp.args.PyTreeRestore(restore_args=restore_args)
+    restore_args = jax.tree.map(
+        lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item.tree
     )
-    assert np.array_equal(tree["params"]["hidden"]["kernel"], leaves["params/hidden/kernel"])
+    tree = handler.restore(
+        directory / "0" / "state",
+        args=ocp.args.PyTreeRestore(restore_args=restore_args),
+    )
+    assert np.array_equal(
+        tree["params"]["hidden"]["kernel"], leaves["params/hidden/kernel"]
+    )
 
 
 def test_a_mismatch_is_refused_with_all_differences(saved):
@@ -135,12 +141,16 @@ def test_another_dtype_is_refused_and_not_cast(saved):
 def test_every_flipped_bit_and_every_truncation_is_found(saved, data):
     directory, _ = saved
     files = [path for path in (directory / "0").rglob("*") if path.is_file()]
-    path = data.draw(st.sampled_from(sorted(path for path in files if path.stat().st_size)))
+    path = data.draw(
+        st.sampled_from(sorted(path for path in files if path.stat().st_size))
+    )
     good = path.read_bytes()
     position = data.draw(st.integers(0, len(good) - 1))
     bit = data.draw(st.integers(0, 7))
     if data.draw(st.booleans()):
-        damaged = bytes([*good[:position], good[position] ^ 1 << bit, *good[position + 1 :]])
+        damaged = bytes(
+            [*good[:position], good[position] ^ 1 << bit, *good[position + 1 :]]
+        )
     else:
         damaged = good[:position]
     path.write_bytes(damaged)
@@ -155,7 +165,9 @@ def test_missing_and_unexpected_files_and_links_are_found(saved, tmp_path):
     directory, _ = saved
     step = directory / "0"
     (step / "more").write_text("")
-    assert Checkpoints(directory).verify(0) == [f"{step / 'more'} is not listed in MANIFEST"]
+    assert Checkpoints(directory).verify(0) == [
+        f"{step / 'more'} is not listed in MANIFEST"
+    ]
     (step / "more").unlink()
     (step / "meta.json").rename(tmp_path / "meta.json")
     assert Checkpoints(directory).verify(0) == [f"{step / 'meta.json'} is missing"]
@@ -169,7 +181,9 @@ def save_three(tmp_path, keep=None):
     state = init_state(spec, 5)
     with Checkpoints(tmp_path / "checkpoints", keep) as checkpoints:
         for step, loss in {10: 1.0, 20: 2.0, 30: 3.0}.items():
-            checkpoints.save(replace(state, step=jnp.int32(step)), {"metrics": {"eval_loss": loss}})
+            checkpoints.save(
+                replace(state, step=jnp.int32(step)), {"metrics": {"eval_loss": loss}}
+            )
     return spec, Checkpoints(tmp_path / "checkpoints", keep)
 
 
@@ -197,7 +211,9 @@ def test_a_damaged_step_is_renamed_and_the_previous_one_is_used(tmp_path):
 
 @settings(max_examples=200)
 @given(
-    metrics=st.dictionaries(st.integers(0, 50), st.none() | st.floats(allow_nan=False), min_size=1),
+    metrics=st.dictionaries(
+        st.integers(0, 50), st.none() | st.floats(allow_nan=False), min_size=1
+    ),
     last=st.integers(1, 4),
     every=st.integers(0, 7),
     best=st.integers(0, 4),
@@ -210,7 +226,9 @@ def test_the_newest_and_the_best_are_kept(metrics, last, every, best, largest):
     assert set(periodic) <= kept
     measured = {step: value for step, value in metrics.items() if value is not None}
     best_values = sorted(measured.values(), reverse=largest)[:best]
-    kept_values = sorted((measured[step] for step in kept & measured.keys()), reverse=largest)
+    kept_values = sorted(
+        (measured[step] for step in kept & measured.keys()), reverse=largest
+    )
     assert kept_values[: len(best_values)] == best_values
     assert len(kept) <= last + best + len(periodic)
 
@@ -221,7 +239,9 @@ def test_retention_keeps_the_best_and_the_newest(tmp_path):
     assert all(path.name.isdecimal() for path in checkpoints.directory.iterdir())
 
 
-def test_a_checkpoint_is_never_overwritten_and_a_full_disk_is_predicted(tmp_path, monkeypatch):
+def test_a_checkpoint_is_never_overwritten_and_a_full_disk_is_predicted(
+    tmp_path, monkeypatch
+):
     spec, checkpoints = save_three(tmp_path)
     state = checkpoints.restore(spec, 30)
     with pytest.raises(CheckpointError, match="already exists"):
@@ -229,4 +249,8 @@ def test_a_checkpoint_is_never_overwritten_and_a_full_disk_is_predicted(tmp_path
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(CheckpointError, match=r"does not fit on the disk: 1000 B free"):
         checkpoints.save(replace(state, step=jnp.int32(40)), {})
-    assert sorted(path.name for path in checkpoints.directory.iterdir()) == ["10", "20", "30"]
+    assert sorted(path.name for path in checkpoints.directory.iterdir()) == [
+        "10",
+        "20",
+        "30",
+    ]

@@ -37,7 +37,9 @@ def test_a_single_slurm_task_is_alone(monkeypatch):
     assert start_group() == ProcessGroup()
 
 
-def test_a_pod_outside_an_indexed_job_is_alone_and_does_not_query_kubernetes(monkeypatch):
+def test_a_pod_outside_an_indexed_job_is_alone_and_does_not_query_kubernetes(
+    monkeypatch,
+):
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     assert start_group() == ProcessGroup()
 
@@ -45,7 +47,10 @@ def test_a_pod_outside_an_indexed_job_is_alone_and_does_not_query_kubernetes(mon
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"coordinator": "127.0.0.1:1234"}, "--num-processes, --process-id must be set too"),
+        (
+            {"coordinator": "127.0.0.1:1234"},
+            "--num-processes, --process-id must be set too",
+        ),
         ({"coordinator": "here", "num_processes": 2, "process_id": 0}, "host:port"),
         (
             {"coordinator": "127.0.0.1:1234", "num_processes": 2, "process_id": 2},

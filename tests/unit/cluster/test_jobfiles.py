@@ -18,7 +18,14 @@ from shardwise.errors import ConfigError
 
 SMALL = Job(command=("train", "recipe.py", "--out", "runs/a"))
 LARGE = Job(
-    command=("train", "recipes/gpt2.py", "--mesh", "replica=2,fsdp=8", "--out", "runs/a b"),
+    command=(
+        "train",
+        "recipes/gpt2.py",
+        "--mesh",
+        "replica=2,fsdp=8",
+        "--out",
+        "runs/a b",
+    ),
     nodes=2,
     processes=16,
     gpus=8,
@@ -33,7 +40,9 @@ LARGE = Job(
     port=9999,
 )
 WORDS = st.lists(
-    st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=30),
+    st.text(
+        st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=30
+    ),
     max_size=6,
 )
 NASTY = [
@@ -66,7 +75,9 @@ def options_of(script):
 
 @pytest.mark.parametrize("job", [SMALL, LARGE])
 def test_bash_can_parse_the_slurm_script(job):
-    subprocess.run(["bash", "-n"], input=slurm(job), text=True, check=True, capture_output=True)
+    subprocess.run(
+        ["bash", "-n"], input=slurm(job), text=True, check=True, capture_output=True
+    )
 
 
 def test_sbatch_options_match_the_job():
@@ -192,7 +203,9 @@ def expanded(word, variables):
     )
 
 
-@pytest.mark.parametrize("version", ["1.31", "1.33", kubernetes_validate.latest_version()])
+@pytest.mark.parametrize(
+    "version", ["1.31", "1.33", kubernetes_validate.latest_version()]
+)
 @pytest.mark.parametrize("job", [SMALL, LARGE])
 def test_the_kubernetes_schema_accepts_every_object(job, version):
     found = list(yaml.safe_load_all(kubernetes(job)))
@@ -210,15 +223,30 @@ def test_the_schema_rejects_a_misspelt_field():
 
 def test_pods_meet_at_process_0_and_share_a_node():
     container = container_of(kubernetes(LARGE))
-    words = [expanded(word, {"JOB_COMPLETION_INDEX": "5"}) for word in container["args"]]
-    where = ["--coordinator", "gpt2-0.gpt2:9999", "--num-processes", "16", "--process-id", "5"]
+    words = [
+        expanded(word, {"JOB_COMPLETION_INDEX": "5"}) for word in container["args"]
+    ]
+    where = [
+        "--coordinator",
+        "gpt2-0.gpt2:9999",
+        "--num-processes",
+        "16",
+        "--process-id",
+        "5",
+    ]
     assert words == [*LARGE.command, *where]
-    assert container["resources"]["limits"] == {"nvidia.com/gpu": 1, "cpu": 12, "memory": "65536Mi"}
+    assert container["resources"]["limits"] == {
+        "nvidia.com/gpu": 1,
+        "cpu": 12,
+        "memory": "65536Mi",
+    }
     assert container["image"] == "example/shardwise:1"
     job = objects_of(kubernetes(LARGE))["Job"]
     assert job["spec"]["completions"] == job["spec"]["parallelism"] == 16
     pod = job["spec"]["template"]["spec"]
-    assert pod["subdomain"] == objects_of(kubernetes(LARGE))["Service"]["metadata"]["name"]
+    assert (
+        pod["subdomain"] == objects_of(kubernetes(LARGE))["Service"]["metadata"]["name"]
+    )
     assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == "shared"
     assert pod["terminationGracePeriodSeconds"] == 300
 
@@ -228,7 +256,9 @@ def test_a_single_process_gets_no_coordinator():
 
 
 def action_for(code):
-    for rule in objects_of(kubernetes(SMALL))["Job"]["spec"]["podFailurePolicy"]["rules"]:
+    for rule in objects_of(kubernetes(SMALL))["Job"]["spec"]["podFailurePolicy"][
+        "rules"
+    ]:
         if code in rule.get("onExitCodes", {}).get("values", []):
             return rule["action"]
     # What Kubernetes does when no rule matches.
@@ -269,7 +299,9 @@ def test_missing_values_are_marked():
 @given(WORDS)
 @example(NASTY)
 def test_arguments_survive_yaml_and_kubernetes(words):
-    found = container_of(kubernetes(replace(SMALL, command=(*SMALL.command, *words))))["args"]
+    found = container_of(kubernetes(replace(SMALL, command=(*SMALL.command, *words))))[
+        "args"
+    ]
     variables = dict.fromkeys(("id", "HOME", "JOB_COMPLETION_INDEX"), "wrong")
     assert [expanded(word, variables) for word in found] == [*SMALL.command, *words]
 
@@ -281,7 +313,10 @@ def test_arguments_survive_yaml_and_kubernetes(words):
         ({"command": ("plan", "recipe.py", "--out", "a")}, "not `shardwise plan"),
         ({"command": ("train", "recipe.py", "--out", "a\0")}, "cannot be written"),
         ({"command": ("train", "recipe.py", "--out", "\udcff")}, "cannot be written"),
-        ({"processes": 3, "nodes": 2}, "3 processes cannot be divided evenly among 2 nodes"),
+        (
+            {"processes": 3, "nodes": 2},
+            "3 processes cannot be divided evenly among 2 nodes",
+        ),
         ({"processes": 0}, "0 processes"),
         ({"memory": "64 GB"}, "'64 GB' is invalid: write it as 64G"),
         ({"name": "a b"}, "'a b'"),

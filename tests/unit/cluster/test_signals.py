@@ -20,13 +20,18 @@ with stop_on_signals(may_exit=True) as stop:
     print("requested", stop.requested, flush=True)
 """
 # Takes minutes without executing a bytecode.
-CALL_INTO_C = "import hashlib; hashlib.pbkdf2_hmac('sha256', b'x' * 64, b'y' * 64, 400_000_000)"
+CALL_INTO_C = (
+    "import hashlib; hashlib.pbkdf2_hmac('sha256', b'x' * 64, b'y' * 64, 400_000_000)"
+)
 
 
 def start(at_once, body):
     code = CODE.format(at_once=at_once, body=body)
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout.readline() == "ready\n"
     return process
@@ -81,7 +86,8 @@ def test_in_a_users_process_the_second_interrupt_goes_to_the_previous_handler():
 
 
 @pytest.mark.parametrize(
-    ("answer", "code"), [("os._exit(6)", 6), ("print('told', flush=True)", -signal.SIGABRT)]
+    ("answer", "code"),
+    [("os._exit(6)", 6), ("print('told', flush=True)", -signal.SIGABRT)],
 )
 def test_an_abort_in_c_is_answered_from_any_thread(answer, code):
     program = f"""
@@ -90,5 +96,7 @@ from shardwise.cluster.signals import on_abort
 on_abort(lambda: {answer})
 threading.Thread(target=ctypes.CDLL(None).abort).start()
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True
+    )
     assert (ended.returncode, "told" in ended.stdout) == (code, code != 6), ended.stderr

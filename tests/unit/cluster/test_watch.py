@@ -42,7 +42,8 @@ def groups():
     hosts = tuple(f"host{i // 2}" for i in range(COUNT))
     machines = tuple(i // 2 for i in range(COUNT))
     yield [
-        ProcessGroup(i, COUNT, client, address, hosts, machines) for i, client in enumerate(clients)
+        ProcessGroup(i, COUNT, client, address, hosts, machines)
+        for i, client in enumerate(clients)
     ]
     for client in clients:
         client.shutdown()
@@ -53,7 +54,9 @@ def run_all(groups, work):
     """Run `work(group)` in one thread per process, and return the results in order."""
     results = {}
     threads = [
-        threading.Thread(target=lambda group=group: results.update({group.index: work(group)}))
+        threading.Thread(
+            target=lambda group=group: results.update({group.index: work(group)})
+        )
         for group in groups
     ]
     for thread in threads:
@@ -133,7 +136,10 @@ def beats(*rows):
 @pytest.mark.parametrize(
     ("rows", "who"),
     [
-        ([(9, 90, 60), (9, 90, 60), (9, 90, 60), (9, 90, 60)], "all processes are stuck: phase 9"),
+        (
+            [(9, 90, 60), (9, 90, 60), (9, 90, 60), (9, 90, 60)],
+            "all processes are stuck: phase 9",
+        ),
         (
             [(9, 90, 60), (8, 90, 60), (9, 90, 60), (9, 90, 60)],
             "process 1 on host0 is stuck: phase 8",
@@ -158,7 +164,10 @@ def test_only_processes_that_are_behind_and_idle_are_stuck(groups, rows, who):
 
 def test_nobody_is_stuck_before_all_were_heard_or_without_a_limit(groups):
     stuck = beats((9, 90, 60), (9, 90, 60), (9, 90, 60), (9, 90, 60))
-    assert StuckDetector(groups[0], 300).judge({index: stuck[index] for index in range(3)}) == ""
+    assert (
+        StuckDetector(groups[0], 300).judge({index: stuck[index] for index in range(3)})
+        == ""
+    )
     assert StuckDetector(groups[0], 0).judge(stuck) == ""
 
 

@@ -16,7 +16,9 @@ ORDER_OF_MANY = [111758968, 62871303, 204148766, 527276148]
 
 @given(st.integers(1, 3000), st.integers(-(2**63), 2**64))
 def test_the_shuffle_is_a_bijection(size, seed):
-    assert np.array_equal(np.sort(permute(np.arange(size), size, keys_of(seed))), np.arange(size))
+    assert np.array_equal(
+        np.sort(permute(np.arange(size), size, keys_of(seed))), np.arange(size)
+    )
 
 
 @given(
@@ -24,7 +26,9 @@ def test_the_shuffle_is_a_bijection(size, seed):
     st.integers(0, 2**32),
     st.lists(st.integers(0, 2**20 - 1), min_size=2, max_size=50, unique=True),
 )
-def test_the_shuffle_of_a_huge_source_stays_in_range_and_repeats_nothing(size, seed, indices):
+def test_the_shuffle_of_a_huge_source_stays_in_range_and_repeats_nothing(
+    size, seed, indices
+):
     found = permute(np.array(indices), size, keys_of(seed))
     assert len(set(found.tolist())) == len(indices)
     assert ((found >= 0) & (found < size)).all()
@@ -36,7 +40,12 @@ def test_the_shuffle_of_a_huge_source_stays_in_range_and_repeats_nothing(size, s
         (5, order),
         (12, order),
         (100, order),
-        (100, lambda size, first, last, seed: permute(np.arange(size), size, keys_of(seed))),
+        (
+            100,
+            lambda size, first, last, seed: permute(
+                np.arange(size), size, keys_of(seed)
+            ),
+        ),
     ],
 )
 def test_every_row_is_as_likely_at_every_place(size, orders_of):
@@ -45,14 +54,19 @@ def test_every_row_is_as_likely_at_every_place(size, orders_of):
     for place in (0, size // 2, size - 1):
         assert chi_squared(np.bincount(orders[:, place], minlength=size)) < 4
     assert (
-        chi_squared(np.bincount((orders[:, 1] - orders[:, 0]) % size, minlength=size)[1:]) < 4
+        chi_squared(
+            np.bincount((orders[:, 1] - orders[:, 0]) % size, minlength=size)[1:]
+        )
+        < 4
     )  # neighbours are as strangers
 
 
 def chi_squared(counts):
     """How far counts are from alike, in standard deviations of chi squared."""
     freedom = len(counts) - 1
-    return (((counts - counts.mean()) ** 2 / counts.mean()).sum() - freedom) / np.sqrt(2 * freedom)
+    return (((counts - counts.mean()) ** 2 / counts.mean()).sum() - freedom) / np.sqrt(
+        2 * freedom
+    )
 
 
 def test_the_order_is_fixed_for_all_time():
@@ -69,23 +83,31 @@ def test_the_order_is_fixed_for_all_time():
     st.integers(0, 9),
     st.booleans(),
 )
-def test_an_order_is_the_same_in_one_piece_and_in_two(size, first, count, seed, shuffle):
+def test_an_order_is_the_same_in_one_piece_and_in_two(
+    size, first, count, seed, shuffle
+):
     middle = first + count // 3
     parts = [
         order(size, first, middle, seed, shuffle),
         order(size, middle, first + count, seed, shuffle),
     ]
-    assert np.array_equal(np.concatenate(parts), order(size, first, first + count, seed, shuffle))
+    assert np.array_equal(
+        np.concatenate(parts), order(size, first, first + count, seed, shuffle)
+    )
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(0, 2**31))
 def test_each_epoch_holds_every_row_once(rows, batch_size, seed):
     if batch_size > rows:
-        with pytest.raises(DataError, match=f"{rows} examples, too few for a batch of {batch_size}"):
+        with pytest.raises(
+            DataError, match=f"{rows} examples, too few for a batch of {batch_size}"
+        ):
             Batches({"x": np.arange(rows)}, batch_size)
         return
     batches = Batches({"x": np.arange(rows)}, batch_size, seed=seed)
-    seen = np.concatenate([batches(step)["x"] for step in range(-(-2 * rows // batch_size))])
+    seen = np.concatenate(
+        [batches(step)["x"] for step in range(-(-2 * rows // batch_size))]
+    )
     assert sorted(seen[:rows]) == list(range(rows))
     assert sorted(seen[rows : 2 * rows]) == list(range(rows))
 
@@ -107,7 +129,9 @@ def test_some_rows_of_a_batch_are_a_slice_of_it(rows, data, step):
     first = data.draw(st.integers(0, batch_size))
     last = data.draw(st.integers(first, batch_size))
     batches = Batches({"x": np.arange(rows) * 3}, batch_size, seed=step)
-    assert np.array_equal(batches.rows(step, first, last)["x"], batches(step)["x"][first:last])
+    assert np.array_equal(
+        batches.rows(step, first, last)["x"], batches(step)["x"][first:last]
+    )
 
 
 def test_once_gives_each_row_once_in_order_with_a_short_last_batch():
@@ -141,12 +165,16 @@ def test_the_standard_library_is_a_corpus():
 def test_a_grain_dataset_and_a_list_are_sources():
     dataset = grain.MapDataset.range(100).map(Row())
     batches = Batches(dataset, 8, seed=1)
-    assert np.array_equal(batches(3)["x"], Batches({"x": np.arange(100) * 2}, 8, seed=1)(3)["x"])
+    assert np.array_equal(
+        batches(3)["x"], Batches({"x": np.arange(100) * 2}, 8, seed=1)(3)["x"]
+    )
     listed = Batches([Row()(i) for i in range(100)], 8, seed=1)
     assert listed.fingerprint()["source"] == batches.fingerprint()["source"]
     assert Batches(dataset.map(Row()), 8).fingerprint() != batches.fingerprint()
     with pytest.raises(DataError, match="is None: a filter"):
-        Batches(grain.MapDataset.range(100).filter(lambda i: i % 2 == 0).map(Row()), 100)(0)
+        Batches(
+            grain.MapDataset.range(100).filter(lambda i: i % 2 == 0).map(Row()), 100
+        )(0)
 
 
 class Row:

@@ -26,7 +26,9 @@ def numbers(start, count):
     st.data(),
 )
 def test_a_mix_gives_each_source_its_share_in_epochs_of_its_own(parts, seed, data):
-    sources = [(numbers(1000 * i, count), weight) for i, (count, weight) in enumerate(parts)]
+    sources = [
+        (numbers(1000 * i, count), weight) for i, (count, weight) in enumerate(parts)
+    ]
     mix = Mix(sources)
     pattern = sum(apportion({str(i): weight for i, (_, weight) in enumerate(sources)}))
     repeats = 12
@@ -40,13 +42,21 @@ def test_a_mix_gives_each_source_its_share_in_epochs_of_its_own(parts, seed, dat
         share = weight / sum(weight for _, weight in parts)
         assert len(of_source) == round(share * pattern * repeats)
         for epoch in range(len(of_source) // count):
-            assert sorted(of_source[epoch * count : (epoch + 1) * count]) == list(range(count))
+            assert sorted(of_source[epoch * count : (epoch + 1) * count]) == list(
+                range(count)
+            )
     for first in range(0, len(seen) - pattern, pattern):
-        counts = np.bincount(seen[first : first + pattern] // 1000, minlength=len(parts))
-        assert counts.tolist() == [round(share * pattern) for share in mix.shares.values()]
+        counts = np.bincount(
+            seen[first : first + pattern] // 1000, minlength=len(parts)
+        )
+        assert counts.tolist() == [
+            round(share * pattern) for share in mix.shares.values()
+        ]
     step = data.draw(st.integers(0, 50))
     first = data.draw(st.integers(0, batch_size))
-    assert np.array_equal(batches.rows(step, first, batch_size)["x"], batches(step)["x"][first:])
+    assert np.array_equal(
+        batches.rows(step, first, batch_size)["x"], batches(step)["x"][first:]
+    )
     assert sorted(np.concatenate([batch["x"] for batch in batches.once()])) == sorted(
         np.concatenate([s["x"] for s, _ in sources])
     )
@@ -64,7 +74,9 @@ def test_the_seed_changes_the_pattern_and_the_rows_of_a_mix():
 def test_a_mix_of_mixes():
     inner = Mix([(numbers(0, 5), 1), (numbers(1000, 5), 1)])
     seen = Batches(Mix([(inner, 1), (numbers(2000, 5), 1)]), 4)
-    counts = np.bincount(np.concatenate([seen(step)["x"] for step in range(100)]) // 1000)
+    counts = np.bincount(
+        np.concatenate([seen(step)["x"] for step in range(100)]) // 1000
+    )
     assert counts.tolist() == [100, 100, 200]
 
 
@@ -107,7 +119,9 @@ def test_a_split_is_disjoint_and_complete(rows, share, seed, block):
     parts = [part.rows(np.arange(len(part)))["x"] for part in (train, held_out)]
     assert sorted(np.concatenate(parts)) == list(range(rows))
     assert abs(len(held_out) - rows * share) <= block
-    assert len(np.unique(parts[0] // block)) + len(np.unique(parts[1] // block)) == blocks
+    assert (
+        len(np.unique(parts[0] // block)) + len(np.unique(parts[1] // block)) == blocks
+    )
     again = split(numbers(0, rows), share, seed, block=block)[1]
     assert np.array_equal(again.indices, held_out.indices)
 
@@ -115,9 +129,9 @@ def test_a_split_is_disjoint_and_complete(rows, share, seed, block):
 def test_a_filter_keeps_what_its_predicate_says():
     kept = keep(numbers(0, 1000), lambda row: row["x"] % 3 == 0)
     assert np.array_equal(kept.indices, np.arange(0, 1000, 3))
-    assert sorted(np.concatenate([batch["x"] for batch in Batches(kept, 50).once()])) == list(
-        range(0, 1000, 3)
-    )
+    assert sorted(
+        np.concatenate([batch["x"] for batch in Batches(kept, 50).once()])
+    ) == list(range(0, 1000, 3))
     inner = keep(kept, lambda row: row["x"] > 900)
     assert inner.rows(np.arange(len(inner)))["x"].tolist() == list(range(903, 1000, 3))
     with pytest.raises(DataError, match="the filter kept 0 of 1000 examples"):
@@ -141,7 +155,9 @@ def test_a_subset_has_the_rows_of_its_indices():
 # Packing
 
 
-@given(st.lists(st.integers(0, 12), min_size=1, max_size=30), st.integers(1, 16), st.data())
+@given(
+    st.lists(st.integers(0, 12), min_size=1, max_size=30), st.integers(1, 16), st.data()
+)
 def test_packed_windows_say_what_each_token_is(lengths, length, data):
     """Against the definition, token by token."""
     offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -153,7 +169,9 @@ def test_packed_windows_say_what_each_token_is(lengths, length, data):
         return
     document = np.repeat(np.arange(len(lengths)), lengths)
     source = Packed(tokens, length, offsets)
-    indices = np.array(data.draw(st.lists(st.integers(0, len(source) - 1), min_size=1, max_size=5)))
+    indices = np.array(
+        data.draw(st.lists(st.integers(0, len(source) - 1), min_size=1, max_size=5))
+    )
     rows = source.rows(indices)
     for row, index in enumerate(indices):
         start, segment, position = index * length, 0, 0
@@ -177,7 +195,9 @@ def test_packed_windows_say_what_each_token_is(lengths, length, data):
 
 def test_documents_must_cover_the_tokens():
     for offsets in ([0, 5], [1, 10], [0, 7, 6, 10], [0]):
-        with pytest.raises(DataError, match="must rise from 0 to the number of tokens, 10"):
+        with pytest.raises(
+            DataError, match="must rise from 0 to the number of tokens, 10"
+        ):
             Packed(np.arange(10), 4, np.array(offsets))
     with pytest.raises(DataError, match="needs documents="):
         Packed(np.arange(10), 4)

@@ -77,7 +77,10 @@ def test_files_that_are_no_tokens_are_refused_by_name(folder):
         "tokens.bim": (None, "no data file 'tokens.bim'. Did you mean 'tokens.bin'"),
         "nowhere/tokens.bin": (None, "there is no directory 'nowhere'"),
         "tokens.bin": (None, "no 'tokens.json' next to it that gives its dtype"),
-        "odd.bin": ("uint16", "'odd.bin' has 3 bytes, but tokens of uint16 have 2 bytes each"),
+        "odd.bin": (
+            "uint16",
+            "'odd.bin' has 3 bytes, but tokens of uint16 have 2 bytes each",
+        ),
         "empty.bin": ("uint16", "'empty.bin' is empty"),
         "table.npy": (None, r"float64 of shape \(3, 4\)"),
         "objects.npy": (None, "'objects.npy' .* cannot be read as an array"),
@@ -114,7 +117,9 @@ for step in range(1, 20):
         print(error, error.exit_code)
         break
 """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
     assert found.returncode == 0, found
     assert (
         "'tokens.bin' was truncated: it has 65536 bytes, but its 1048576 tokens need 2097152"
@@ -137,7 +142,10 @@ def test_a_token_file_deleted_during_the_run_can_still_be_read(folder):
 
 def write_json_lines(path, count):
     path.write_text(
-        "".join(json.dumps({"x": [n, 2 * n], "name": f"no. {n}"}) + "\n" for n in range(count))
+        "".join(
+            json.dumps({"x": [n, 2 * n], "name": f"no. {n}"}) + "\n"
+            for n in range(count)
+        )
     )
 
 
@@ -150,7 +158,10 @@ def write_array_record(path, count):
 
 def write_parquet(path, count):
     table = pyarrow.table(
-        {"x": [[n, 2 * n] for n in range(count)], "name": [f"no. {n}" for n in range(count)]}
+        {
+            "x": [[n, 2 * n] for n in range(count)],
+            "name": [f"no. {n}" for n in range(count)],
+        }
     )
     pyarrow.parquet.write_table(
         table, path, row_group_size=7, compression="none", write_page_checksum=True
@@ -163,7 +174,10 @@ def decode_bytes(record):
 
 KINDS = {
     "jsonl": (write_json_lines, lambda paths: json_lines(paths, vector)),
-    "array_record": (write_array_record, lambda paths: array_records(paths, decode_bytes)),
+    "array_record": (
+        write_array_record,
+        lambda paths: array_records(paths, decode_bytes),
+    ),
     "parquet": (write_parquet, lambda paths: parquet(paths, vector, columns=["x"])),
 }
 
@@ -193,7 +207,11 @@ def damage(folder, kind, record):
     """Makes one record of the file unreadable: a byte of it is changed."""
     path = folder / f"a.{kind}"
     data = bytearray(path.read_bytes())
-    marks = {"jsonl": f"[{record},", "array_record": f"[{record},", "parquet": f"no. {record}"}
+    marks = {
+        "jsonl": f"[{record},",
+        "array_record": f"[{record},",
+        "parquet": f"no. {record}",
+    }
     at = data.find(marks[kind].encode())
     assert at > 0
     data[at] ^= 0x15
@@ -264,7 +282,9 @@ def test_a_truncated_file_is_named(folder, kind):
     ):
         opened.rows(np.array([0, 39]))
     fresh = source_of("a.jsonl")
-    with pytest.raises(BadRecord, match=rf"'a.jsonl', record {len(fresh) - 1}: .* starts at byte"):
+    with pytest.raises(
+        BadRecord, match=rf"'a.jsonl', record {len(fresh) - 1}: .* starts at byte"
+    ):
         fresh.rows(np.arange(len(fresh)))
 
 
@@ -288,7 +308,10 @@ def test_what_decode_raises_is_told_with_the_record(folder):
 
 @given(
     st.lists(
-        st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), min_size=1),
+        st.text(
+            st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]),
+            min_size=1,
+        ),
         min_size=1,
     ),
     st.booleans(),
@@ -297,7 +320,9 @@ def test_lines_of_text_are_those_of_the_file(tmp_path_factory, lines, ends):
     path = tmp_path_factory.mktemp("text") / "a.txt"
     path.write_bytes("\n".join(lines).encode() + (b"\n" if ends else b""))
     source = text_lines(path, lambda line: {"line": line})
-    assert source.rows(np.arange(len(source)))["line"].tolist() == np.array(lines).tolist()
+    assert (
+        source.rows(np.arange(len(source)))["line"].tolist() == np.array(lines).tolist()
+    )
 
 
 def test_bad_utf8_is_named(folder):
@@ -388,7 +413,10 @@ def test_a_fingerprint_of_arrays_changes_with_every_element(rows, row, column):
     array = np.zeros((rows, 3), np.float32)
     changed = array.copy()
     changed[row % rows, column] = 1e-30
-    assert Batches({"x": array}, 1).fingerprint() != Batches({"x": changed}, 1).fingerprint()
+    assert (
+        Batches({"x": array}, 1).fingerprint()
+        != Batches({"x": changed}, 1).fingerprint()
+    )
     assert (
         Batches({"x": array}, 1).fingerprint()
         == Batches({"x": np.asfortranarray(array)}, 1).fingerprint()

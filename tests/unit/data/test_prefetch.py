@@ -39,13 +39,16 @@ def sleeps(step):
 
 
 @pytest.mark.parametrize(
-    "workers", [{"threads": 1}, {"threads": 5}, {"processes": 2}, {"threads": 3, "depth": 9}]
+    "workers",
+    [{"threads": 1}, {"threads": 5}, {"processes": 2}, {"threads": 3, "depth": 9}],
 )
 def test_workers_do_not_change_batches(tmp_path, workers):
     np.random.default_rng(0).integers(0, 1000, 5000).astype(np.uint16).tofile(
         tmp_path / "tokens.bin"
     )
-    batches = Batches(Tokens(open_tokens(tmp_path / "tokens.bin", "uint16"), 16), 8, seed=3)
+    batches = Batches(
+        Tokens(open_tokens(tmp_path / "tokens.bin", "uint16"), 16), 8, seed=3
+    )
     with Prefetch(batches, 10, 60, **workers) as prefetch:
         for step in range(10, 60):
             found, expected = prefetch(step), batches(step)
@@ -55,7 +58,11 @@ def test_workers_do_not_change_batches(tmp_path, workers):
 def test_batches_are_placed_ahead_of_need_but_no_further_than_depth():
     placed = []
     with Prefetch(
-        lambda step: step, 0, 100, place=lambda batch: placed.append(batch) or -batch, depth=3
+        lambda step: step,
+        0,
+        100,
+        place=lambda batch: placed.append(batch) or -batch,
+        depth=3,
     ) as prefetch:
         time.sleep(0.2)
         assert placed == [0, 1, 2]
@@ -96,7 +103,10 @@ def test_processes_are_spawned_and_end_with_the_prefetch():
 
 def test_a_process_that_dies_is_an_error():
     words = r"a data process \(pid \d+\) ended with exit code -9 in batch 3"
-    with Prefetch(dies_at_3, 0, 10, processes=1) as prefetch, pytest.raises(DataError, match=words):
+    with (
+        Prefetch(dies_at_3, 0, 10, processes=1) as prefetch,
+        pytest.raises(DataError, match=words),
+    ):
         [prefetch(step) for step in range(10)]
 
 
@@ -144,7 +154,8 @@ def test_steps_are_asked_for_in_order():
     with Prefetch(lambda step: step, 5, 8) as prefetch:
         for step in (4, 6, 8):
             with pytest.raises(
-                DataError, match=f"batch {step} is needed, but 5 is next, and 7 is the last"
+                DataError,
+                match=f"batch {step} is needed, but 5 is next, and 7 is the last",
             ):
                 prefetch(step)
         assert prefetch(5) == 5
@@ -156,14 +167,21 @@ def test_steps_are_asked_for_in_order():
 def test_skipped_records_are_counted_over_all_workers(tmp_path, workers):
     path = tmp_path / "a.jsonl"
     path.write_text(
-        "".join("broken\n" if n in (7, 23) else json.dumps({"x": n}) + "\n" for n in range(40))
+        "".join(
+            "broken\n" if n in (7, 23) else json.dumps({"x": n}) + "\n"
+            for n in range(40)
+        )
     )
     source = json_lines(path, vector)
     alone, together = Batches(source, 4, skip_bad=2), Batches(source, 4, skip_bad=2)
     with Prefetch(together, 0, 10, **workers) as prefetch:
         for step in range(10):
             assert np.array_equal(prefetch(step)["x"], alone(step)["x"])
-    assert set(together.skipped) == set(alone.skipped) == {f"'{path}', record {n}" for n in (7, 23)}
+    assert (
+        set(together.skipped)
+        == set(alone.skipped)
+        == {f"'{path}', record {n}" for n in (7, 23)}
+    )
     with (
         Prefetch(Batches(source, 4, skip_bad=1), 0, 10, **workers) as prefetch,
         pytest.raises(DataError, match="exceed skip_bad=1"),

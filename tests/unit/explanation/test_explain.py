@@ -57,7 +57,9 @@ def by_hand(update):
 
 def steepest(sign):
     def update(updates, count, params=None):
-        return jax.tree.map(lambda g: sign * 0.1 * g / (1 + 0.001 * count), updates), count + 1
+        return jax.tree.map(
+            lambda g: sign * 0.1 * g / (1 + 0.001 * count), updates
+        ), count + 1
 
     return by_hand(update)
 
@@ -75,7 +77,9 @@ BAD = {
     ),
     "decay on everything": (adamw(1e-3, weight_decay=0.1), "decay-of-vectors"),
     "decay steps without the warm-up": (
-        adamw(optax.warmup_cosine_decay_schedule(1e-5, 1e-3, 40, STEPS - 40), mask=kernels),
+        adamw(
+            optax.warmup_cosine_decay_schedule(1e-5, 1e-3, 40, STEPS - 40), mask=kernels
+        ),
         "schedule-too-short",
     ),
     "linear that ends early": (
@@ -98,7 +102,10 @@ BAD = {
         optax.adam(optax.linear_schedule(1e-6, 1e-3, 10 * STEPS)),
         "warmup-too-long",
     ),
-    "no minus sign": (chain(clip(1.0), optax.scale_by_adam(), optax.scale(1e-3)), "ascends"),
+    "no minus sign": (
+        chain(clip(1.0), optax.scale_by_adam(), optax.scale(1e-3)),
+        "ascends",
+    ),
     "schedule without minus sign": (
         chain(optax.scale_by_adam(), optax.scale_by_schedule(cosine(1e-3, STEPS))),
         "ascends",
@@ -112,7 +119,9 @@ BAD = {
     "frozen by a mask": (optax.masked(optax.adam(1e-3), in_head), "raw-gradient"),
     "frozen, then decayed": (
         chain(
-            optax.partition({True: optax.adam(1e-3), False: optax.set_to_zero()}, in_head),
+            optax.partition(
+                {True: optax.adam(1e-3), False: optax.set_to_zero()}, in_head
+            ),
             optax.add_decayed_weights(-1e-4, mask=kernels),
         ),
         "frozen-moves",
@@ -131,7 +140,9 @@ BAD = {
         "state-too-large",
     ),
     "selective with a function": (
-        optax.selective_transform(optax.adam(1e-3), freeze_mask=lambda params: in_head(params)),
+        optax.selective_transform(
+            optax.adam(1e-3), freeze_mask=lambda params: in_head(params)
+        ),
         "nothing-moves",
     ),
     "decay through Adam": (
@@ -158,7 +169,10 @@ BAD = {
         optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)(1e-2),
         "state-changes",
     ),
-    "applies the NaN": (optax.apply_if_finite(adamw(1e-3, mask=kernels), 3), "applies-nan"),
+    "applies the NaN": (
+        optax.apply_if_finite(adamw(1e-3, mask=kernels), 3),
+        "applies-nan",
+    ),
     "labels that miss a leaf": (
         optax.multi_transform(
             {"slow": optax.adam(1e-4), "fast": optax.adam(1e-3)}, INCOMPLETE_LABELS
@@ -170,7 +184,8 @@ GOOD = {
     "adam": optax.adam(1e-3),
     "adamw": adamw(cosine(1e-3, STEPS), weight_decay=0.1, mask=kernels),
     "warm-up and cosine": chain(
-        clip(1.0), adamw(optax.warmup_cosine_decay_schedule(1e-5, 1e-3, 20, STEPS), mask=kernels)
+        clip(1.0),
+        adamw(optax.warmup_cosine_decay_schedule(1e-5, 1e-3, 20, STEPS), mask=kernels),
     ),
     "sgd with momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
     "sgd with decay": chain(
@@ -190,13 +205,19 @@ GOOD = {
     "frozen backbone": optax.partition(
         {True: optax.adam(1e-3), False: optax.set_to_zero()}, in_head
     ),
-    "two rates": optax.partition({True: optax.adam(1e-3), False: optax.adam(1e-5)}, in_head),
+    "two rates": optax.partition(
+        {True: optax.adam(1e-3), False: optax.adam(1e-5)}, in_head
+    ),
     "injected": optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)(
         learning_rate=cosine(1e-3, STEPS)
     ),
     "accumulated": optax.MultiSteps(adamw(cosine(1e-3, STEPS // 4), mask=kernels), 4),
-    "piecewise": adamw(optax.piecewise_constant_schedule(1e-3, {100: 0.1, 150: 0.1}), mask=kernels),
-    "constant after warm-up": optax.adam(optax.warmup_constant_schedule(1e-5, 1e-3, 20)),
+    "piecewise": adamw(
+        optax.piecewise_constant_schedule(1e-3, {100: 0.1, 150: 0.1}), mask=kernels
+    ),
+    "constant after warm-up": optax.adam(
+        optax.warmup_constant_schedule(1e-5, 1e-3, 20)
+    ),
     "exponential": optax.adam(optax.exponential_decay(1e-3, 20, 0.9)),
     "inverse square root": optim.adamw(optim.inverse_sqrt(1e-3, STEPS, warmup=0.1)),
     "stable and decay": optim.adamw(optim.wsd(1e-3, STEPS, warmup=10, decay=0.2)),
@@ -246,10 +267,16 @@ SIMILAR = (
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=pytest.mark.slow) if case in SIMILAR else case for case in GOOD],
+    [
+        pytest.param(case, marks=pytest.mark.slow) if case in SIMILAR else case
+        for case in GOOD
+    ],
 )
 def test_nothing_is_found_in_a_good_optimizer(case):
-    assert names(explain(GOOD[case], HalfNet if "half" in case else Net, steps=STEPS)) == []
+    assert (
+        names(explain(GOOD[case], HalfNet if "half" in case else Net, steps=STEPS))
+        == []
+    )
 
 
 def test_hyperparameters_in_bfloat16_give_updates_that_are_not_finite():
@@ -266,12 +293,18 @@ def test_the_table_shows_what_each_parameter_gets():
         Group("*", name="rest"),
     )
     explanation = explain(
-        optim.adamw(optim.cosine(1e-3, STEPS), weight_decay=0.1, clip=1.0, groups=groups),
+        optim.adamw(
+            optim.cosine(1e-3, STEPS), weight_decay=0.1, clip=1.0, groups=groups
+        ),
         Net,
         steps=STEPS,
     )
     rows = {row.path: row for row in explanation.rows}
-    frozen, head, scale = rows["backbone/kernel"], rows["head/kernel"], rows["norm/scale"]
+    frozen, head, scale = (
+        rows["backbone/kernel"],
+        rows["head/kernel"],
+        rows["norm/scale"],
+    )
     assert (frozen.group, frozen.moves) == ("frozen", False)
     assert (frozen.state_bytes, frozen.peak_lr) == (0, 0.0)
     assert (head.group, head.state_bytes) == ("head", 2 * 8 * 3 * 4)

@@ -34,7 +34,10 @@ def start_holder(directory):
 
 def test_a_held_lock_names_its_owner_and_a_killed_owner_holds_nothing(tmp_path):
     process = start_holder(tmp_path)
-    for attempt in (lambda: lock_directory(tmp_path).__enter__(), lambda: check_unlocked(tmp_path)):
+    for attempt in (
+        lambda: lock_directory(tmp_path).__enter__(),
+        lambda: check_unlocked(tmp_path),
+    ):
         with pytest.raises(
             DirectoryInUseError,
             match=rf"is in use by process {process.pid} on .*, started \d+ s ago",
@@ -88,7 +91,10 @@ def test_one_of_several_processes_that_start_together_gets_the_lock(tmp_path):
     ]
     time.sleep(0.1)
     deadline = time.time() + 30
-    while sum(process.poll() is None for process in processes) > 1 and time.time() < deadline:
+    while (
+        sum(process.poll() is None for process in processes) > 1
+        and time.time() < deadline
+    ):
         time.sleep(0.05)
     alive = [process for process in processes if process.poll() is None]
     assert len(alive) == 1
@@ -105,7 +111,9 @@ def test_writes_replace_the_content_and_leave_no_temporary_file(tmp_path):
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "a").touch()
-    with pytest.raises(CheckpointError, match=r"a/b/c cannot be written: Not a directory"):
+    with pytest.raises(
+        CheckpointError, match=r"a/b/c cannot be written: Not a directory"
+    ):
         check_writable(tmp_path / "a" / "b" / "c")
     check_writable(tmp_path / "new" / "deeper")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import (
+    AbstractDevice,
+    AbstractMesh,
+    AxisType,
+    NamedSharding,
+    PartitionSpec,
+)
 
 from shardwise import make_mesh
 from shardwise.kernels.attention import causal_attention, tpu_attention
@@ -28,7 +34,9 @@ def value_and_grads(attention, args, segment_ids=None):
         out = attention(q, k, v, segment_ids)
         return jnp.sin(out).sum(), out
 
-    (_, out), grads = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True))(*args)
+    (_, out), grads = jax.jit(
+        jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True)
+    )(*args)
     return out, *grads
 
 
@@ -97,7 +105,11 @@ def test_cpu_attention_matches_jax_for_any_shape(
 def check_against_jax(sequences, length, kv_heads, groups, width, packed):
     args = inputs(sequences, length, kv_heads * groups, kv_heads, width)
     segment_ids = (
-        jnp.array(np.sort(np.random.default_rng(1).integers(0, 3, (sequences, length)), axis=1))
+        jnp.array(
+            np.sort(
+                np.random.default_rng(1).integers(0, 3, (sequences, length)), axis=1
+            )
+        )
         if packed
         else None
     )
@@ -119,10 +131,14 @@ def test_cpu_attention_handles_large_scores_and_keeps_half_precision():
         np.testing.assert_allclose(ours, theirs, atol=1e-4, rtol=1e-4)
     args = inputs(2, 32, 2, 2, 16, jnp.bfloat16)
     for ours, theirs in zip(
-        value_and_grads(causal_attention, args), value_and_grads(plain, args), strict=True
+        value_and_grads(causal_attention, args),
+        value_and_grads(plain, args),
+        strict=True,
     ):
         assert ours.dtype == jnp.bfloat16
-        np.testing.assert_allclose(ours.astype(jnp.float32), theirs.astype(jnp.float32), atol=0.06)
+        np.testing.assert_allclose(
+            ours.astype(jnp.float32), theirs.astype(jnp.float32), atol=0.06
+        )
 
 
 @pytest.mark.parametrize(
@@ -139,7 +155,9 @@ def test_each_device_works_on_its_own_sequences_and_heads(sequences, kv_heads, o
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return jax.lax.with_sharding_constraint(kernel(q, k, v, segment_ids), where)
 
-    ours = value_and_grads(sharded, jax.device_put(args, NamedSharding(mesh, PartitionSpec(over))))
+    ours = value_and_grads(
+        sharded, jax.device_put(args, NamedSharding(mesh, PartitionSpec(over)))
+    )
     assert ours[0].sharding.is_equivalent_to(where, 4)
     for one, plain in zip(ours, value_and_grads(causal_attention, args), strict=True):
         np.testing.assert_allclose(one, plain, atol=3e-5)
@@ -156,5 +174,7 @@ def test_kernel_is_chosen_for_the_mesh_of_the_trace():
         # The kernel does not support this length.
         odd = inputs(2, 100, 2, 2, 64)
         assert "pallas_call" not in str(jax.make_jaxpr(causal_attention)(*odd))
-        with pytest.raises(ValueError, match=r"sequence length 100 is not a multiple of 128"):
+        with pytest.raises(
+            ValueError, match=r"sequence length 100 is not a multiple of 128"
+        ):
             tpu_attention(*odd)

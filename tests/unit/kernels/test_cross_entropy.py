@@ -23,7 +23,9 @@ from shardwise.kernels.cross_entropy import chunked_cross_entropy, cross_entropy
 
 def assert_close(ours, theirs, tolerance=2e-5):
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * float(jnp.abs(b).max()))
+        np.testing.assert_allclose(
+            a, b, rtol=tolerance, atol=tolerance * float(jnp.abs(b).max())
+        )
 
 
 def gelu_and_grads(gelu, x, bias):
@@ -38,10 +40,17 @@ def jax_gelu(x, bias):
 
 @pytest.mark.parametrize("gelu", [fused_bias_gelu, plain_bias_gelu])
 @settings(max_examples=3)
-@given(tokens=st.integers(1, 70), width=st.sampled_from([1, 96, 300]), seed=st.integers(0, 2**31))
+@given(
+    tokens=st.integers(1, 70),
+    width=st.sampled_from([1, 96, 300]),
+    seed=st.integers(0, 2**31),
+)
 def test_gelu_matches_jax_for_any_shape(gelu, tokens, width, seed):
     rng = np.random.default_rng(seed)
-    x, bias = rng.normal(0, 4, (tokens, width)).astype("f4"), rng.normal(0, 1, width).astype("f4")
+    x, bias = (
+        rng.normal(0, 4, (tokens, width)).astype("f4"),
+        rng.normal(0, 1, width).astype("f4"),
+    )
     assert_close(gelu_and_grads(gelu, x, bias), gelu_and_grads(jax_gelu, x, bias))
 
 
@@ -63,28 +72,41 @@ def test_each_device_computes_its_own_shard_of_the_gelu():
     run = jax.jit(lambda *arguments: gelu_and_grads(fused_bias_gelu, *arguments))
     value, grads = run(*sharded)
     assert [
-        g.sharding.is_equivalent_to(a.sharding, a.ndim) for g, a in zip(grads, sharded, strict=True)
+        g.sharding.is_equivalent_to(a.sharding, a.ndim)
+        for g, a in zip(grads, sharded, strict=True)
     ] == [True, True]
-    assert set(re.findall(r"all-\w+", run.lower(*sharded).compile().as_text())) == {"all-reduce"}
+    assert set(re.findall(r"all-\w+", run.lower(*sharded).compile().as_text())) == {
+        "all-reduce"
+    }
     assert_close((value, grads), gelu_and_grads(jax_gelu, x, bias))
 
 
 def loss_and_grad(loss, logits, labels, weights):
-    return jax.jit(jax.value_and_grad(lambda x: (loss(x, labels) * weights).sum()))(logits)
+    return jax.jit(jax.value_and_grad(lambda x: (loss(x, labels) * weights).sum()))(
+        logits
+    )
 
 
 @pytest.fixture(params=["plain", "fused"])
 def where(request, monkeypatch):
     """Run a test with the plain loss, and with the loss for GPUs."""
-    monkeypatch.setattr(losses, "platform", lambda: "gpu" if request.param == "fused" else "cpu")
+    monkeypatch.setattr(
+        losses, "platform", lambda: "gpu" if request.param == "fused" else "cpu"
+    )
     return request.param
 
 
 @pytest.mark.parametrize("shape", [(5, 7), (3, 4, 130), (2, 5000)])
 def test_cross_entropy_matches_optax(where, shape):
     rng = np.random.default_rng(1)
-    logits, labels = rng.normal(0, 5, shape).astype("f4"), rng.integers(0, shape[-1], shape[:-1])
-    for weights in (np.ones(shape[:-1], "f4"), rng.uniform(size=shape[:-1]).astype("f4")):
+    logits, labels = (
+        rng.normal(0, 5, shape).astype("f4"),
+        rng.integers(0, shape[-1], shape[:-1]),
+    )
+    for weights in (
+        np.ones(shape[:-1], "f4"),
+        rng.uniform(size=shape[:-1]).astype("f4"),
+    ):
         theirs = loss_and_grad(
             optax.softmax_cross_entropy_with_integer_labels, logits, labels, weights
         )
@@ -102,7 +124,9 @@ def test_cross_entropy_of_bfloat16_logits_is_rounded_once(where):
         rng.integers(0, 300, 20),
     )
     value, grad = loss_and_grad(cross_entropy, logits, labels, 1.0)
-    exact, exact_grad = loss_and_grad(cross_entropy, logits.astype(jnp.float32), labels, 1.0)
+    exact, exact_grad = loss_and_grad(
+        cross_entropy, logits.astype(jnp.float32), labels, 1.0
+    )
     assert grad.dtype == jnp.bfloat16
     assert_close(value, exact)
     assert (grad == exact_grad.astype(jnp.bfloat16)).mean() > 0.99
@@ -123,14 +147,24 @@ def test_each_device_computes_the_loss_of_its_own_tokens():
 @pytest.mark.parametrize("mesh", ["data=8", "data=4,tensor=2"])
 def test_linear_cross_entropy_matches_cross_entropy_of_the_logits(monkeypatch, mesh):
     """Each device has too few tokens for the Hopper kernel, or the vocabulary is sharded."""
-    monkeypatch.setattr(losses, "_is_fused", lambda *_: losses._vocabulary_is_unsharded())
+    monkeypatch.setattr(
+        losses, "_is_fused", lambda *_: losses._vocabulary_is_unsharded()
+    )
     rng = np.random.default_rng(4)
-    features, table = rng.normal(size=(64, 16)).astype("f4"), rng.normal(size=(40, 16)).astype("f4")
-    labels, weights = rng.integers(0, 40, (4, 16)), rng.uniform(size=(4, 16)).astype("f4")
+    features, table = (
+        rng.normal(size=(64, 16)).astype("f4"),
+        rng.normal(size=(40, 16)).astype("f4"),
+    )
+    labels, weights = (
+        rng.integers(0, 40, (4, 16)),
+        rng.uniform(size=(4, 16)).astype("f4"),
+    )
 
     def value_and_grads(loss, *arguments):
         return jax.jit(
-            jax.value_and_grad(lambda *args: (loss(*args, labels) * weights).sum(), argnums=(0, 1))
+            jax.value_and_grad(
+                lambda *args: (loss(*args, labels) * weights).sum(), argnums=(0, 1)
+            )
         )(*arguments)
 
     theirs = value_and_grads(
@@ -143,7 +177,9 @@ def test_linear_cross_entropy_matches_cross_entropy_of_the_logits(monkeypatch, m
     mesh = make_mesh(mesh)
     with jax.set_mesh(mesh):
         spread = jax.device_put(features, NamedSharding(mesh, P("data")))
-        assert_close(value_and_grads(losses.linear_cross_entropy, spread, table), theirs)
+        assert_close(
+            value_and_grads(losses.linear_cross_entropy, spread, table), theirs
+        )
 
 
 def test_very_unlikely_label_has_a_finite_loss_and_a_useful_gradient(monkeypatch):
@@ -161,7 +197,9 @@ def test_very_unlikely_label_has_a_finite_loss_and_a_useful_gradient(monkeypatch
         # Scaled as if there were a million tokens.
         return losses.linear_cross_entropy(features, table, jnp.arange(4)).sum() / 2**20
 
-    nats, (to_features, to_table) = jax.value_and_grad(loss, argnums=(0, 1))(features, table)
+    nats, (to_features, to_table) = jax.value_and_grad(loss, argnums=(0, 1))(
+        features, table
+    )
     assert 60 < nats * 2**20 / 4 < 60 + np.log(40)
     wide = np.asarray(to_table.astype(jnp.float32)) * 2**20
     # The gradient of the labels is as large as possible.
@@ -174,7 +212,10 @@ def test_very_unlikely_label_has_a_finite_loss_and_a_useful_gradient(monkeypatch
 @pytest.mark.parametrize("weighted", [False, True])
 def test_chunked_cross_entropy_matches_the_complete_loss(where, weighted):
     rng = np.random.default_rng(0)
-    features, table = rng.normal(size=(24, 16)).astype("f4"), rng.normal(size=(40, 16)).astype("f4")
+    features, table = (
+        rng.normal(size=(24, 16)).astype("f4"),
+        rng.normal(size=(40, 16)).astype("f4"),
+    )
     labels, weights = (
         rng.integers(0, 40, 24),
         rng.uniform(size=24).astype("f4") if weighted else np.ones(24, "f4"),
@@ -184,7 +225,9 @@ def test_chunked_cross_entropy_matches_the_complete_loss(where, weighted):
         return (
             3
             * (
-                optax.softmax_cross_entropy_with_integer_labels(features @ table.T, labels)
+                optax.softmax_cross_entropy_with_integer_labels(
+                    features @ table.T, labels
+                )
                 * weights
             ).sum()
         )
@@ -195,9 +238,14 @@ def test_chunked_cross_entropy_matches_the_complete_loss(where, weighted):
         def parts(features, table, weights, chunks=chunks):
             return 3 * chunked_cross_entropy(features, table, labels, chunks, weights)
 
-        assert_close(jax.value_and_grad(parts, argnums=(0, 1, 2))(features, table, weights), theirs)
+        assert_close(
+            jax.value_and_grad(parts, argnums=(0, 1, 2))(features, table, weights),
+            theirs,
+        )
         if not weighted:
-            assert_close(3 * chunked_cross_entropy(features, table, labels, chunks), theirs[0])
+            assert_close(
+                3 * chunked_cross_entropy(features, table, labels, chunks), theirs[0]
+            )
     with pytest.raises(ValueError, match="24 tokens are not divisible by chunks=5"):
         chunked_cross_entropy(features, table, labels, 5)
 
@@ -206,7 +254,10 @@ def test_chunked_cross_entropy_computes_no_matmul_twice():
     shapes = jnp.zeros((24, 16)), jnp.zeros((40, 16))
     text = (
         jax.jit(
-            jax.grad(lambda f, t: chunked_cross_entropy(f, t, np.zeros(24, int), 4), argnums=(0, 1))
+            jax.grad(
+                lambda f, t: chunked_cross_entropy(f, t, np.zeros(24, int), 4),
+                argnums=(0, 1),
+            )
         )
         .lower(*shapes)
         .as_text()

@@ -42,22 +42,36 @@ def wide(x):
 
 
 def gelu(product, bias):
-    return jax.nn.gelu(product.astype(jnp.float32) + bias.astype(jnp.float32), approximate=True)
+    return jax.nn.gelu(
+        product.astype(jnp.float32) + bias.astype(jnp.float32), approximate=True
+    )
 
 
 def test_kernels_require_a_hopper_gpu_and_shapes_that_the_tiles_divide():
     # The tests run without a GPU of compute capability 9.0.
     assert not hopper.is_available()
-    assert hopper.supports_matmul(jax.ShapeDtypeStruct((65536, 768), jnp.bfloat16), 3072)
-    assert not hopper.supports_matmul(jax.ShapeDtypeStruct((65536, 768), jnp.float32), 3072)
-    assert not hopper.supports_matmul(jax.ShapeDtypeStruct((65500, 768), jnp.bfloat16), 3072)
+    assert hopper.supports_matmul(
+        jax.ShapeDtypeStruct((65536, 768), jnp.bfloat16), 3072
+    )
+    assert not hopper.supports_matmul(
+        jax.ShapeDtypeStruct((65536, 768), jnp.float32), 3072
+    )
+    assert not hopper.supports_matmul(
+        jax.ShapeDtypeStruct((65500, 768), jnp.bfloat16), 3072
+    )
     assert hopper.supports_cross_entropy(jax.ShapeDtypeStruct((8, 50304), jnp.bfloat16))
-    assert not hopper.supports_cross_entropy(jax.ShapeDtypeStruct((8, 50257), jnp.bfloat16))
-    assert not hopper.supports_cross_entropy(jax.ShapeDtypeStruct((8, 128256), jnp.bfloat16))
+    assert not hopper.supports_cross_entropy(
+        jax.ShapeDtypeStruct((8, 50257), jnp.bfloat16)
+    )
+    assert not hopper.supports_cross_entropy(
+        jax.ShapeDtypeStruct((8, 128256), jnp.bfloat16)
+    )
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("tokens", "inner", "columns"), [(512, 192, 256), (256, 64, 384)])
+@pytest.mark.parametrize(
+    ("tokens", "inner", "columns"), [(512, 192, 256), (256, 64, 384)]
+)
 def test_matmul_with_gelu(interpreted, tokens, inner, columns):
     rng = np.random.default_rng(0)
     x, kernel, bias = (
@@ -74,12 +88,18 @@ def test_matmul_with_gelu(interpreted, tokens, inner, columns):
     expected, pull = jax.vjp(lambda product: gelu(product, bias), product)
     # A matmul may be rounded to the neighboring number.
     np.testing.assert_allclose(wide(y), expected, rtol=2**-8, atol=2e-2)
-    np.testing.assert_allclose(wide(slope), pull(jnp.ones_like(expected))[0], rtol=2**-8, atol=1e-2)
+    np.testing.assert_allclose(
+        wide(slope), pull(jnp.ones_like(expected))[0], rtol=2**-8, atol=1e-2
+    )
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("tokens", "inner", "columns"), [(512, 128, 256), (768, 64, 512)])
-def test_matmul_times_slope_and_its_sum_over_tokens(interpreted, tokens, inner, columns):
+@pytest.mark.parametrize(
+    ("tokens", "inner", "columns"), [(512, 128, 256), (768, 64, 512)]
+)
+def test_matmul_times_slope_and_its_sum_over_tokens(
+    interpreted, tokens, inner, columns
+):
     rng = np.random.default_rng(1)
     g, kernel, slope = (
         half(rng, tokens, inner),
@@ -94,7 +114,9 @@ def test_matmul_times_slope_and_its_sum_over_tokens(interpreted, tokens, inner, 
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("tokens", "inner", "columns"), [(512, 128, 384), (4608, 64, 128)])
+@pytest.mark.parametrize(
+    ("tokens", "inner", "columns"), [(512, 128, 384), (4608, 64, 128)]
+)
 def test_exponentials_of_a_matmul_and_their_sums(interpreted, tokens, inner, columns):
     rng = np.random.default_rng(4)
     x, table, offset = (
@@ -105,7 +127,9 @@ def test_exponentials_of_a_matmul_and_their_sums(interpreted, tokens, inner, col
     # exp(200) overflows in float32.
     offset = offset.at[7].set(-200.0)
     exponentials, sums = hopper.product_exp(x, table, offset)
-    product = jnp.asarray(wide(x) @ wide(table).T - np.asarray(offset)[:, None], jnp.bfloat16)
+    product = jnp.asarray(
+        wide(x) @ wide(table).T - np.asarray(offset)[:, None], jnp.bfloat16
+    )
     expected = np.exp(np.minimum(wide(product), hopper.MAX_EXPONENT))
     # A matmul may be rounded to the neighboring number.
     np.testing.assert_allclose(wide(exponentials), expected, rtol=2**-5)
@@ -134,7 +158,9 @@ def test_linear_cross_entropy_matches_optax(interpreted, monkeypatch):
         return jax.tree.map(lambda x: np.asarray(x, np.float32), value(*arguments))
 
     theirs = value_and_grads(
-        lambda f, t, labels: optax.softmax_cross_entropy_with_integer_labels(f @ t.T, labels),
+        lambda f, t, labels: optax.softmax_cross_entropy_with_integer_labels(
+            f @ t.T, labels
+        ),
         *map(wide, (features, table)),
     )
     ours = value_and_grads(losses.linear_cross_entropy, features, table)
@@ -146,7 +172,10 @@ def test_linear_cross_entropy_matches_optax(interpreted, monkeypatch):
 @needs_interpreter
 def test_cross_entropy_matches_jax(interpreted):
     rng = np.random.default_rng(2)
-    logits, labels = half(rng, 9, 8448, scale=3), jnp.asarray(rng.integers(0, 8448, 9), jnp.int32)
+    logits, labels = (
+        half(rng, 9, 8448, scale=3),
+        jnp.asarray(rng.integers(0, 8448, 9), jnp.int32),
+    )
     gradient, nats = hopper.cross_entropy(logits, labels)
     expected = -jax.nn.log_softmax(wide(logits))[jnp.arange(9), labels]
     np.testing.assert_allclose(nats, expected, rtol=1e-5)
@@ -170,7 +199,8 @@ def test_fused_mlp_matches_plain_mlp(interpreted):
 
     def value_and_grads(between):
         return jax.value_and_grad(
-            lambda *args: jnp.sin(between(*args).astype(jnp.float32)).sum(), argnums=(0, 1, 2, 3)
+            lambda *args: jnp.sin(between(*args).astype(jnp.float32)).sum(),
+            argnums=(0, 1, 2, 3),
         )(*arguments)
 
     ours, theirs = (
@@ -195,7 +225,8 @@ def test_layers_of_one_shape_share_a_kernel_whose_flops_are_counted(monkeypatch)
         return x.astype(jnp.float32).sum()
 
     shapes = [
-        jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 128), (3, 128, 256), (256,))
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        for shape in ((256, 128), (3, 128, 256), (256,))
     ]
     traced = jax.jit(sums_in_float32(layers)).trace(*shapes)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -203,8 +234,12 @@ def test_layers_of_one_shape_share_a_kernel_whose_flops_are_counted(monkeypatch)
     assert count_kernels(traced.jaxpr.jaxpr) == {"product_gelu": 2 * 256 * 128 * 256}
 
 
-@pytest.mark.skipif(VERSION < (0, 11), reason="Mosaic GPU has other names before jax 0.11")
-@pytest.mark.parametrize("name", ["product_gelu", "product_slope", "product_exp", "cross_entropy"])
+@pytest.mark.skipif(
+    VERSION < (0, 11), reason="Mosaic GPU has other names before jax 0.11"
+)
+@pytest.mark.parametrize(
+    "name", ["product_gelu", "product_slope", "product_exp", "cross_entropy"]
+)
 def test_kernels_can_be_lowered_for_cuda(monkeypatch, name):
     """jax 0.12 refused to lower the store of the sums of `product_exp`."""
     monkeypatch.setattr(hopper, "multiprocessors", lambda: 132)
@@ -218,7 +253,11 @@ def test_kernels_can_be_lowered_for_cuda(monkeypatch, name):
     inputs = [matrix, matrix, vectors.get(name, matrix)]
     if name == "cross_entropy":
         inputs = [matrix, vectors[name]]
-    lowered = jax.jit(getattr(hopper, name)).trace(*inputs).lower(lowering_platforms=("cuda",))
+    lowered = (
+        jax.jit(getattr(hopper, name))
+        .trace(*inputs)
+        .lower(lowering_platforms=("cuda",))
+    )
     assert "mosaic_gpu" in lowered.as_text()
 
 

@@ -23,16 +23,23 @@ def where(request, monkeypatch):
 
 
 def table_gradient(indices, g, vocab_size):
-    return jax.jit(lambda table: jax.vjp(lambda t: look_up(t, indices), table)[1](g)[0])(
-        jnp.zeros((vocab_size, g.shape[1]), g.dtype)
-    )
+    return jax.jit(
+        lambda table: jax.vjp(lambda t: look_up(t, indices), table)[1](g)[0]
+    )(jnp.zeros((vocab_size, g.shape[1]), g.dtype))
 
 
 @settings(max_examples=10)
-@given(vocab_size=st.integers(1, 40), tokens=st.integers(1, 200), seed=st.integers(0, 2**31))
+@given(
+    vocab_size=st.integers(1, 40),
+    tokens=st.integers(1, 200),
+    seed=st.integers(0, 2**31),
+)
 def test_gradient_sums_over_the_occurrences_of_each_token(vocab_size, tokens, seed):
     rng = np.random.default_rng(seed)
-    indices, g = rng.integers(0, vocab_size, tokens), rng.normal(size=(tokens, 3)).astype("f4")
+    indices, g = (
+        rng.integers(0, vocab_size, tokens),
+        rng.normal(size=(tokens, 3)).astype("f4"),
+    )
     expected = np.zeros((vocab_size, 3))
     np.add.at(expected, indices, g)
     for at in ("cpu", "gpu", "tpu"):
@@ -64,9 +71,13 @@ def test_each_device_sums_its_own_tokens(where):
     indices, g = rng.integers(0, 30, 640), rng.normal(size=(640, 4)).astype("f4")
     sharded = jax.device_put((indices, g), NamedSharding(mesh, P("data")))
     run = jax.jit(
-        lambda indices, g: jax.vjp(lambda t: look_up(t, indices), jnp.zeros((30, 4)))[1](g)[0]
+        lambda indices, g: jax.vjp(lambda t: look_up(t, indices), jnp.zeros((30, 4)))[
+            1
+        ](g)[0]
     )
-    assert set(re.findall(r"all-\w+", run.lower(*sharded).compile().as_text())) == {"all-reduce"}
+    assert set(re.findall(r"all-\w+", run.lower(*sharded).compile().as_text())) == {
+        "all-reduce"
+    }
     expected = np.zeros((30, 4))
     np.add.at(expected, indices, g)
     np.testing.assert_allclose(run(*sharded), expected, atol=1e-4)

@@ -29,7 +29,9 @@ from shardwise.weights.hf_config import config_from_hf
 from tests.helpers.shapes import definition_and_shapes
 
 VARIANTS = [
-    (scan_layers, remat) for scan_layers in (False, True) for remat in ("none", "block", "dots")
+    (scan_layers, remat)
+    for scan_layers in (False, True)
+    for remat in ("none", "block", "dots")
 ]
 PUBLISHED = {
     "gpt2": 124_439_808,
@@ -79,7 +81,9 @@ def forward(config: GPTConfig):
 
 
 def published_model():
-    return merged(jax.tree.map(jnp.asarray, params_from_hf(hf_weights(), tiny())), tiny())
+    return merged(
+        jax.tree.map(jnp.asarray, params_from_hf(hf_weights(), tiny())), tiny()
+    )
 
 
 def shapes(tree):
@@ -111,7 +115,9 @@ def test_logits_loss_and_gradients_match_transformers(scan_layers, remat):
     assert logits.dtype == jnp.float32
     np.testing.assert_allclose(logits, fixture()["logits"], rtol=0, atol=1e-5)
     np.testing.assert_allclose(value, fixture()["loss"], rtol=0, atol=1e-5)
-    np.testing.assert_allclose(gradients["tokens"], fixture()["gradients/wte"], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        gradients["tokens"], fixture()["gradients/wte"], rtol=0, atol=1e-5
+    )
     np.testing.assert_allclose(
         gradients["positions"], fixture()["gradients/wpe"], rtol=0, atol=1e-5
     )
@@ -126,7 +132,11 @@ def test_every_tensor_of_the_fixture_affects_the_logits(name):
 
 
 def test_fixture_records_the_versions_that_made_it():
-    assert set(json.loads(fixture()["versions"].tobytes())) == {"torch", "transformers", "numpy"}
+    assert set(json.loads(fixture()["versions"].tobytes())) == {
+        "torch",
+        "transformers",
+        "numpy",
+    }
 
 
 # Weights in and out
@@ -144,8 +154,13 @@ def test_weights_are_converted_and_converted_back_unchanged(scan_layers):
 
 
 def test_names_without_prefix_and_old_buffers_are_accepted():
-    weights = {name.removeprefix("transformer."): value for name, value in hf_weights().items()}
-    weights |= {"h.0.attn.bias": np.ones((1, 1, 24, 24)), "h.1.attn.masked_bias": np.array(-1e4)}
+    weights = {
+        name.removeprefix("transformer."): value for name, value in hf_weights().items()
+    }
+    weights |= {
+        "h.0.attn.bias": np.ones((1, 1, 24, 24)),
+        "h.1.attn.masked_bias": np.array(-1e4),
+    }
     weights |= {"lm_head.weight": weights["wte.weight"]}
     jax.tree.map(
         np.testing.assert_array_equal,
@@ -159,7 +174,9 @@ def test_vocabulary_is_padded_and_truncated_again():
     params = params_from_hf(hf_weights(), config)
     assert shapes(params) == shapes(abstract(config)[1])
     np.testing.assert_allclose(
-        params["tokens"][97:], np.tile(params["tokens"][:97].mean(0), (31, 1)), rtol=1e-6
+        params["tokens"][97:],
+        np.tile(params["tokens"][:97].mean(0), (31, 1)),
+        rtol=1e-6,
     )
     logits = forward(config)(params, fixture()["tokens"])
     np.testing.assert_allclose(logits[..., :97], fixture()["logits"], rtol=0, atol=1e-5)
@@ -257,7 +274,11 @@ def test_unsupported_settings_are_listed_at_once():
     }
     with pytest.raises(ValueError, match="does not describe") as caught:
         config_from_hf(
-            {name: value for name, value in (hf_config() | wrong).items() if name != "n_head"}
+            {
+                name: value
+                for name, value in (hf_config() | wrong).items()
+                if name != "n_head"
+            }
         )
     assert [line.split()[0] for line in str(caught.value).splitlines()[1:]] == [
         "n_head",
@@ -269,8 +290,12 @@ def test_unsupported_settings_are_listed_at_once():
         "tie_word_embeddings",
         "add_cross_attention",
     ]
-    assert "activation_function is 'gelu'; only 'gelu_new' is implemented" in str(caught.value)
-    with pytest.raises(ValueError, match="of type 'bert'; gpt2 and llama are implemented"):
+    assert "activation_function is 'gelu'; only 'gelu_new' is implemented" in str(
+        caught.value
+    )
+    with pytest.raises(
+        ValueError, match="of type 'bert'; gpt2 and llama are implemented"
+    ):
         config_from_hf(hf_config() | {"model_type": "bert"})
 
 
@@ -278,12 +303,16 @@ def test_unsupported_settings_are_listed_at_once():
 
 
 @pytest.mark.parametrize(
-    ("preset", "scan_layers"), [("gpt2", False), *((preset, True) for preset in PUBLISHED)]
+    ("preset", "scan_layers"),
+    [("gpt2", False), *((preset, True) for preset in PUBLISHED)],
 )
 def test_presets_have_the_published_number_of_parameters(preset, scan_layers):
     config = dataclasses.replace(PRESETS[preset], scan_layers=scan_layers)
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract(config)[1]))
-    assert count - (config.vocab_size - PUBLISHED_VOCABULARY) * config.width == PUBLISHED[preset]
+    assert (
+        count - (config.vocab_size - PUBLISHED_VOCABULARY) * config.width
+        == PUBLISHED[preset]
+    )
 
 
 def test_remat_recomputes_the_matmuls_that_it_should():
@@ -291,11 +320,15 @@ def test_remat_recomputes_the_matmuls_that_it_should():
     for remat in ("none", "dots", "block"):
         config = tiny(scan_layers=True, remat=remat)
         gradient = jax.jit(
-            jax.grad(lambda params, config: merged(params, config)(fixture()["tokens"]).sum()),
+            jax.grad(
+                lambda params, config: merged(params, config)(fixture()["tokens"]).sum()
+            ),
             static_argnums=1,
         )
         matmuls[remat] = (
-            gradient.lower(abstract(config)[1], config).as_text().count("stablehlo.dot_general")
+            gradient.lower(abstract(config)[1], config)
+            .as_text()
+            .count("stablehlo.dot_general")
         )
     # The scores of attention are recomputed, but neither the four kernels nor the weighted sums.
     assert matmuls["dots"] == matmuls["none"] + QUERY_BLOCKS
@@ -312,7 +345,9 @@ def test_cpu_step_grows_linearly_with_the_number_of_layers():
         tokens = np.zeros((2, 8), np.int32)
         run = Run(
             model=lambda rngs: GPT(config, rngs),
-            loss=lambda model, batch: Mean(cross_entropy(model(batch["inputs"]), batch["labels"])),
+            loss=lambda model, batch: Mean(
+                cross_entropy(model(batch["inputs"]), batch["labels"])
+            ),
             optimizer=optax.sgd(0.1),
             data=lambda step: {"inputs": tokens, "labels": tokens},
             steps=1,
@@ -343,14 +378,18 @@ def test_invalid_models_and_sequences_are_rejected():
     with pytest.raises(ValueError, match="remat='some' is unknown"):
         abstract(tiny(remat="some"))
     with pytest.raises(ValueError, match="a sequence has 25 tokens, but max_length=24"):
-        jax.eval_shape(forward(tiny()), abstract(tiny())[1], jnp.zeros((1, 25), jnp.int32))
+        jax.eval_shape(
+            forward(tiny()), abstract(tiny())[1], jnp.zeros((1, 25), jnp.int32)
+        )
 
 
 # Cross entropy
 
 
 def optax_cross_entropy(logits, labels):
-    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), labels
+    )
 
 
 @partial(jax.jit, static_argnums=0)
@@ -380,7 +419,10 @@ def assert_cross_entropy_matches_optax(logits, labels, weights):
     # The logarithm of the total is as large as the logits, and rounded.
     atol = 2 * np.finfo(np.float32).eps * (1 + np.abs(finite).max())
     np.testing.assert_allclose(
-        gradients.astype(np.float32), expected_gradients.astype(np.float32), rtol=rtol, atol=atol
+        gradients.astype(np.float32),
+        expected_gradients.astype(np.float32),
+        rtol=rtol,
+        atol=atol,
     )
 
 
@@ -397,8 +439,12 @@ def assert_cross_entropy_matches_optax(logits, labels, weights):
 def test_cross_entropy_matches_optax(dtype, shape, scale, forbidden, seed):
     rng = np.random.default_rng(seed)
     labels = rng.integers(0, shape[-1], shape[:-1])
-    is_forbidden = (rng.random(shape) < forbidden) & (np.arange(shape[-1]) != labels[..., None])
-    logits = jnp.asarray(np.where(is_forbidden, -np.inf, rng.normal(0, scale, shape)), dtype)
+    is_forbidden = (rng.random(shape) < forbidden) & (
+        np.arange(shape[-1]) != labels[..., None]
+    )
+    logits = jnp.asarray(
+        np.where(is_forbidden, -np.inf, rng.normal(0, scale, shape)), dtype
+    )
     assert_cross_entropy_matches_optax(
         logits,
         jnp.asarray(labels, jnp.int32),
@@ -411,7 +457,9 @@ def test_cross_entropy_matches_optax(dtype, shape, scale, forbidden, seed):
 
 def test_generate_keeps_the_prompt_and_depends_only_on_the_key():
     model, prompt = published_model(), jnp.asarray(fixture()["tokens"][:2, :5])
-    first, again, other = (generate(model, prompt, 8, jax.random.key(seed)) for seed in (1, 1, 2))
+    first, again, other = (
+        generate(model, prompt, 8, jax.random.key(seed)) for seed in (1, 1, 2)
+    )
     assert first.shape == (2, 13)
     assert first.dtype == prompt.dtype
     np.testing.assert_array_equal(first, again)
@@ -441,7 +489,9 @@ def packed_loss(params, config, sequence):
     logits = merged(params, config)(
         sequence["inputs"], sequence.get("segment_ids"), sequence.get("positions")
     )
-    return (cross_entropy(logits, sequence["labels"]) * sequence["weights"]).sum(), logits
+    return (
+        cross_entropy(logits, sequence["labels"]) * sequence["weights"]
+    ).sum(), logits
 
 
 @cache
@@ -475,7 +525,11 @@ def documents_alone():
     gradients = jax.tree.map(
         lambda *leaves: np.asarray(sum(leaves)), *(gradients for _, gradients in parts)
     )
-    return logits, sum(value for (value, _), _ in parts), params_to_hf(gradients, tiny())
+    return (
+        logits,
+        sum(value for (value, _), _ in parts),
+        params_to_hf(gradients, tiny()),
+    )
 
 
 @pytest.mark.parametrize(("scan_layers", "remat"), [(False, "none"), (True, "block")])
@@ -486,13 +540,17 @@ def test_packed_documents_do_not_affect_each_other(scan_layers, remat):
             lambda params, sequence: packed_loss(params, config, sequence), has_aux=True
         )
     )
-    (total, logits), gradients = gradient(params_from_hf(hf_weights(), config), packed_sequence())
+    (total, logits), gradients = gradient(
+        params_from_hf(hf_weights(), config), packed_sequence()
+    )
     expected_logits, expected_total, expected = documents_alone()
     np.testing.assert_allclose(logits, expected_logits, rtol=0, atol=1e-5)
     np.testing.assert_allclose(total, expected_total, rtol=1e-5)
     found = params_to_hf(jax.tree.map(np.asarray, gradients), config)
     for name in expected:
-        np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(
+            found[name], expected[name], rtol=1e-4, atol=1e-5, err_msg=name
+        )
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])
@@ -500,7 +558,9 @@ def test_one_document_per_sequence_is_the_same_as_no_packing(scan_layers):
     config, tokens = tiny(scan_layers=scan_layers), fixture()["tokens"]
     params = params_from_hf(hf_weights(), config)
     places = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
-    packed = jax.jit(lambda params: merged(params, config)(tokens, np.ones_like(tokens), places))(
-        params
+    packed = jax.jit(
+        lambda params: merged(params, config)(tokens, np.ones_like(tokens), places)
+    )(params)
+    np.testing.assert_allclose(
+        packed, forward(config)(params, tokens), rtol=0, atol=1e-5
     )
-    np.testing.assert_allclose(packed, forward(config)(params, tokens), rtol=0, atol=1e-5)

@@ -45,7 +45,9 @@ VARIANTS = [
 
 @cache
 def fixture(name="llama_tiny"):
-    with np.load(ROOT / "tests" / "fixtures" / f"{name}.npz", allow_pickle=False) as file:
+    with np.load(
+        ROOT / "tests" / "fixtures" / f"{name}.npz", allow_pickle=False
+    ) as file:
         return dict(file)
 
 
@@ -77,7 +79,9 @@ def loss_of(config, params, chunks=1):
     """Return the mean loss and the logits of the tokens of the fixture."""
     tokens = jnp.array(fixture()["tokens"])
     model = abstract(config)[0].merge(params, {}, jax.random.key(0))
-    nats = llama.loss(model, {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}, chunks)
+    nats = llama.loss(
+        model, {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}, chunks
+    )
     return nats.total.mean(), model(tokens)
 
 
@@ -101,9 +105,14 @@ def test_rope_scaling_and_tied_output_match_transformers():
         1e-6,
     )
     params = params_from_hf(hf_weights("llama31_tiny"), config)
-    tokens, expected = fixture("llama31_tiny")["tokens"], fixture("llama31_tiny")["logits"]
+    tokens, expected = (
+        fixture("llama31_tiny")["tokens"],
+        fixture("llama31_tiny")["logits"],
+    )
     logits, unstretched = (
-        abstract(other)[0].merge(jax.tree.map(jnp.asarray, params), {}, jax.random.key(0))(tokens)
+        abstract(other)[0].merge(
+            jax.tree.map(jnp.asarray, params), {}, jax.random.key(0)
+        )(tokens)
         for other in (config, replace(config, rope_scaling=None))
     )
     # The angles of 96 positions are rounded to 1e-5.
@@ -137,16 +146,22 @@ def test_vocabulary_in_half_precision_is_padded_and_truncated_again():
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
     assert (params["tokens"].shape, params["head"].shape) == ((128, 32), (32, 128))
     rows = params["head"].T.astype(np.float32)
-    np.testing.assert_allclose(rows[97:], np.tile(rows[:97].mean(0), (31, 1)), rtol=1e-2, atol=1e-3)
+    np.testing.assert_allclose(
+        rows[97:], np.tile(rows[:97].mean(0), (31, 1)), rtol=1e-2, atol=1e-3
+    )
     cut = params_to_hf(params, config, vocab_size=97)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        np.testing.assert_array_equal(cut[name], hf_weights()[name].astype(jnp.bfloat16))
+        np.testing.assert_array_equal(
+            cut[name], hf_weights()[name].astype(jnp.bfloat16)
+        )
 
 
 def test_wrong_tensors_are_listed_and_an_untied_head_is_rejected():
     weights = hf_weights()
     weights["model.layers.0.self_attn.k_proj.weight"] = np.ones((32, 32))
-    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4)  # older versions saved it
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(
+        4
+    )  # older versions saved it
     with pytest.raises(ValueError, match="not those of Llama") as caught:
         params_from_hf(weights, tiny())
     assert str(caught.value).splitlines()[1:] == [
@@ -166,7 +181,9 @@ def test_configuration_is_recovered_from_config_json_and_from_shapes(config):
     assert config_from_hf(config_to_hf(config)) == replace(
         config, scan_layers=LlamaConfig.scan_layers
     )
-    shapes = {name: leaf.shape for name, leaf in named_leaves(abstract(config)[1]).items()}
+    shapes = {
+        name: leaf.shape for name, leaf in named_leaves(abstract(config)[1]).items()
+    }
     said = json.loads(json.dumps({"class": "Llama", "config": asdict(config)}))
     assert config_from_shapes(shapes, said) == config
     lies = {
@@ -179,7 +196,9 @@ def test_configuration_is_recovered_from_config_json_and_from_shapes(config):
             "x": 1,
         },
     }
-    plain = replace(config, rope_theta=5e5, rope_scaling=None, max_length=8192, norm_epsilon=1e-5)
+    plain = replace(
+        config, rope_theta=5e5, rope_scaling=None, max_length=8192, norm_epsilon=1e-5
+    )
     assert config_from_shapes(shapes, lies) == config_from_shapes(shapes) == plain
 
 
@@ -231,7 +250,9 @@ def test_unsupported_settings_are_listed_at_once():
         "hidden_size": "32",
         "num_hidden_layers": None,
     }
-    with pytest.raises(ValueError, match="does not describe a model that Llama computes") as caught:
+    with pytest.raises(
+        ValueError, match="does not describe a model that Llama computes"
+    ) as caught:
         config_from_hf(hf_config() | wrong)
     assert [line.split()[0] for line in str(caught.value).splitlines()[1:]] == [
         "num_hidden_layers",
@@ -252,9 +273,12 @@ def test_unsupported_settings_are_listed_at_once():
         },
     ):
         with pytest.raises(
-            ValueError, match="rope scaling 'llama3' has no original_max_position_embeddings"
+            ValueError,
+            match="rope scaling 'llama3' has no original_max_position_embeddings",
         ):
-            config_from_hf(hf_config() | {"rope_scaling": rope, "rope_parameters": None})
+            config_from_hf(
+                hf_config() | {"rope_scaling": rope, "rope_parameters": None}
+            )
 
 
 # The model itself
@@ -262,14 +286,21 @@ def test_unsupported_settings_are_listed_at_once():
 
 def test_length_that_chunks_do_not_divide_is_rejected():
     config = tiny()
-    with pytest.raises(ValueError, match="sequences of 23 tokens are not divisible by chunks=4"):
-        jax.eval_shape(lambda params: loss_of(config, params, chunks=4), abstract(config)[1])
+    with pytest.raises(
+        ValueError, match="sequences of 23 tokens are not divisible by chunks=4"
+    ):
+        jax.eval_shape(
+            lambda params: loss_of(config, params, chunks=4), abstract(config)[1]
+        )
 
 
 @pytest.mark.parametrize("size", PUBLISHED)
 def test_every_size_has_its_published_number_of_parameters(size):
     _, params = abstract(SIZES[size])
-    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)) == PUBLISHED[size]
+    assert (
+        sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+        == PUBLISHED[size]
+    )
 
 
 def first_loss(mesh, **arguments):
@@ -302,7 +333,8 @@ def test_parameters_can_have_half_precision():
 
 def test_keep_without_remat_is_rejected():
     with pytest.raises(
-        ValueError, match=r"keep=\('qkv',\) and offload=\(\) have no effect with remat='none'"
+        ValueError,
+        match=r"keep=\('qkv',\) and offload=\(\) have no effect with remat='none'",
     ):
         abstract(replace(SIZES["tiny"], keep=("qkv",)))
 
@@ -310,5 +342,6 @@ def test_keep_without_remat_is_rejected():
 def test_random_sequences_depend_only_on_their_index():
     source = llama.RandomTokens(256, 16)
     np.testing.assert_array_equal(
-        source.rows(np.array([3, 5]))["labels"][1], source.rows(np.array([5]))["labels"][0]
+        source.rows(np.array([3, 5]))["labels"][1],
+        source.rows(np.array([5]))["labels"][0],
     )

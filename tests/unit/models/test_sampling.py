@@ -19,7 +19,15 @@ from hypothesis import strategies as st
 
 from shardwise import abstract_state, make_mesh
 from shardwise.models import sampling
-from shardwise.models.sampling import Sampling, _programs, choose, generate, padded, stream, warp
+from shardwise.models.sampling import (
+    Sampling,
+    _programs,
+    choose,
+    generate,
+    padded,
+    stream,
+    warp,
+)
 from shardwise.module import build_module, split_module
 from shardwise.weights.hf import params_from_hf
 from shardwise.weights.hf_config import config_from_hf, model_of
@@ -38,9 +46,13 @@ def fixture(name):
 @cache
 def config_and_params(name, scan_layers):
     found = fixture(name)
-    config = replace(config_from_hf(json.loads(found["config"].tobytes())), scan_layers=scan_layers)
+    config = replace(
+        config_from_hf(json.loads(found["config"].tobytes())), scan_layers=scan_layers
+    )
     weights = {
-        n.removeprefix("weights/"): value for n, value in found.items() if n.startswith("weights/")
+        n.removeprefix("weights/"): value
+        for n, value in found.items()
+        if n.startswith("weights/")
     }
     return config, params_from_hf(weights, config)
 
@@ -51,7 +63,9 @@ def model(name, scan_layers=False):
     definitions = []
 
     def build():
-        definition, shapes, _ = split_module(build_module(lambda rngs: model_of(config, rngs), 0))
+        definition, shapes, _ = split_module(
+            build_module(lambda rngs: model_of(config, rngs), 0)
+        )
         definitions.append(definition)
         return shapes
 
@@ -88,13 +102,20 @@ def test_warped_logits_match_transformers(number):
     top_p=st.none() | st.floats(0.01, 1),
     vocab_size=st.none() | st.integers(1, 40),
 )
-def test_kept_tokens_follow_the_definitions(seed, decimals, temperature, top_k, top_p, vocab_size):
-    logits = np.random.default_rng(seed).normal(0, 3, 31).round(decimals).astype(np.float32)
+def test_kept_tokens_follow_the_definitions(
+    seed, decimals, temperature, top_k, top_p, vocab_size
+):
+    logits = (
+        np.random.default_rng(seed).normal(0, 3, 31).round(decimals).astype(np.float32)
+    )
     found = np.asarray(
-        warp(jnp.asarray(logits), Sampling(temperature, top_k, top_p, vocab_size)), np.float64
+        warp(jnp.asarray(logits), Sampling(temperature, top_k, top_p, vocab_size)),
+        np.float64,
     )
     kept = np.isfinite(found)
-    np.testing.assert_allclose(found[kept], (logits / np.float32(temperature))[kept], rtol=1e-5)
+    np.testing.assert_allclose(
+        found[kept], (logits / np.float32(temperature))[kept], rtol=1e-5
+    )
     allowed = np.arange(31) < (vocab_size or 31)
     assert kept.any()
     assert not (kept & ~allowed).any()
@@ -117,11 +138,18 @@ def test_draws_follow_the_probabilities_and_do_not_depend_on_other_sequences():
     draw = jax.jit(choose, static_argnums=2)
     draws = np.asarray(draw(jnp.tile(logits, (5000, 1)), KEY, three))
     np.testing.assert_allclose(
-        np.bincount(draws, minlength=5) / 5000, np.array([0.5, 0.3, 0.15, 0, 0]) / 0.95, atol=0.03
+        np.bincount(draws, minlength=5) / 5000,
+        np.array([0.5, 0.3, 0.15, 0, 0]) / 0.95,
+        atol=0.03,
     )
-    np.testing.assert_array_equal(draw(jnp.tile(logits, (50, 1)), KEY, three), draws[:50])
     np.testing.assert_array_equal(
-        draw(jnp.array([[0.0, 3, 2], [1, jnp.nan, 0]]), KEY, Sampling(0.0, vocab_size=1)), [0, -1]
+        draw(jnp.tile(logits, (50, 1)), KEY, three), draws[:50]
+    )
+    np.testing.assert_array_equal(
+        draw(
+            jnp.array([[0.0, 3, 2], [1, jnp.nan, 0]]), KEY, Sampling(0.0, vocab_size=1)
+        ),
+        [0, -1],
     )
 
 
@@ -145,14 +173,21 @@ def test_invalid_settings_are_rejected(wrong):
 
 @pytest.mark.parametrize(
     ("name", "scan_layers"),
-    [("gpt2_tiny", False), ("gpt2_tiny", True), ("llama_tiny", True), ("llama31_tiny", False)],
+    [
+        ("gpt2_tiny", False),
+        ("gpt2_tiny", True),
+        ("llama_tiny", True),
+        ("llama31_tiny", False),
+    ],
 )
 def test_greedy_text_matches_transformers_and_prompts_share_programs(name, scan_layers):
     # Another test may have used the same model.
     _programs.cache_clear()
     for length in (1, 4):
         expected = fixture("sampling")[f"greedy/{name}/{length}"]
-        found = tokens_of(model(name, scan_layers), expected[:, :length], 20, KEY, GREEDY)
+        found = tokens_of(
+            model(name, scan_layers), expected[:, :length], 20, KEY, GREEDY
+        )
         np.testing.assert_array_equal(found, expected[:, length:])
     graphdef, state = nnx.split(model(name, scan_layers))
     decode, extend = _programs(
@@ -167,14 +202,21 @@ def assert_cache_changes_nothing(name, length, new, seed, temperature=0.0):
     prompt = np.random.default_rng(seed).integers(0, 97, (2, length))
     with_cache, without = (
         tokens_of(
-            model(name), prompt, new, jax.random.key(seed), Sampling(temperature), cached=cached
+            model(name),
+            prompt,
+            new,
+            jax.random.key(seed),
+            Sampling(temperature),
+            cached=cached,
         )
         for cached in (True, False)
     )
     np.testing.assert_array_equal(with_cache, without)
 
 
-@pytest.mark.parametrize("name", ["gpt2_tiny", pytest.param("llama_tiny", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["gpt2_tiny", pytest.param("llama_tiny", marks=pytest.mark.slow)]
+)
 def test_cache_changes_no_token_also_beyond_the_window(name):
     # From a few tokens to a prompt that does not fit into the window.
     for seed, length in enumerate((3, 17, 20, 24, 25)):
@@ -214,23 +256,35 @@ def test_sharded_model_generates_the_same_text(name):
         {**params, "tokens": np.pad(params["tokens"], ((0, 1), (0, 0)))},
     )
     spec = abstract_state(
-        lambda rngs: model_of(config, rngs), optax.identity(), make_mesh("data=4,model=2")
+        lambda rngs: model_of(config, rngs),
+        optax.identity(),
+        make_mesh("data=4,model=2"),
     )
     placed = jax.device_put(params, spec.shardings.params)
     cut = spec.definition.merge(placed, {}, KEY)
     expected = fixture("sampling")[f"greedy/{name}/4"]
     np.testing.assert_array_equal(
-        tokens_of(cut, expected[:, :4], 20, KEY, Sampling(0.0, vocab_size=97)), expected[:, 4:]
+        tokens_of(cut, expected[:, :4], 20, KEY, Sampling(0.0, vocab_size=97)),
+        expected[:, 4:],
     )
 
 
 def test_long_prompts_are_processed_in_chunks(monkeypatch):
-    assert [padded(n) for n in (1, 16, 17, 255, 256, 257)] == [16, 16, 32, 256, 256, 512]
+    assert [padded(n) for n in (1, 16, 17, 255, 256, 257)] == [
+        16,
+        16,
+        32,
+        256,
+        256,
+        512,
+    ]
     monkeypatch.setattr(sampling, "CHUNK", 16)
     found = tokens_of(
         model("llama31_tiny"), fixture("llama31_tiny")["tokens"][:, :50], 1, KEY, GREEDY
     )
-    np.testing.assert_array_equal(found[:, 0], fixture("llama31_tiny")["logits"][:, 49].argmax(-1))
+    np.testing.assert_array_equal(
+        found[:, 0], fixture("llama31_tiny")["logits"][:, 49].argmax(-1)
+    )
 
 
 class Plain(nnx.Module):
@@ -252,9 +306,9 @@ def test_any_language_model_can_be_sampled():
     while len(series) < 32:
         series.append(sum(series[-2:]) % 10)
     assert found.tolist() == [series]
-    assert tokens_of(Plain(nnx.Rngs(0)), [[1, 1]], 4, KEY, GREEDY, window=1).tolist() == [
-        [1, 1, 1, 1]
-    ]
+    assert tokens_of(
+        Plain(nnx.Rngs(0)), [[1, 1]], 4, KEY, GREEDY, window=1
+    ).tolist() == [[1, 1, 1, 1]]
 
 
 def test_other_models_are_rejected():
@@ -265,10 +319,13 @@ def test_other_models_are_rejected():
     ):
         tokens_of(Plain(nnx.Rngs(0), dims=2), [[1, 1]], 2, KEY)
     with pytest.raises(
-        ValueError, match=r"must have shape \(B, T\) with at least one token, not \(2, 0\)"
+        ValueError,
+        match=r"must have shape \(B, T\) with at least one token, not \(2, 0\)",
     ):
         tokens_of(Plain(nnx.Rngs(0)), np.zeros((2, 0)), 2, KEY)
     broken = Plain(nnx.Rngs(0))
     broken.scale[...] = jnp.array(jnp.nan)
-    with pytest.raises(ValueError, match="the logits after 2 tokens are not finite numbers"):
+    with pytest.raises(
+        ValueError, match="the logits after 2 tokens are not finite numbers"
+    ):
         tokens_of(broken, [[1, 1]], 2, KEY)

@@ -42,14 +42,16 @@ def test_the_first_group_that_matches_wins():
     assert moved["a"]["kernel"] == pytest.approx(0.02, rel=1e-4)
     assert moved["b"]["kernel"] == pytest.approx(0.01, rel=1e-4)
     values = optim.live_values(state)
-    assert [float(values[f"lr/{group}"]) for group in ("biases", "a/*", "rest")] == pytest.approx(
-        [0.1, 0.02, 0.01]
-    )
+    assert [
+        float(values[f"lr/{group}"]) for group in ("biases", "a/*", "rest")
+    ] == pytest.approx([0.1, 0.02, 0.01])
 
 
 def test_mistakes_in_groups_are_all_listed_with_the_closest_match():
     with pytest.raises(ConfigError) as caught:
-        optim.adam(1e-2, groups=(Group("a/kernal"), Group("b/*", frozen=True))).init(PARAMS)
+        optim.adam(1e-2, groups=(Group("a/kernal"), Group("b/*", frozen=True))).init(
+            PARAMS
+        )
     text = str(caught.value)
     assert (
         "pattern 'a/kernal' of group 'a/kernal' matches no parameter. Did you mean 'a/kernel'?"
@@ -58,7 +60,9 @@ def test_mistakes_in_groups_are_all_listed_with_the_closest_match():
     assert "no group claims these parameters" in text
     assert "  a/bias" in text
     with pytest.raises(ConfigError, match="two parameter groups have the same name"):
-        optim.adam(1e-2, groups=(Group("a/*", name="x"), Group("*", name="x"))).init(PARAMS)
+        optim.adam(1e-2, groups=(Group("a/*", name="x"), Group("*", name="x"))).init(
+            PARAMS
+        )
 
 
 def test_schedule_free_refuses_a_second_average():
@@ -72,14 +76,18 @@ def test_a_group_can_have_a_custom_optimizer_and_clipping():
     np.testing.assert_allclose(params["a"]["kernel"], 0.9, rtol=1e-6)
     moved = jax.tree.map(jnp.subtract, params["b"], PARAMS["b"])
     assert float(norm(moved)) == pytest.approx(1e-3, rel=1e-3)
-    assert float(optim.live_values(state)["clipped_norm/b/*"]) == pytest.approx(1e-3, rel=1e-4)
+    assert float(optim.live_values(state)["clipped_norm/b/*"]) == pytest.approx(
+        1e-3, rel=1e-4
+    )
 
 
 def test_labels_and_masks_work_on_nnx_states():
     """The leaves are variables at creation and arrays at updates."""
     model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
     tx = optim.adamw(
-        0.1, weight_decay=0.1, groups=(Group("bias", frozen=True), Group("*", name="rest"))
+        0.1,
+        weight_decay=0.1,
+        groups=(Group("bias", frozen=True), Group("*", name="rest")),
     )
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     kernel, bias = np.asarray(model.kernel[...]), np.asarray(model.bias[...])
@@ -87,7 +95,9 @@ def test_labels_and_masks_work_on_nnx_states():
     optimizer.update(model, grads)
     np.testing.assert_allclose(model.kernel[...], kernel * (1 - 0.1 * 0.1), rtol=1e-6)
     np.testing.assert_array_equal(model.bias[...], bias)
-    assert float(optim.live_values(optimizer.opt_state)["lr/rest"]) == pytest.approx(0.1)
+    assert float(optim.live_values(optimizer.opt_state)["lr/rest"]) == pytest.approx(
+        0.1
+    )
 
 
 def test_layerwise_decay_scales_the_rate_of_each_layer():
@@ -97,7 +107,10 @@ def test_layerwise_decay_scales_the_rate_of_each_layer():
         "head": jnp.ones((2, 2)),
     }
     tx = optim.adam(
-        1.0, groups=optim.layerwise_decay(0.5, [f"blocks/{i}/*" for i in range(3)], below="tokens")
+        1.0,
+        groups=optim.layerwise_decay(
+            0.5, [f"blocks/{i}/*" for i in range(3)], below="tokens"
+        ),
     )
     updates, _ = tx.update(params, tx.init(params), params)
     sizes = [
@@ -119,7 +132,9 @@ def test_frozen_parameters_do_not_count_in_the_norm():
     )
 
 
-@pytest.mark.parametrize("clip", [optax.clip(0.01), optax.adaptive_grad_clip(0.01), 0.01])
+@pytest.mark.parametrize(
+    "clip", [optax.clip(0.01), optax.adaptive_grad_clip(0.01), 0.01]
+)
 def test_clip_accepts_any_transformation(clip):
     _, state = after(optim.sgd(1.0, momentum=0.0, clip=clip), 1)
     assert 0 < float(optim.live_values(state)["clipped_norm"]) < float(norm(GRADS))
@@ -147,7 +162,9 @@ def test_schedule_free_is_evaluated_as_in_optax():
     tx = optim.schedule_free(0.1, weight_decay=0.0)
     params, state = after(tx, 10)
     free = next(
-        n for n in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "z")) if hasattr(n, "z")
+        n
+        for n in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "z"))
+        if hasattr(n, "z")
     )
     expected = optax.contrib.schedule_free_eval_params(free, params)
     jax.tree.map(
@@ -156,7 +173,9 @@ def test_schedule_free_is_evaluated_as_in_optax():
         expected,
     )
     by_optax, _ = after(optax.contrib.schedule_free_adamw(0.1), 10)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), params, by_optax)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), params, by_optax
+    )
 
 
 def test_master_copies_lose_no_update():
@@ -178,12 +197,20 @@ def test_master_copies_lose_no_update():
 def test_a_spike_changes_nothing_and_is_recorded(bad):
     tx = optim.skip_spikes(optim.adam(optim.linear(1e-2, 100)), factor=5.0, window=3)
     params, state = after(tx, 5)
-    updates, after_spike = tx.update(jax.tree.map(lambda g: bad * g, GRADS), state, params)
+    updates, after_spike = tx.update(
+        jax.tree.map(lambda g: bad * g, GRADS), state, params
+    )
     assert all(not leaf.any() for leaf in jax.tree.leaves(updates))
     jax.tree.map(np.testing.assert_array_equal, after_spike.inner, state.inner)
-    assert (float(optim.live_values(after_spike)["skipped"]), int(after_spike.count)) == (1.0, 5)
+    assert (
+        float(optim.live_values(after_spike)["skipped"]),
+        int(after_spike.count),
+    ) == (1.0, 5)
     _, ordinary = tx.update(GRADS, after_spike, params)
-    assert (float(optim.live_values(ordinary)["skipped"]), int(ordinary.count)) == (0.0, 6)
+    assert (float(optim.live_values(ordinary)["skipped"]), int(ordinary.count)) == (
+        0.0,
+        6,
+    )
 
 
 @given(st.lists(st.integers(1, 64), min_size=2, max_size=4))
@@ -199,7 +226,11 @@ def test_a_matrix_has_the_split_nearest_to_a_square(shape):
 
 
 def test_matrix_shapes_of_common_layers():
-    fused_qkv, attention_output, convolution = (768, 3, 12, 64), (12, 64, 768), (3, 3, 64, 128)
+    fused_qkv, attention_output, convolution = (
+        (768, 3, 12, 64),
+        (12, 64, 768),
+        (3, 3, 64, 128),
+    )
     assert matrix_shape(fused_qkv) == (768, 2304)
     assert matrix_shape(attention_output) == (768, 768)
     assert matrix_shape(convolution) == (576, 128)
@@ -222,7 +253,9 @@ def test_matrices_become_nearly_orthogonal_and_stacked_layers_are_separate():
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lion", "muon", "schedule_free"])
 def test_moments_have_the_requested_dtype(name, moment_dtype):
     state = optim.RECIPES[name](1e-3, moment_dtype=moment_dtype).init(PARAMS)
-    dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(state) if leaf.shape == (4, 3)}
+    dtypes = {
+        str(leaf.dtype) for leaf in jax.tree.leaves(state) if leaf.shape == (4, 3)
+    }
     assert moment_dtype in dtypes
 
 
@@ -243,6 +276,7 @@ def test_the_norm_equals_that_of_optax_whatever_the_names_of_layers():
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
     assert norm(half).dtype == jnp.float32
     assert float(norm(half)) == pytest.approx(
-        float(optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), half))), rel=1e-6
+        float(optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), half))),
+        rel=1e-6,
     )
     assert float(norm({})) == 0.0

@@ -11,7 +11,13 @@ import pytest
 from flax import nnx
 
 from shardwise import Batches, Mean, Run, explain, fit, optim
-from shardwise.optim.read import ANY, calls_per_update, read_chains, sample_rates, schedule_values
+from shardwise.optim.read import (
+    ANY,
+    calls_per_update,
+    read_chains,
+    sample_rates,
+    schedule_values,
+)
 
 STEPS = 20
 PARAMS = {"dense": {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}}
@@ -66,10 +72,15 @@ UNREADABLE = {
     "chain": lambda: rename_all(optax.adam(SCHEDULE)),
     "chain of recipe": lambda: rename_all(optim.adam(SCHEDULE)),
     "schedule": lambda: optax.chain(
-        optax.scale_by_adam(), rename_all(optax.scale_by_schedule(lambda n: -SCHEDULE(n)))
+        optax.scale_by_adam(),
+        rename_all(optax.scale_by_schedule(lambda n: -SCHEDULE(n))),
     ),
-    "extra arguments": lambda: rename_all(optax.with_extra_args_support(optax.adam(SCHEDULE))),
-    "named chain": lambda: rename_all(optax.named_chain(("adam", optax.adam(SCHEDULE)))),
+    "extra arguments": lambda: rename_all(
+        optax.with_extra_args_support(optax.adam(SCHEDULE))
+    ),
+    "named chain": lambda: rename_all(
+        optax.named_chain(("adam", optax.adam(SCHEDULE)))
+    ),
     "mask": lambda: rename_all(optax.masked(optax.adam(SCHEDULE), True)),
     "injected": lambda: rename_all(
         optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)(SCHEDULE)
@@ -85,13 +96,20 @@ def test_an_unreadable_optimizer_is_measured_with_one_warning(name):
     assert list(rates) == ["all"]
     assert list(rates["all"]) == [str(step) for step in steps]
     expected = schedule_values(SCHEDULE, steps)
-    np.testing.assert_allclose(list(rates["all"].values()), expected, rtol=1e-3, atol=1e-8)
+    np.testing.assert_allclose(
+        list(rates["all"].values()), expected, rtol=1e-3, atol=1e-8
+    )
     assert len(messages) == 1
-    assert f"of Optax {optax.__version__}. Learning rates are measured instead" in messages[0]
+    assert (
+        f"of Optax {optax.__version__}. Learning rates are measured instead"
+        in messages[0]
+    )
 
 
 def test_only_the_unreadable_part_is_unknown():
-    tx = optax.chain(optax.clip_by_global_norm(1.0), rename_all(optax.scale_by_schedule(SCHEDULE)))
+    tx = optax.chain(
+        optax.clip_by_global_norm(1.0), rename_all(optax.scale_by_schedule(SCHEDULE))
+    )
     chains, messages = recorded(read_chains, tx, PARAMS)
     parts = chains["dense/kernel"].parts
     assert list(map(str, parts)) == [
@@ -109,11 +127,15 @@ def test_only_the_unreadable_part_is_unknown():
 def test_groups_are_unknown_if_the_partition_is_unreadable():
     readable = sample_rates(two_groups(), PARAMS, np.arange(STEPS))
     assert set(readable) == {"slow", "fast"}
-    rates, messages = recorded(sample_rates, rename_all(two_groups()), PARAMS, np.arange(STEPS))
+    rates, messages = recorded(
+        sample_rates, rename_all(two_groups()), PARAMS, np.arange(STEPS)
+    )
     assert set(rates) == {"all"}
     assert len(messages) == 1
     # The largest of both: the fast group at the start, the slow group at the end.
-    larger = [max(readable["slow"][str(n)], readable["fast"][str(n)]) for n in range(STEPS)]
+    larger = [
+        max(readable["slow"][str(n)], readable["fast"][str(n)]) for n in range(STEPS)
+    ]
     np.testing.assert_allclose(list(rates["all"].values()), larger, rtol=1e-3)
 
 
@@ -165,7 +187,9 @@ def scale(rate):
 
 def test_a_user_function_with_the_name_of_an_optax_function_is_opaque():
     chains = read_chains(scale(0.1), PARAMS)
-    assert [(part.name, part.is_known) for part in chains[ANY].parts] == [("scale", False)]
+    assert [(part.name, part.is_known) for part in chains[ANY].parts] == [
+        ("scale", False)
+    ]
     assert chains[ANY].parts[0].factor is None
     assert sample_rates(scale(0.1), PARAMS, np.arange(3)) == {}
 
@@ -179,7 +203,9 @@ def test_an_error_in_a_schedule_is_reported():
 
 
 def test_a_schedule_in_plain_python_is_read():
-    rates = sample_rates(optax.sgd(lambda n: 0.1 if n < 2 else 0.01), PARAMS, np.arange(4))
+    rates = sample_rates(
+        optax.sgd(lambda n: 0.1 if n < 2 else 0.01), PARAMS, np.arange(4)
+    )
     np.testing.assert_allclose(list(rates["all"].values()), [0.1, 0.1, 0.01, 0.01])
 
 
@@ -194,13 +220,19 @@ class Net(nnx.Module):
 
 def test_explain_measures_an_unreadable_optimizer():
     readable = explain(optax.adam(SCHEDULE), Net, steps=STEPS)
-    explanation, messages = recorded(explain, rename_all(optax.adam(SCHEDULE)), Net, steps=STEPS)
+    explanation, messages = recorded(
+        explain, rename_all(optax.adam(SCHEDULE)), Net, steps=STEPS
+    )
     assert len(messages) == 1
     assert explanation.findings == readable.findings == ()
     for row, expected in zip(explanation.rows, readable.rows, strict=True):
         assert row.transformations == ("chain(unknown)",)
         assert row.peak_lr == pytest.approx(expected.peak_lr, rel=1e-3)
-        assert (row.moves, row.decay, row.state_bytes) == (True, 0.0, expected.state_bytes)
+        assert (row.moves, row.decay, row.state_bytes) == (
+            True,
+            0.0,
+            expected.state_bytes,
+        )
     curve, wanted = explanation.curves["all"][1], readable.curves["all"][1]
     np.testing.assert_allclose(curve, wanted, rtol=1e-3, atol=1e-8)
 
@@ -208,7 +240,10 @@ def test_explain_measures_an_unreadable_optimizer():
 def test_a_run_with_an_unreadable_optimizer_trains_and_resumes(tmp_path):
     """The run has the same losses, notes the measured rates, and resumes with one warning."""
     rng = np.random.default_rng(0)
-    data = {"x": rng.normal(size=(64, 4)).astype("f4"), "y": rng.normal(size=64).astype("f4")}
+    data = {
+        "x": rng.normal(size=(64, 4)).astype("f4"),
+        "y": rng.normal(size=64).astype("f4"),
+    }
 
     def run(optimizer, out, steps=6):
         return Run(
@@ -222,7 +257,9 @@ def test_a_run_with_an_unreadable_optimizer_trains_and_resumes(tmp_path):
         )
 
     readable = fit(run(optax.adam(SCHEDULE), None))
-    result, messages = recorded(fit, run(rename_all(optax.adam(SCHEDULE)), tmp_path / "run"))
+    result, messages = recorded(
+        fit, run(rename_all(optax.adam(SCHEDULE)), tmp_path / "run")
+    )
     assert [text for text in messages if "cannot read" in text] == messages
     assert len(messages) == 1
     assert result.metrics["loss"] == pytest.approx(readable.metrics["loss"], rel=1e-6)
@@ -233,7 +270,9 @@ def test_a_run_with_an_unreadable_optimizer_trains_and_resumes(tmp_path):
     for step, rate in rates.items():
         assert rate == pytest.approx(expected[int(step)], rel=1e-3)
 
-    resumed, _ = recorded(fit, run(rename_all(optax.adam(SCHEDULE)), tmp_path / "run", 10))
+    resumed, _ = recorded(
+        fit, run(rename_all(optax.adam(SCHEDULE)), tmp_path / "run", 10)
+    )
     assert int(resumed.state.step) == 10
 
 

@@ -17,12 +17,18 @@ SCHEDULES = {
     "constant": lambda steps, warmup: optim.constant(PEAK, steps, warmup=warmup),
     "linear": lambda steps, warmup: optim.linear(PEAK, steps, warmup=warmup, end=END),
     "cosine": lambda steps, warmup: optim.cosine(PEAK, steps, warmup=warmup, end=END),
-    "exponential": lambda steps, warmup: optim.exponential(PEAK, steps, warmup=warmup, end=END),
+    "exponential": lambda steps, warmup: optim.exponential(
+        PEAK, steps, warmup=warmup, end=END
+    ),
     "polynomial": lambda steps, warmup: optim.polynomial(
         PEAK, steps, warmup=warmup, end=END, power=3
     ),
-    "inverse_sqrt": lambda steps, warmup: optim.inverse_sqrt(PEAK, steps, warmup=warmup),
-    "wsd": lambda steps, warmup: optim.wsd(PEAK, steps, warmup=warmup, decay=0.25, end=END),
+    "inverse_sqrt": lambda steps, warmup: optim.inverse_sqrt(
+        PEAK, steps, warmup=warmup
+    ),
+    "wsd": lambda steps, warmup: optim.wsd(
+        PEAK, steps, warmup=warmup, decay=0.25, end=END
+    ),
 }
 # Functions of the fraction of the way from the end of the warm-up to the end of the run.
 FORMULAS = {
@@ -68,16 +74,24 @@ def test_values_of_inverse_sqrt_and_wsd():
     falling = optim.inverse_sqrt(PEAK, 1000, warmup=100)
     assert float(falling(400)) == pytest.approx(PEAK / 2, rel=1e-5)
     stable = optim.wsd(PEAK, 1000, warmup=100, decay=200)
-    assert [float(stable(n)) for n in (100, 500, 800)] == pytest.approx([PEAK] * 3, rel=1e-5)
+    assert [float(stable(n)) for n in (100, 500, 800)] == pytest.approx(
+        [PEAK] * 3, rel=1e-5
+    )
     assert float(stable(900)) == pytest.approx(PEAK / 2, rel=1e-5)
 
 
 def test_join_runs_schedules_one_after_the_other():
     lr = 1e-2
-    schedule = optim.join((1000, lr), (4000, lr / 10), (5000, optim.linear(lr / 10, 5000)))
-    values = [float(schedule(n)) for n in (0, 999, 1000, 4999, 5000, 7500, 9999, 10000, 20000)]
+    schedule = optim.join(
+        (1000, lr), (4000, lr / 10), (5000, optim.linear(lr / 10, 5000))
+    )
+    values = [
+        float(schedule(n)) for n in (0, 999, 1000, 4999, 5000, 7500, 9999, 10000, 20000)
+    ]
     assert values == pytest.approx(
-        [lr, lr, lr / 10, lr / 10, lr / 10, lr / 20, lr / 50000, 0.0, 0.0], rel=1e-3, abs=1e-9
+        [lr, lr, lr / 10, lr / 10, lr / 10, lr / 20, lr / 50000, 0.0, 0.0],
+        rel=1e-3,
+        abs=1e-9,
     )
 
 
@@ -95,15 +109,24 @@ def test_piecewise_drops_to_multiples_of_the_peak():
             lambda: optim.cosine(1e-3, 100, warmup=100),
             "warmup=100 takes 100 steps, but the run has 100 steps",
         ),
-        (lambda: optim.cosine(1e-3, 100, warmup=1.5), "neither a number of steps nor a fraction"),
+        (
+            lambda: optim.cosine(1e-3, 100, warmup=1.5),
+            "neither a number of steps nor a fraction",
+        ),
         (
             lambda: optim.constant(1e-3, warmup=0.1),
             "is a fraction of the run, but steps=0",
         ),
         (lambda: optim.cosine(0.0, 100), "must be above 0"),
         (lambda: optim.exponential(1e-3, 100, end=0.0), "never reaches end=0.0"),
-        (lambda: optim.wsd(1e-3, 100, warmup=50, decay=60), "longer than the run of 100 steps"),
-        (lambda: optim.inverse_sqrt(1e-3, 100, warmup=0), "needs a warm-up of at least one step"),
+        (
+            lambda: optim.wsd(1e-3, 100, warmup=50, decay=60),
+            "longer than the run of 100 steps",
+        ),
+        (
+            lambda: optim.inverse_sqrt(1e-3, 100, warmup=0),
+            "needs a warm-up of at least one step",
+        ),
         (lambda: optim.join(), "at least one step"),
         (lambda: optim.piecewise(1e-3, {0: 0.1}), "drops at update 1 or later"),
     ],

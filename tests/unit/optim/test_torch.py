@@ -21,7 +21,10 @@ RECIPES = {
         clip=1.0,
     ),
     "sgd": optim.sgd(
-        optim.cosine(0.05, STEPS), nesterov=True, weight_decay=0.01, decay=lambda path, leaf: True
+        optim.cosine(0.05, STEPS),
+        nesterov=True,
+        weight_decay=0.01,
+        decay=lambda path, leaf: True,
     ),
     "muon": optim.muon(optim.cosine(0.02, STEPS), rms=None, weight_decay=0.1),
     "muon_rms": optim.muon(optim.cosine(0.03, STEPS), rms=0.2, weight_decay=0.1),
@@ -42,7 +45,9 @@ def test_equal_to_pytorch(name):
         return optax.apply_updates(params, updates), state
 
     for n in range(STEPS):
-        grads = {key: jnp.asarray(FIXTURE[f"grads/{key}"][n], jnp.float32) for key in keys}
+        grads = {
+            key: jnp.asarray(FIXTURE[f"grads/{key}"][n], jnp.float32) for key in keys
+        }
         params, state = step(params, state, grads)
     for key in keys:
         expected = FIXTURE[f"{name}/{key}"]

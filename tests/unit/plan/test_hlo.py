@@ -74,7 +74,9 @@ COLLECTIVES = [
 @pytest.mark.parametrize(("before", "after", "kind", "axes", "size"), COLLECTIVES)
 def test_a_collective_has_its_kind_axes_and_bytes(before, after, kind, axes, size):
     mesh = make_mesh("data=4,model=2")
-    x = jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=NamedSharding(mesh, before))
+    x = jax.ShapeDtypeStruct(
+        (64, 16), jnp.float32, sharding=NamedSharding(mesh, before)
+    )
     program = compiled(lambda x: x * 2, x, out_shardings=NamedSharding(mesh, after))
     (traffic,) = estimate(program, NO_CHIP, mesh).traffic.values()
     assert (traffic.kind, traffic.axes, traffic.count) == (kind, axes, 1)
@@ -86,7 +88,9 @@ def test_a_reduction_in_a_loop_counts_for_each_iteration():
     x = jax.ShapeDtypeStruct(
         (6, 8, 32), jnp.float32, sharding=NamedSharding(mesh, P(None, None, "model"))
     )
-    w = jax.ShapeDtypeStruct((32, 32), jnp.float32, sharding=NamedSharding(mesh, P("model", None)))
+    w = jax.ShapeDtypeStruct(
+        (32, 32), jnp.float32, sharding=NamedSharding(mesh, P("model", None))
+    )
 
     def function(x, w):
         def one(total, row):
@@ -114,7 +118,10 @@ def test_a_reduction_in_a_loop_counts_for_each_iteration():
             "replica_groups=mesh['a'=2,'b'=1,'c'=4], device_ids=([4,2]T(1,0)) {'a'}, x",
             ((0, 1), (2, 3), (4, 5), (6, 7)),
         ),
-        ("replica_groups=mesh['a'=2,'b'=2], device_ids=(3,2,1,0) {'b'}, x", ((3, 2), (1, 0))),
+        (
+            "replica_groups=mesh['a'=2,'b'=2], device_ids=(3,2,1,0) {'b'}, x",
+            ((3, 2), (1, 0)),
+        ),
         ("source_target_pairs={{0,1},{1,0}}", ((0, 1), (1, 0))),
         ("channel_id=1", ()),
     ],
@@ -135,7 +142,11 @@ ENTRY %main (p: f32[4,4]) -> f32[4,4] {
 }
 """
     program = parse(text, {"kernel": 1000.0})
-    assert [op.opcode for op in program.entry.ops] == ["parameter", "custom-call", "dot"]
+    assert [op.opcode for op in program.entry.ops] == [
+        "parameter",
+        "custom-call",
+        "dot",
+    ]
     assert program.entry.ops[0].op_name == "state.params['w']"
     assert program.entry.ops[0].arrays[0].on_chip
     # A causal kernel skips half of the blocks that its trace counts.

@@ -20,7 +20,12 @@ def test_no_larger_batch_fits(unit, first, limit, fixed, slopes, jump):
     compiled = []
 
     def peak(size):
-        return fixed + slopes[0] * size + slopes[1] * size * size + jump * (size // (3 * unit))
+        return (
+            fixed
+            + slopes[0] * size
+            + slopes[1] * size * size
+            + jump * (size // (3 * unit))
+        )
 
     def compile_size(size):
         assert size % unit == 0

@@ -31,7 +31,9 @@ def tiny_run(data=None):
     """Return a run that compiles in a moment."""
 
     def squares(model, batch):
-        return Mean(((model(batch["x"]) - 1) ** 2).reshape(len(batch["x"]), -1).mean(-1))
+        return Mean(
+            ((model(batch["x"]) - 1) ** 2).reshape(len(batch["x"]), -1).mean(-1)
+        )
 
     if data is None:
         x = np.random.default_rng(0).normal(size=(64, 8)).astype("f4")
@@ -53,14 +55,20 @@ def plan():
 
 @pytest.fixture(scope="module")
 def tiny_plan():
-    return plan_run(tiny_run(), replace(find_target("cpu:8"), chip=CHIP), {"remat": "none"})
+    return plan_run(
+        tiny_run(), replace(find_target("cpu:8"), chip=CHIP), {"remat": "none"}
+    )
 
 
 def test_memory_by_kind_matches_the_abstract_state_and_the_compiler(plan):
     prepared = prepare(replace(make_run(), mesh=make_mesh("data=2,fsdp=2,model=2")))
     spec = prepared.spec
-    assert plan.memory.parameters == sum(p.bytes_per_device for p in spec.params.values())
-    assert plan.memory.optimizer == sum(p.bytes_per_device for p in spec.opt_state.values())
+    assert plan.memory.parameters == sum(
+        p.bytes_per_device for p in spec.params.values()
+    )
+    assert plan.memory.optimizer == sum(
+        p.bytes_per_device for p in spec.opt_state.values()
+    )
     # Inputs and labels: 16 sequences over data x fsdp = 4 shards, 32 tokens of int32.
     assert plan.memory.batch == 2 * 4 * 32 * 4
     analysis = prepared.step.lower().compile().memory_analysis()
@@ -87,8 +95,12 @@ def test_flops_are_those_of_the_model_divided_by_the_devices(plan):
     ],
     ids=["scanned", "recomputed"],
 )
-def test_scanned_layers_count_for_each_layer_and_recomputed_ones_twice(plan, changes, least, most):
-    changed = plan_run(make_run("data=2,fsdp=2,model=2", **changes), find_target("cpu:8"))
+def test_scanned_layers_count_for_each_layer_and_recomputed_ones_twice(
+    plan, changes, least, most
+):
+    changed = plan_run(
+        make_run("data=2,fsdp=2,model=2", **changes), find_target("cpu:8")
+    )
     assert changed.model_flops == plan.model_flops
     assert least < changed.flops / plan.flops < most
 
@@ -105,7 +117,9 @@ def test_accumulation_reduces_gradients_in_every_micro_batch_and_saves_memory():
     assert four.flops == pytest.approx(4 * one.flops, rel=0.02)
     # XLA reduces the gradients inside the loop, but moves the gathering of parameters out of it.
     assert bytes_of(one, "all-reduce") >= 4 * one.num_params
-    assert bytes_of(four, "all-reduce") == pytest.approx(4 * bytes_of(one, "all-reduce"), rel=0.01)
+    assert bytes_of(four, "all-reduce") == pytest.approx(
+        4 * bytes_of(one, "all-reduce"), rel=0.01
+    )
     assert bytes_of(one, "all-gather") <= bytes_of(four, "all-gather")
     assert bytes_of(four, "all-gather") < 2 * bytes_of(one, "all-gather")
     # Four times as many examples at once would need four times as much.
@@ -129,11 +143,15 @@ def test_a_step_that_does_not_fit_lists_the_largest_buffers():
     # The gradients of both kernels of the MLP are among them.
     assert {"f32[64,256]", "f32[256,64]"} <= {buffer.shape for buffer in large.buffers}
     assert any("jit(step)" in buffer.name for buffer in large.buffers)
-    with pytest.raises(ConfigError, match=r"needs .* per device .*parameters.*optimizer"):
+    with pytest.raises(
+        ConfigError, match=r"needs .* per device .*parameters.*optimizer"
+    ):
         check_fits(large)
 
 
-def test_a_cached_plan_is_used_again_and_a_damaged_one_is_replaced(tmp_path, monkeypatch):
+def test_a_cached_plan_is_used_again_and_a_damaged_one_is_replaced(
+    tmp_path, monkeypatch
+):
     target = replace(find_target("cpu:8"), chip=CHIP)
     first = plan_run(tiny_run(), target, {"remat": "none"}, tmp_path)
     (file,) = tmp_path.iterdir()
@@ -255,7 +273,9 @@ def narrow_gpt_run():
 
 
 @pytest.mark.parametrize(
-    "make", [tiny_run, pytest.param(narrow_gpt_run, marks=pytest.mark.slow)], ids=["tiny", "gpt"]
+    "make",
+    [tiny_run, pytest.param(narrow_gpt_run, marks=pytest.mark.slow)],
+    ids=["tiny", "gpt"],
 )
 def test_the_step_that_was_planned_is_the_step_that_runs(make):
     run = make()
@@ -269,15 +289,21 @@ def test_the_step_that_was_planned_is_the_step_that_runs(make):
     for prepared in (plain, planned):
         state = init_state(prepared.spec, 0)
         for n in range(2):
-            state, metrics = prepared.step(state, prepared.step.place(prepared.batches(n)))
+            state, metrics = prepared.step(
+                state, prepared.step.place(prepared.batches(n))
+            )
         states.append((state.params, metrics["loss"]))
     jax.tree.map(np.testing.assert_array_equal, *states)
 
 
-def test_fit_refuses_a_step_that_does_not_fit_before_it_allocates(monkeypatch, tmp_path):
+def test_fit_refuses_a_step_that_does_not_fit_before_it_allocates(
+    monkeypatch, tmp_path
+):
     from shardwise.plan import compile as planning
 
-    monkeypatch.setattr(planning, "local_target", lambda: replace(find_target("cpu:8"), limit=100))
+    monkeypatch.setattr(
+        planning, "local_target", lambda: replace(find_target("cpu:8"), limit=100)
+    )
     run = replace(tiny_run(), out=tmp_path / "run")
     with pytest.raises(ConfigError, match="--no-plan skips this check"):
         fit(run)
@@ -303,12 +329,18 @@ def test_the_loss_in_chunks_needs_less_memory():
     def chunked(model, batch):
         labels = batch["labels"]
         features = model.features(batch["inputs"])
-        return Mean(chunked_cross_entropy(*features, labels.reshape(-1), 8), labels.size)
+        return Mean(
+            chunked_cross_entropy(*features, labels.reshape(-1), 8), labels.size
+        )
 
-    config = replace(PRESETS["byte"], max_length=32, width=32, vocab_size=8192, num_layers=1)
+    config = replace(
+        PRESETS["byte"], max_length=32, width=32, vocab_size=8192, num_layers=1
+    )
     run = replace(make_run("data=8", rows=64), model=lambda rngs: GPT(config, rngs))
     target = find_target("cpu:8")
-    complete, in_chunks = (plan_run(replace(run, loss=f), target) for f in (loss, chunked))
+    complete, in_chunks = (
+        plan_run(replace(run, loss=f), target) for f in (loss, chunked)
+    )
     assert in_chunks.memory.temporaries < 0.5 * complete.memory.temporaries
 
 
@@ -347,7 +379,9 @@ def test_a_step_that_a_tpu_compiler_rejects_is_refused_with_numbers(monkeypatch)
 
     target = find_target("v5e:1x1")
     monkeypatch.setattr(planning, "local_target", lambda: target)
-    config = replace(PRESETS["byte"], max_length=32, vocab_size=8192, width=32768, num_layers=1)
+    config = replace(
+        PRESETS["byte"], max_length=32, vocab_size=8192, width=32768, num_layers=1
+    )
     mesh = make_mesh("data=1", target.devices)
     run = replace(make_run(), model=lambda rngs: GPT(config, rngs), mesh=mesh)
     plan, _ = compile_run(run, prepare(run))
@@ -368,7 +402,11 @@ def test_a_plan_counts_the_items_of_the_loss():
     tokens = np.zeros((16, 33), "i4")
 
     def data(n):
-        return {"a": np.ones(16, "f4"), "inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
+        return {
+            "a": np.ones(16, "f4"),
+            "inputs": tokens[:, :-1],
+            "labels": tokens[:, 1:],
+        }
 
     def by_example(model, batch):
         return model(batch["inputs"]).mean()

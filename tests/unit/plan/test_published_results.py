@@ -12,7 +12,9 @@ from shardwise.recipe import load_recipe, make_run
 from shardwise.sharding import Rules
 
 ROOT = Path(__file__).parents[3]
-spec = importlib.util.spec_from_file_location("published", ROOT / "benchmarks" / "published.py")
+spec = importlib.util.spec_from_file_location(
+    "published", ROOT / "benchmarks" / "published.py"
+)
 published = sys.modules["published"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(published)
 recipe = load_recipe(published.RECIPE, "recipe")
@@ -39,7 +41,9 @@ def test_a_published_result_is_a_valid_run_with_consistent_figures(name):
     if config.mfu is None or config.counting == "nominal":
         return
     size = sys.modules["llama"].SIZES[config.arguments["size"]]
-    counted = flops_per_token(size, config.arguments["length"], config.counting == "causal")
+    counted = flops_per_token(
+        size, config.arguments["length"], config.counting == "causal"
+    )
     assert config.mfu == pytest.approx(
         config.tokens_per_second * counted / published.PEAK[config.chip], rel=0.015
     )

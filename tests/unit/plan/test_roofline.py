@@ -13,7 +13,9 @@ from shardwise.plan.hlo import parse
 from shardwise.plan.roofline import HOP, axis_rate, estimate
 from shardwise.plan.target import find_target
 
-CHIP = Chip("round", 1e12, 1e9, 1e9, link=1e9, network=1e8, group=4, products=0.5, copies=0.5)
+CHIP = Chip(
+    "round", 1e12, 1e9, 1e9, link=1e9, network=1e8, group=4, products=0.5, copies=0.5
+)
 
 
 def program(function, *args, **options):
@@ -33,7 +35,9 @@ def test_a_matmul_is_bound_by_arithmetic_and_a_sum_by_memory():
 
 
 def gathered(mesh, axes):
-    x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=NamedSharding(mesh, P(axes)))
+    x = jax.ShapeDtypeStruct(
+        (1024, 1024), jnp.float32, sharding=NamedSharding(mesh, P(axes))
+    )
     return program(lambda x: x * 2, x, out_shardings=NamedSharding(mesh, P()))
 
 
@@ -59,7 +63,10 @@ def test_a_collective_within_a_machine_and_between_machines():
 )
 def test_links_of_a_torus(target, mesh, axis, ways):
     found = find_target(target)
-    assert axis_rate(make_mesh(mesh, found.devices), found.chip, axis) == ways * found.chip.link
+    assert (
+        axis_rate(make_mesh(mesh, found.devices), found.chip, axis)
+        == ways * found.chip.link
+    )
 
 
 def test_slices_are_connected_by_the_network_along_data():
@@ -93,15 +100,17 @@ ENTRY %main (p: f32[1000,1000], q: f32[1000,1000]) -> (f32[8000,1000], f32[1000,
         work = "\n".join(multiply.format(n=n) for n in range(products))
         found = estimate(parse(text.format(work=work)), chip, mesh)
         covered = min(alone, products * 2e9 / 1e12)
-        assert found.seconds == pytest.approx(products * 2e-3 + alone - covered, rel=1e-6)
-        assert found.network.get("data", 0.0) == pytest.approx(alone - covered, abs=1e-9)
+        assert found.seconds == pytest.approx(
+            products * 2e-3 + alone - covered, rel=1e-6
+        )
+        assert found.network.get("data", 0.0) == pytest.approx(
+            alone - covered, abs=1e-9
+        )
 
 
 def test_a_transfer_between_slices_counts_along_the_axis_that_connects_them():
     """Between slices, TPU programs send and receive through the hosts, without a collective."""
-    transfer = (
-        '_xla_host_transfer_rendezvous="all-reduce.1",_xla_megascale_transfer_type="ALL_REDUCE"'
-    )
+    transfer = '_xla_host_transfer_rendezvous="all-reduce.1",_xla_megascale_transfer_type="ALL_REDUCE"'
     text = f"""HloModule m, is_scheduled=true
 
 ENTRY %main (p: f32[1000,1000]) -> f32[1000,1000] {{

@@ -18,7 +18,9 @@ from shardwise.plan.search import Candidate, Search, find_meshes, search
 from shardwise.plan.target import find_target
 from tests.helpers.runs import make_run
 
-CHIP = Chip("round", 2e10, 1e9, 1e10, link=1e9, network=1e8, group=8, products=1.0, copies=1.0)
+CHIP = Chip(
+    "round", 2e10, 1e9, 1e10, link=1e9, network=1e8, group=8, products=1.0, copies=1.0
+)
 
 
 def test_find_meshes_returns_all_meshes_of_a_number_of_devices():
@@ -40,7 +42,9 @@ def test_find_meshes_returns_all_meshes_of_a_number_of_devices():
 def everything():
     """Return real plans for eight virtual devices, on a chip with round numbers."""
     target = replace(find_target("cpu:8"), chip=CHIP, limit=1e9)
-    return target, {mesh: plan_run(make(Candidate(mesh)), target) for mesh in find_meshes(8)}
+    return target, {
+        mesh: plan_run(make(Candidate(mesh)), target) for mesh in find_meshes(8)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +69,12 @@ def test_the_best_mesh_is_found_with_few_compilations(everything):
 
     found = search(make, compile_one, target, find_meshes(8), {})
     times = {mesh: plan.times.total for mesh, plan in plans.items()}
-    assert len(compiled) == len(set(compiled)) == found.num_compiled <= math.ceil(len(plans) / 3)
+    assert (
+        len(compiled)
+        == len(set(compiled))
+        == found.num_compiled
+        <= math.ceil(len(plans) / 3)
+    )
     assert times[found.best.candidate.mesh] <= 1.03 * min(times.values())
     assert {entry.candidate.mesh for entry in found.entries.values()} == set(plans)
     assert [e.status for e in found.ranking].count("compiled") == found.num_compiled
@@ -84,7 +93,9 @@ def test_accumulation_is_tried_where_a_candidate_does_not_fit(one):
             times=Times(parts, 1, 0, {}, "memory"),
         )
 
-    found = search(make, compile_one, target, ["data=8"], {"accumulate": [1, 2]}, budget=9)
+    found = search(
+        make, compile_one, target, ["data=8"], {"accumulate": [1, 2]}, budget=9
+    )
     assert [e.status for e in found.ranking] == ["too large", "too large"]
     assert found.best is None
     found = search(
@@ -109,14 +120,20 @@ def test_impossible_candidates_are_not_compiled_and_have_a_reason(one):
     def compile_one(candidate, run):
         raise AssertionError(f"{candidate} must not be compiled")
 
-    found = search(make, compile_one, replace(target, limit=1e5), [*find_meshes(8), "expert=8"], {})
+    found = search(
+        make, compile_one, replace(target, limit=1e5), [*find_meshes(8), "expert=8"], {}
+    )
     whys = {e.candidate.mesh: (e.status, e.why) for e in found.entries.values()}
     assert whys["data=8"][0] == "pruned"
     assert "parameters and optimizer alone need" in whys["data=8"][1]
     assert whys["expert=8"][0] == "refused"
     assert found.best is None
     few = search(
-        lambda c: replace(make(c), data=make_run(rows=4).data), compile_one, target, ["data=8"], {}
+        lambda c: replace(make(c), data=make_run(rows=4).data),
+        compile_one,
+        target,
+        ["data=8"],
+        {},
     )
     (entry,) = few.entries.values()
     assert "a batch of 4 examples cannot be sharded over 8 devices" in entry.why
@@ -173,14 +190,18 @@ def test_the_search_exceeds_its_default_budget_until_something_fits(one):
 
     def compile_one(candidate, run):
         fits = candidate["accumulate"] == 8
-        return replace(plan, fits=fits, memory=Memory(temporaries=2e9 if not fits else 1e6))
+        return replace(
+            plan, fits=fits, memory=Memory(temporaries=2e9 if not fits else 1e6)
+        )
 
     parts = {"accumulate": [1, 2, 4, 8]}
     many = lambda c: replace(make(c), data=make_run(rows=64).data)  # noqa: E731
     found = search(many, compile_one, replace(target, limit=4e9), ["data=8"], parts)
     assert found.best.candidate["accumulate"] == 8
     assert (
-        search(many, compile_one, replace(target, limit=4e9), ["data=8"], parts, budget=1).best
+        search(
+            many, compile_one, replace(target, limit=4e9), ["data=8"], parts, budget=1
+        ).best
         is None
     )
 
@@ -196,12 +217,18 @@ def test_an_optimizer_that_does_not_match_the_model_is_refused(one):
     target, _ = one
     wrong = optax.masked(optax.adam(1e-3), {"nothing": True})
     found = search(
-        lambda c: replace(make(c), optimizer=wrong), lambda *_: None, target, ["data=8"], {}
+        lambda c: replace(make(c), optimizer=wrong),
+        lambda *_: None,
+        target,
+        ["data=8"],
+        {},
     )
     assert "the optimizer cannot be applied" in next(iter(found.entries.values())).why
 
 
-def recipe(mesh: str = "data=-1", remat: Literal["none", "block"] = "none", width: int = 64) -> Run:
+def recipe(
+    mesh: str = "data=-1", remat: Literal["none", "block"] = "none", width: int = 64
+) -> Run:
     return make_run(mesh)
 
 
@@ -211,14 +238,16 @@ def test_the_command_is_that_of_the_chosen_candidate():
         Candidate("data=4,model=2", (("accumulate", 2), ("remat", "block"))),
     )
     words = ["--mesh=data=8", "--remat", "none", "--width", "5"]
-    given = BoundRecipe("r.py", recipe, {"mesh": "data=8", "remat": "none", "width": 5}, words)
+    given = BoundRecipe(
+        "r.py", recipe, {"mesh": "data=8", "remat": "none", "width": 5}, words
+    )
     expected = (
         "shardwise train r.py --width 5 --mesh data=4,model=2 --remat block --cpu-devices 8"
         "   # with Run(accumulate=2) in the recipe"
     )
     assert given.command("train", chosen, cpu) == expected
-    assert given.command("train", Candidate("data=8", (("remat", "none"),)), cpu).startswith(
-        "shardwise train r.py --mesh=data=8 --remat none"
-    )
+    assert given.command(
+        "train", Candidate("data=8", (("remat", "none"),)), cpu
+    ).startswith("shardwise train r.py --mesh=data=8 --remat none")
     assert given.choices("remat") == ["none", "block"]
     assert given.run(chosen).accumulate == 2

@@ -66,7 +66,11 @@ def test_a_clock_that_was_set_back_does_not_reverse_the_curve(tmp_path):
     ],
 )
 def test_an_axis_must_be_known_for_all_runs(tmp_path, key, change):
-    one, two, empty = make_run(tmp_path / "one"), make_run(tmp_path / "two"), tmp_path / "empty"
+    one, two, empty = (
+        make_run(tmp_path / "one"),
+        make_run(tmp_path / "two"),
+        tmp_path / "empty",
+    )
     empty.mkdir()
     (empty / "run.json").write_text("{}")
     # A run that has not started yet hides no axis.
@@ -78,7 +82,9 @@ def test_an_axis_must_be_known_for_all_runs(tmp_path, key, change):
 def test_thinning_keeps_jumps(tmp_path):
     path = tmp_path / "a"
     path.mkdir()
-    lines(path / "metrics.jsonl", [step(n, T0 + 500 * (n > 777)) for n in range(1, 2001)])
+    lines(
+        path / "metrics.jsonl", [step(n, T0 + 500 * (n > 777)) for n in range(1, 2001)]
+    )
     column = axes_of(path, max_points=50)["time"].runs[0]
     assert len(column) < 100
     assert at(column, 777, 778) == pytest.approx([388, 888.5])

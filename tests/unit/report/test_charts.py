@@ -68,8 +68,14 @@ def test_the_sketch_of_unusual_values_has_finite_coordinates(values):
 
 
 def test_the_table_has_a_dash_where_a_curve_has_no_value():
-    chart = Chart("loss", "Loss", [series_of([1, 2], [5, 6]), series_of([2, 3], [7, 8])])
-    assert list(table_rows(chart)) == [["1", "5", NONE], ["2", "6", "7"], ["3", NONE, "8"]]
+    chart = Chart(
+        "loss", "Loss", [series_of([1, 2], [5, 6]), series_of([2, 3], [7, 8])]
+    )
+    assert list(table_rows(chart)) == [
+        ["1", "5", NONE],
+        ["2", "6", "7"],
+        ["3", NONE, "8"],
+    ]
 
 
 def test_the_first_64_line_styles_differ():
@@ -79,9 +85,20 @@ def test_the_first_64_line_styles_differ():
 def test_metrics_share_charts(tmp_path):
     path = tmp_path / "a"
     path.mkdir()
-    custom = {"lr/muon": 0.1, "clipped_norm": 0.5, "accuracy": 0.9, "eval_bits": 1.0, "mfu": 0.4}
-    lines(path / "metrics.jsonl", [step(n, eval_loss=1.0, **custom) for n in range(1, 5)])
-    charts = {c.title: [s.label for s in c.series] for c in make_charts([RunFiles(path).read()])}
+    custom = {
+        "lr/muon": 0.1,
+        "clipped_norm": 0.5,
+        "accuracy": 0.9,
+        "eval_bits": 1.0,
+        "mfu": 0.4,
+    }
+    lines(
+        path / "metrics.jsonl", [step(n, eval_loss=1.0, **custom) for n in range(1, 5)]
+    )
+    charts = {
+        c.title: [s.label for s in c.series]
+        for c in make_charts([RunFiles(path).read()])
+    }
     assert charts == {
         "Loss": ["training", "validation"],
         "Validation bits": ["validation"],

@@ -37,7 +37,10 @@ def test_it_writes_the_page_and_the_same_numbers_as_json(tmp_path, monkeypatch, 
         (["one"] * 65, "65 runs given; at most 64 can be compared"),
         (["one", "--port", "1"], "`--port` and `--every` require `--watch`"),
         (["one", "--out", "no/where.html"], "cannot write the page to no/where.html"),
-        (["one", "--watch", "--out", "page.html"], "`--watch` serves the page and writes no file"),
+        (
+            ["one", "--watch", "--out", "page.html"],
+            "`--watch` serves the page and writes no file",
+        ),
         (["one", "--watch", "--port", "99999"], "from 0 to 65535"),
         (["one", "--watch", "--every", "0.1"], "0.2 to 3600 seconds"),
     ],
@@ -72,7 +75,13 @@ def test_the_page_replaces_a_link_and_is_not_written_through_it(tmp_path):
     outside = make_run(tmp_path / "outside")
     path = tmp_path / "a"
     path.mkdir()
-    for name in ("run.json", "metrics.jsonl", "checkpoints", "plan.json", "report.html"):
+    for name in (
+        "run.json",
+        "metrics.jsonl",
+        "checkpoints",
+        "plan.json",
+        "report.html",
+    ):
         (path / name).symlink_to(outside / name)
     os.mkfifo(path / "samples.jsonl")
     (path / "phases.jsonl").mkdir()
@@ -89,7 +98,9 @@ def test_ten_thousand_steps_take_less_than_a_second_and_no_jax(tmp_path):
         "import sys; from shardwise.cli import main; main(['report', sys.argv[1]]); "
         "sys.exit('jax' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code, str(path)], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-c", code, str(path)], check=True, capture_output=True
+    )
     begin = time.process_time()
     assert main(["report", str(path)]) == 0
     assert time.process_time() - begin < 1
@@ -109,7 +120,9 @@ def test_watching_stops_on_a_signal(tmp_path, number):
     ) as process:
         line = process.stdout.readline()
         address = re.fullmatch(r"report: http://127\.0\.0\.1:(\d+)(/[\w-]+/)\n", line)
-        connection = http.client.HTTPConnection("127.0.0.1", int(address[1]), timeout=10)
+        connection = http.client.HTTPConnection(
+            "127.0.0.1", int(address[1]), timeout=10
+        )
         connection.request("GET", address[2])
         assert b"Finished: 40 steps" in connection.getresponse().read()
         process.send_signal(number)

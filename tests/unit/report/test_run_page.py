@@ -15,9 +15,7 @@ from shardwise.rundir.summary import summarize
 from shardwise.text import NONE, TIMES
 from tests.helpers.run_dirs import LEAF, T0, damage_run, lines, make_run, plan, step
 
-HOSTILE = (
-    "</script><script>window.hacked=1</script>\"'><img src=x onerror=window.hacked=1>&amp;<!--"
-)
+HOSTILE = "</script><script>window.hacked=1</script>\"'><img src=x onerror=window.hacked=1>&amp;<!--"
 
 
 class Markup(HTMLParser):
@@ -27,7 +25,13 @@ class Markup(HTMLParser):
 
     def __init__(self):
         super().__init__(convert_charrefs=True)
-        self.open, self.ids, self.tags, self.handlers, self.scripts = [], [], set(), [], 0
+        self.open, self.ids, self.tags, self.handlers, self.scripts = (
+            [],
+            [],
+            set(),
+            [],
+            0,
+        )
 
     def handle_starttag(self, tag, attributes):
         self.tags.add(tag)
@@ -56,10 +60,21 @@ def check(page):
     assert markup.open == []
     assert markup.handlers == []
     assert markup.scripts <= 2
-    assert not markup.tags & {"img", "iframe", "object", "embed", "link", "base", "form", "image"}
+    assert not markup.tags & {
+        "img",
+        "iframe",
+        "object",
+        "embed",
+        "link",
+        "base",
+        "form",
+        "image",
+    }
     assert len(set(markup.ids)) == len(markup.ids)
     assert "<script>window" not in page
-    assert re.search(r'http-equiv="Content-Security-Policy" content="default-src \'none\'', page)
+    assert re.search(
+        r'http-equiv="Content-Security-Policy" content="default-src \'none\'', page
+    )
     return markup
 
 
@@ -84,7 +99,10 @@ def table_rows(markup):
 def test_the_time_of_a_start_without_a_known_end_is_an_estimate(tmp_path):
     known = make_run(tmp_path / "known")
     unknown = make_run(tmp_path / "unknown", again=False)
-    records = [json.loads(line) for line in (unknown / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line)
+        for line in (unknown / "metrics.jsonl").read_text().splitlines()
+    ]
     for record in records:
         record.pop("time", None)
     lines(unknown / "metrics.jsonl", records)
@@ -95,7 +113,9 @@ def test_the_time_of_a_start_without_a_known_end_is_an_estimate(tmp_path):
     first, _ = table_rows(section_of(report_of(known), "history").partition("<h3>")[0])
     assert first[3] == "25"
     assert first[-1] == "5"
-    first, _ = table_rows(section_of(report_of(unknown), "history").partition("<h3>")[0])
+    first, _ = table_rows(
+        section_of(report_of(unknown), "history").partition("<h3>")[0]
+    )
     assert first[3] == NONE
     assert first[-1] == NONE
 
@@ -183,19 +203,34 @@ def test_damaged_files_give_a_valid_page(tmp_path):
     damage_run(path)
     page = report_of(path)
     check(page)
-    assert "Some files in the run directory could not be read" in section_of(page, "summary")
+    assert "Some files in the run directory could not be read" in section_of(
+        page, "summary"
+    )
 
 
 texts = st.one_of(st.just(HOSTILE), st.text(max_size=30))
 numbers = st.sampled_from([10**400, -(10**400), 1e308, -1e308, 5e-324])
 values = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), texts, numbers),
-    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(texts, inner, max_size=4)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(texts, inner, max_size=4)
+    ),
     max_leaves=8,
 )
 moments = st.one_of(values, st.floats(T0, T0 + 1000))
-METRICS = ("loss", "eval_loss", "lr", "grad_norm/x", "step_s", "data_s", "time", "skipped")
-metrics_of_a_step = st.dictionaries(st.one_of(st.sampled_from(METRICS), texts), values, max_size=6)
+METRICS = (
+    "loss",
+    "eval_loss",
+    "lr",
+    "grad_norm/x",
+    "step_s",
+    "data_s",
+    "time",
+    "skipped",
+)
+metrics_of_a_step = st.dictionaries(
+    st.one_of(st.sampled_from(METRICS), texts), values, max_size=6
+)
 records = st.lists(
     st.tuples(st.one_of(st.integers(-1, 50), values), metrics_of_a_step), max_size=12
 )
@@ -206,11 +241,23 @@ start = {
     "text": texts,
 }
 starts = st.lists(st.fixed_dictionaries(start), max_size=4)
-ABOUT = ("steps", "arguments", "versions", "devices", "git", "source", "recipe", "model", "data")
+ABOUT = (
+    "steps",
+    "arguments",
+    "versions",
+    "devices",
+    "git",
+    "source",
+    "recipe",
+    "model",
+    "data",
+)
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     metrics=records,
@@ -252,4 +299,6 @@ def test_every_asset_is_packaged_and_used(ending):
     packaged = {path.stem for path in STATIC.glob(f"*.{ending}")}
     assert packaged <= set(ASSETS)
     assert {"page", "plan_page"} <= packaged
-    assert all((STATIC / f"{name}.js").exists() or name == "report_page" for name in ASSETS)
+    assert all(
+        (STATIC / f"{name}.js").exists() or name == "report_page" for name in ASSETS
+    )

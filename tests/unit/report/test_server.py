@@ -13,7 +13,9 @@ def served():
     """Yield a running server, and a list that grows with every page that it makes."""
     made = []
     server = PageServer(lambda: (made.append(1) or "<p>page", "tag"))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.02}
+    )
     thread.start()
     yield server, made
     server.shutdown()
@@ -25,7 +27,10 @@ def ask(server, path, method="GET", host=None, **headers):
     """Send a request, and return status, body and headers of the answer."""
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=5)
     connection.putrequest(method, path, skip_host=True)
-    for name, value in {"Host": host or f"127.0.0.1:{server.server_port}", **headers}.items():
+    for name, value in {
+        "Host": host or f"127.0.0.1:{server.server_port}",
+        **headers,
+    }.items():
         connection.putheader(name, value)
     connection.endheaders()
     answer = connection.getresponse()
@@ -83,7 +88,9 @@ def test_a_run_that_cannot_be_read_is_an_error_of_the_server():
         raise PermissionError(13, "Permission denied")
 
     with PageServer(fail) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread = threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.02}
+        )
         thread.start()
         status, body, _ = ask(server, f"/{server.token}/")
         server.shutdown()

@@ -10,7 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.rundir.columns import MAX_COLUMNS, MAX_LINE_BYTES, MAX_NAME_LENGTH, MetricsFile
+from shardwise.rundir.columns import (
+    MAX_COLUMNS,
+    MAX_LINE_BYTES,
+    MAX_NAME_LENGTH,
+    MetricsFile,
+)
 
 
 def read_columns(path, content, metrics=None):
@@ -49,7 +54,9 @@ def test_random_numbers_of_all_sizes(tmp_path):
     rng = np.random.default_rng(0)
     for power in range(-6, 16, 3):
         texts = [repr(float(value)) for value in rng.random(2000) * 10.0**power]
-        assert bits(read_losses(tmp_path / "a", texts)) == bits(map(float, texts)), power
+        assert bits(read_losses(tmp_path / "a", texts)) == bits(map(float, texts)), (
+            power
+        )
 
 
 @pytest.mark.parametrize(
@@ -72,17 +79,24 @@ def test_random_numbers_of_all_sizes(tmp_path):
     ],
 )
 def test_lines_with_an_invalid_number_are_skipped(tmp_path, word):
-    lines = [f'{{"step": {n}, "loss": {text}}}\n' for n, text in enumerate(["1.5", word, "2.5"])]
+    lines = [
+        f'{{"step": {n}, "loss": {text}}}\n'
+        for n, text in enumerate(["1.5", word, "2.5"])
+    ]
     metrics = read_columns(tmp_path / "a", "".join(lines).encode())
     assert metrics.columns()["loss"].values.tolist() == [1.5, 2.5]
     assert metrics.bad_lines == 1
 
 
 def test_numbers_that_json_lacks(tmp_path):
-    values = read_losses(tmp_path / "a", ["NaN", "Infinity", "-Infinity", "1.5", "7", "-0.0"])
+    values = read_losses(
+        tmp_path / "a", ["NaN", "Infinity", "-Infinity", "1.5", "7", "-0.0"]
+    )
     assert math.isnan(values[0])
     assert bits(values[1:]) == bits([math.inf, -math.inf, 1.5, 7.0, -0.0])
-    values = read_losses(tmp_path / "a", ['"nan"', '"inf"', '"-inf"', "true", '"x"', "1" * 400])
+    values = read_losses(
+        tmp_path / "a", ['"nan"', '"inf"', '"-inf"', "true", '"x"', "1" * 400]
+    )
     assert math.isnan(values[0])
     assert values[1:] == [math.inf, -math.inf, 1.0, math.inf]
 
@@ -90,7 +104,11 @@ def test_numbers_that_json_lacks(tmp_path):
 def test_floats_are_read_exactly(tmp_path):
     rng = np.random.default_rng(0)
     records = [
-        {"step": n, "loss": float(rng.normal() * 10.0 ** rng.integers(-300, 300)), "lr": n}
+        {
+            "step": n,
+            "loss": float(rng.normal() * 10.0 ** rng.integers(-300, 300)),
+            "lr": n,
+        }
         for n in range(1, 500)
     ]
     content = "".join(json.dumps(record) + "\n" for record in records).encode()
@@ -127,7 +145,9 @@ def test_invalid_lines_among_valid_ones_are_skipped(tmp_path):
 
 
 def test_lines_that_are_joined_or_split_are_not_records(tmp_path):
-    content = b'{"step": 1\n"loss": 2}\n{"step": 3}, {"step": 4}\n{"step": 5, "loss": 6.0}\n'
+    content = (
+        b'{"step": 1\n"loss": 2}\n{"step": 3}, {"step": 4}\n{"step": 5, "loss": 6.0}\n'
+    )
     metrics = read_columns(tmp_path / "a", content)
     assert metrics.columns()["loss"].steps.tolist() == [5]
     assert (metrics.num_records, metrics.bad_lines) == (1, 3)

@@ -22,7 +22,9 @@ def test_damaged_files_are_read_as_far_as_possible(tmp_path):
     damage_run(path)
     run = RunFiles(path).read()
     assert run.last_step == 40
-    assert any("skipped 7 lines that are not records" in note for note in run.notes), run.notes
+    assert any("skipped 7 lines that are not records" in note for note in run.notes), (
+        run.notes
+    )
     assert len(run.notes) == 7
 
 

@@ -14,7 +14,13 @@ from tests.helpers.run_dirs import T0, lines, make_run, step
 def test_the_time_of_two_starts(tmp_path):
     accounted = account(RunFiles(make_run(tmp_path / "a")).read())
     first, second = accounted.starts
-    assert (first.first, first.last, first.again, second.first, second.last) == (0, 25, 5, 20, 40)
+    assert (first.first, first.last, first.again, second.first, second.last) == (
+        0,
+        25,
+        5,
+        20,
+        40,
+    )
     assert (first.begun, first.end, second.begun) == (T0, T0 + 30, T0 + 100)
     assert second.down == 70
     # The time of the last record is T0 + 130.
@@ -27,14 +33,18 @@ def test_the_time_of_two_starts(tmp_path):
     assert kinds["compiling"] == 4
     assert (kinds["evaluation"], kinds["saving"]) == (3, 1)
     assert kinds["steps that count"] == pytest.approx(19 * 0.5 - 20 * 0.1)
-    assert kinds["steps done again"] == pytest.approx(13 - 0.5 - kinds["steps that count"] - 2.5)
+    assert kinds["steps done again"] == pytest.approx(
+        13 - 0.5 - kinds["steps that count"] - 2.5
+    )
     assert first.total == pytest.approx(30)
     assert sum(accounted.seconds.values()) == pytest.approx(130)
 
 
 def test_time_without_phases_is_marked_as_estimated(tmp_path):
     path = make_run(tmp_path / "a", again=False)
-    records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()
+    ]
     lines(
         path / "metrics.jsonl",
         [{k: v for k, v in record.items() if k != "time"} for record in records],

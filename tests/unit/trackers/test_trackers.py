@@ -160,7 +160,9 @@ def test_a_failing_tracker_is_disabled_with_one_warning(tmp_path, method):
 
     setattr(Broken, method, fail)
     warnings, notes = [], Notes()
-    tracking = Tracking([Broken(), notes], TrackedRun("a", tmp_path, {}, 0), 0, warnings.append)
+    tracking = Tracking(
+        [Broken(), notes], TrackedRun("a", tmp_path, {}, 0), 0, warnings.append
+    )
     for step in range(1, 4):
         tracking.log(step, {"step": step, "loss": 1.0, "skipped": True, "note": "text"})
         tracking.text(step, "sample", "text")
@@ -169,7 +171,9 @@ def test_a_failing_tracker_is_disabled_with_one_warning(tmp_path, method):
         "notes is disabled: OSError: [Errno 28] No space left on device. "
         "Training continues; metrics.jsonl has every step."
     ]
-    assert notes.records == [(step, {"loss": 1.0, "skipped": 1.0}) for step in (1, 2, 3)]
+    assert notes.records == [
+        (step, {"loss": 1.0, "skipped": 1.0}) for step in (1, 2, 3)
+    ]
     assert len(notes.texts) == 3
 
 
@@ -197,7 +201,9 @@ def test_a_slow_tracker_does_not_slow_down_the_run(tmp_path, monkeypatch):
 
 def test_a_missing_library_is_refused_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setitem(TRACKERS, "no_such_library", "TensorBoard")
-    with pytest.raises(ConfigError, match=r"pip install 'shardwise\[no_such_library\]'"):
+    with pytest.raises(
+        ConfigError, match=r"pip install 'shardwise\[no_such_library\]'"
+    ):
         make_trackers(["tensorboard", "no_such_library"])
     trackers = make_trackers(["tensorboard", "tensorboard"])
     assert [tracker.name for tracker in trackers] == ["tensorboard"]

@@ -96,7 +96,11 @@ def kernel_sum(model):
 def test_records_and_samples_after_the_checkpoint_are_removed_on_resume(tmp_path):
     before = time.time()
     run = make(
-        tmp_path / "a", eval_data=Batches(DATA, 16), eval_every=4, save_every=5, sample=kernel_sum
+        tmp_path / "a",
+        eval_data=Batches(DATA, 16),
+        eval_every=4,
+        save_every=5,
+        sample=kernel_sum,
     )
     result, _ = train(run)
     records = lines(tmp_path / "a" / "metrics.jsonl")
@@ -241,7 +245,11 @@ def test_the_step_with_the_best_evaluation_is_saved_and_kept(tmp_path, capsys):
     assert best_step(checkpoints) == best
     assert find_step(tmp_path / "a", "best") == checkpoints / "4"
     assert main(["checkpoint", "ls", str(tmp_path / "a")]) == 0
-    (row,) = [line for line in capsys.readouterr().out.splitlines() if "best eval_loss" in line]
+    (row,) = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if "best eval_loss" in line
+    ]
     assert row.split()[1] == "4"
     assert main(["checkpoint", "show", str(tmp_path / "a"), "--step", "best"]) == 0
     assert "checkpoints/4" in capsys.readouterr().out.replace("\n", "")
@@ -252,7 +260,11 @@ def test_the_step_with_the_best_evaluation_is_saved_and_kept(tmp_path, capsys):
 
 def test_report_names_the_first_bad_gradient_and_has_the_batch(tmp_path):
     run = make(
-        tmp_path / "a", data=poisoned({8: 1}), on_nonfinite="skip", accumulate=2, mesh="data=8"
+        tmp_path / "a",
+        data=poisoned({8: 1}),
+        on_nonfinite="skip",
+        accumulate=2,
+        mesh="data=8",
     )
     _, output = train(run)
     place = tmp_path / "a" / "bad" / "8"
@@ -262,7 +274,12 @@ def test_report_names_the_first_bad_gradient_and_has_the_batch(tmp_path):
     ) in output
     report = json.loads((place / "report.json").read_text())
     bad = {path for path, row in report["gradients"].items() if row["nonfinite"]}
-    assert bad == {"layers/0/kernel", "layers/0/bias", "layers/1/kernel", "layers/1/bias"}
+    assert bad == {
+        "layers/0/kernel",
+        "layers/0/bias",
+        "layers/1/kernel",
+        "layers/1/bias",
+    }
     assert report["first_path"] == "layers/1/bias"
     assert report["grad_norm"] == "nan"
     assert all(row["nonfinite"] == 0 for row in report["parameters"].values())
@@ -283,14 +300,18 @@ def test_report_names_the_operation_that_produced_a_nan(tmp_path):
     # It was the last step, so no update came after it.
     assert report["parameters_are"] == "those of the step"
     line = next(
-        i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "jnp.log(" in text
+        i
+        for i, text in enumerate(Path(__file__).read_text().splitlines(), 1)
+        if "jnp.log(" in text
     )
     assert f"'log' at {__file__}:{line}" in report["first"]
 
 
 def test_recomputed_gradients_are_those_of_the_step(tmp_path):
     """Between two bad steps nothing is applied, so the recomputed values are exact."""
-    run = make(tmp_path / "a", data=poisoned({5: 1, 6: 1}), steps=6, on_nonfinite="skip")
+    run = make(
+        tmp_path / "a", data=poisoned({5: 1, 6: 1}), steps=6, on_nonfinite="skip"
+    )
     result, _ = train(run)
     report = json.loads((tmp_path / "a" / "bad" / "5" / "report.json").read_text())
     assert report["parameters_are"] == "those of the step"
@@ -310,14 +331,24 @@ def test_only_a_few_loss_spikes_are_inspected(tmp_path):
         return {**data(n), "y": data(n)["y"] * scale}
 
     _, output = train(
-        make(tmp_path / "a", data=spiking, steps=36, optimizer=optim.adam(1e-3, spikes=5.0))
+        make(
+            tmp_path / "a",
+            data=spiking,
+            steps=36,
+            optimizer=optim.adam(1e-3, spikes=5.0),
+        )
     )
-    skipped = [r["step"] for r in lines(tmp_path / "a" / "metrics.jsonl") if r.get("skipped")]
+    skipped = [
+        r["step"] for r in lines(tmp_path / "a" / "metrics.jsonl") if r.get("skipped")
+    ]
     assert len(skipped) > MAX_STEPS
     assert (
-        sorted(int(path.name) for path in (tmp_path / "a" / "bad").iterdir()) == skipped[:MAX_STEPS]
+        sorted(int(path.name) for path in (tmp_path / "a" / "bad").iterdir())
+        == skipped[:MAX_STEPS]
     )
-    assert output.count("was not applied (loss spike): all values are finite") == MAX_STEPS
+    assert (
+        output.count("was not applied (loss spike): all values are finite") == MAX_STEPS
+    )
 
 
 @pytest.mark.slow
@@ -328,7 +359,9 @@ def test_bad_steps_of_an_iterator_and_of_a_run_without_a_directory(tmp_path):
         "step 3 was not applied (non-finite): the data is an iterator, which cannot return to this "
         "batch; details in" in output
     )
-    assert "parameters" in json.loads((tmp_path / "a" / "bad" / "3" / "report.json").read_text())
+    assert "parameters" in json.loads(
+        (tmp_path / "a" / "bad" / "3" / "report.json").read_text()
+    )
     _, output = train(make(data=poisoned({3: 1}), steps=6, on_nonfinite="skip"))
     assert "details in" not in output
 
@@ -355,14 +388,18 @@ def profiled(*words):
     """Train with a profile in a new process: other tests load libtpu into this one."""
     command = [sys.executable, "-c", PROFILED, *map(str, words)]
     root = Path(__file__).parents[3]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=root, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_a_range_of_steps_is_profiled(tmp_path):
     output = profiled(tmp_path / "a")
-    (trace,) = (tmp_path / "a" / "profile" / "plugins" / "profile").glob("*/*.xplane.pb")
+    (trace,) = (tmp_path / "a" / "profile" / "plugins" / "profile").glob(
+        "*/*.xplane.pb"
+    )
     names = {
         event.name
         for plane in jax.profiler.ProfileData.from_file(str(trace)).planes
@@ -373,10 +410,16 @@ def test_a_range_of_steps_is_profiled(tmp_path):
     (perfetto,) = trace.parent.glob("perfetto_trace.json.gz")
     # Not from `event.stats` above: jax 0.12.0 aborts there.
     events = json.loads(gzip.decompress(perfetto.read_bytes()))["traceEvents"]
-    numbers = {int(event["args"]["step_num"]) for event in events if event.get("name") == "step"}
+    numbers = {
+        int(event["args"]["step_num"])
+        for event in events
+        if event.get("name") == "step"
+    }
     assert numbers == {5, 6, 7}
     assert len(events) > 100
-    assert f"profile of steps 5 to 7: open {perfetto} at https://ui.perfetto.dev" in output
+    assert (
+        f"profile of steps 5 to 7: open {perfetto} at https://ui.perfetto.dev" in output
+    )
     assert "no profile: the run is at step 12, after the steps 5:7 to trace" in output
 
 
@@ -477,7 +520,8 @@ def test_unreadable_learning_rates_do_not_prevent_a_resume(tmp_path, monkeypatch
     result, output = train(make(tmp_path / "a", steps=6, optimizer=optax.sgd(0.01)))
     assert int(result.state.step) == 6
     assert (
-        "warning: the learning rates of this run or of its checkpoint could not be read" in output
+        "warning: the learning rates of this run or of its checkpoint could not be read"
+        in output
     )
 
 

@@ -12,7 +12,10 @@ from tests.helpers.runs import make_run
     ("rows", "expected"),
     [
         (16, ""),
-        (15, "each batch of 15 examples is padded to 16, so that it divides evenly over the mesh"),
+        (
+            15,
+            "each batch of 15 examples is padded to 16, so that it divides evenly over the mesh",
+        ),
     ],
 )
 def test_padding_of_the_batch_is_reported(rows, expected):

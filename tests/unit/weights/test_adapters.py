@@ -51,7 +51,9 @@ FIXTURES = Path(__file__).parents[2] / "fixtures"
 QUIET = Console(quiet=True)
 TOKENS = np.random.default_rng(0).integers(0, 64, (32, 8)).astype(np.int32)
 # Patterns of all matrices in the blocks of a Llama, with scanned or unrolled layers.
-LLAMA = [f"blocks/*{name}" for name in ("query", "key", "value", "out", "gate", "up", "down")]
+LLAMA = [
+    f"blocks/*{name}" for name in ("query", "key", "value", "out", "gate", "up", "down")
+]
 KERNELS = ["first/kernel", "second/kernel"]
 
 
@@ -146,18 +148,24 @@ def shapes_of(spec):
         ),
     ],
 )
-def test_step_0_equals_the_base_bit_for_bit_and_only_adapters_are_trained(model, pattern):
+def test_step_0_equals_the_base_bit_for_bit_and_only_adapters_are_trained(
+    model, pattern
+):
     base, spec = spec_of(model), spec_of(lora(model, pattern, rank=2))
     start = init_state(spec, 0)
     base_logits = logits(base, init_state(base, 0))
     assert set(spec.frozen) == set(base.params), "frozen weights keep their names"
     assert all(path.endswith(("/lora_a", "/lora_b")) for path in spec.params)
     assert logits(spec, start).tobytes() == base_logits.tobytes()
-    optimizer_shapes = {leaf.shape for leaf in jax.tree.leaves(start.opt_state) if leaf.ndim}
+    optimizer_shapes = {
+        leaf.shape for leaf in jax.tree.leaves(start.opt_state) if leaf.ndim
+    }
     assert optimizer_shapes <= set(shapes_of(spec).values())
     frozen = jax.device_get(start.frozen)
     state, _ = trained(spec, 2, accumulate=2)
-    assert jax.tree.all(jax.tree.map(np.array_equal, frozen, jax.device_get(state.frozen)))
+    assert jax.tree.all(
+        jax.tree.map(np.array_equal, frozen, jax.device_get(state.frozen))
+    )
     for path, leaf in named_leaves(state.params).items():
         if path.endswith("lora_b"):
             assert np.abs(leaf).max() > 0, path
@@ -166,7 +174,9 @@ def test_step_0_equals_the_base_bit_for_bit_and_only_adapters_are_trained(model,
 
 def test_shapes_of_adapters_follow_inputs_and_outputs():
     spec = spec_of(lora(gpt(), "blocks/0/*kernel", rank=3))
-    shapes = {path.removeprefix("blocks/0/"): shape for path, shape in shapes_of(spec).items()}
+    shapes = {
+        path.removeprefix("blocks/0/"): shape for path, shape in shapes_of(spec).items()
+    }
     assert shapes["attn/qkv/kernel/lora_a"] == (16, 3)
     assert shapes["attn/qkv/kernel/lora_b"] == (3, 3, 2, 8)
     assert shapes["attn/out/kernel/lora_a"] == (2, 8, 3)
@@ -193,12 +203,16 @@ def test_the_metadata_of_a_weight_can_name_its_inputs():
     for path, shape in shapes.items():
         assert unrolled[path.replace("blocks/", "blocks/1/")] == shape[1:], path
     # A layout in the pattern takes precedence.
-    explicit = spec_of(lora(llama(scan_layers=False), {"blocks/*/query": "iio"}, rank=3))
+    explicit = spec_of(
+        lora(llama(scan_layers=False), {"blocks/*/query": "iio"}, rank=3)
+    )
     assert explicit.params["blocks/0/query/lora_a"].shape == (16, 4, 3)
 
 
 def test_a_weight_without_a_bias_needs_a_layout():
-    message = r"'heads' has shape \(16, 2, 4\), and there is no bias .* \{'heads': 'iio'\}"
+    message = (
+        r"'heads' has shape \(16, 2, 4\), and there is no bias .* \{'heads': 'iio'\}"
+    )
     with pytest.raises(ConfigError, match=message):
         spec_of(lora(Net, "heads"))
     spec = spec_of(lora(Net, {"heads": "ioo", "first/kernel": None}, rank=2))
@@ -325,10 +339,17 @@ def fixture_weights(arrays):
         ),
     ],
 )
-def test_losses_adapters_and_merged_logits_equal_those_of_peft(fixture, file, patterns, changes):
-    tiny, expected = np.load(FIXTURES / f"{fixture}.npz"), np.load(FIXTURES / f"{file}.npz")
+def test_losses_adapters_and_merged_logits_equal_those_of_peft(
+    fixture, file, patterns, changes
+):
+    tiny, expected = (
+        np.load(FIXTURES / f"{fixture}.npz"),
+        np.load(FIXTURES / f"{file}.npz"),
+    )
     settings = json.loads(expected["settings"].tobytes())
-    config = dataclasses.replace(config_from_hf(json.loads(tiny["config"].tobytes())), **changes)
+    config = dataclasses.replace(
+        config_from_hf(json.loads(tiny["config"].tobytes())), **changes
+    )
     weights = params_from_hf(fixture_weights(tiny), config)
     model = lora(
         lambda rngs: model_of(config, rngs),
@@ -336,7 +357,9 @@ def test_losses_adapters_and_merged_logits_equal_those_of_peft(fixture, file, pa
         rank=settings["rank"],
         alpha=settings["alpha"],
     )
-    spec = spec_of(model, optax.adamw(settings["lr"], weight_decay=settings["weight_decay"]))
+    spec = spec_of(
+        model, optax.adamw(settings["lr"], weight_decay=settings["weight_decay"])
+    )
     start = {
         path: adapter_of_peft(expected, "start", path, shape)
         for path, shape in shapes_of(spec).items()
@@ -364,7 +387,9 @@ def test_losses_adapters_and_merged_logits_equal_those_of_peft(fixture, file, pa
         end = adapter_of_peft(expected, "end", path, leaf.shape)
         np.testing.assert_allclose(leaf, end, rtol=0, atol=1e-4, err_msg=path)
         assert np.abs(leaf - start[path]).max() > 1e-2, path
-    np.testing.assert_allclose(spec.module(state)(tokens), expected["logits"], rtol=0, atol=2e-4)
+    np.testing.assert_allclose(
+        spec.module(state)(tokens), expected["logits"], rtol=0, atol=2e-4
+    )
 
 
 # Meshes and plans
@@ -383,7 +408,9 @@ def partitions(spec, prefix):
 def test_adapters_are_sharded_like_their_weight():
     spec = spec_on("data=2,model=2", 4, lora(gpt(), "blocks/*/kernel", rank=2))
     sharding = partitions(spec, "blocks/0/")
-    assert sharding["mlp/up/kernel"] == sharding["mlp/up/kernel/lora_b"] == (None, "model")
+    assert (
+        sharding["mlp/up/kernel"] == sharding["mlp/up/kernel/lora_b"] == (None, "model")
+    )
     assert sharding["mlp/up/kernel/lora_a"] == ()
     assert sharding["attn/out/kernel/lora_a"] == ("model", None, None)
     assert sharding["attn/qkv/kernel/lora_b"] == (None, None, "model", None)
@@ -410,7 +437,9 @@ def test_verify_finds_no_difference_on_meshes():
 
 
 def test_a_plan_has_neither_gradients_nor_optimizer_states_of_the_base():
-    config = GPTConfig(vocab_size=4096, max_length=16, num_layers=1, num_heads=2, width=256)
+    config = GPTConfig(
+        vocab_size=4096, max_length=16, num_layers=1, num_heads=2, width=256
+    )
     run = Run(
         model=lambda rngs: GPT(config, rngs),
         loss=lambda model, batch: model(batch["tokens"]).mean(),
@@ -441,7 +470,9 @@ def base(tmp_path_factory):
     state = init_state(spec, 7)
     path = tmp_path_factory.mktemp("base") / "base.safetensors"
     leaves = {**named_leaves(state.params), **named_leaves(state.other)}
-    tensors = {name.replace("/", "."): np.asarray(leaf) * 1.5 for name, leaf in leaves.items()}
+    tensors = {
+        name.replace("/", "."): np.asarray(leaf) * 1.5 for name, leaf in leaves.items()
+    }
     save_file(tensors, path)
     return path
 
@@ -481,13 +512,17 @@ def export(run, out, *options):
     return main(["checkpoint", "export", str(run), "--out", str(out), *options])
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one_also_on_another_mesh(base, tuned, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one_also_on_another_mesh(
+    base, tuned, tmp_path
+):
     fitted(run_of(base, tmp_path / "a", steps=2))
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     resumed = fitted(run_of(base, tmp_path / "a"))
     assert jax.tree.all(jax.tree.map(np.array_equal, resumed.state, tuned[1].state))
     mesh = make_mesh("data=2,model=2", jax.devices()[:4])
-    resharded = named_leaves(fitted(run_of(base, tmp_path / "b", mesh=mesh)).state.params)
+    resharded = named_leaves(
+        fitted(run_of(base, tmp_path / "b", mesh=mesh)).state.params
+    )
     for path, leaf in named_leaves(tuned[1].state.params).items():
         np.testing.assert_allclose(resharded[path], leaf, rtol=1e-4, atol=1e-5)
 
@@ -556,7 +591,13 @@ def test_a_checksum_depends_on_every_bit():
 def test_a_checksum_depends_on_the_position_of_every_value():
     swapped = VALUES.copy()
     swapped[0, 0], swapped[0, 1] = VALUES[0, 1], VALUES[0, 0]
-    arrays = [VALUES, swapped, VALUES.T.copy(), VALUES[::-1].copy(), VALUES[:, ::-1].copy()]
+    arrays = [
+        VALUES,
+        swapped,
+        VALUES.T.copy(),
+        VALUES[::-1].copy(),
+        VALUES[:, ::-1].copy(),
+    ]
     assert len({checksum(array) for array in arrays}) == len(arrays)
     # The position is the index in row-major order, so a reshape changes nothing.
     assert checksum(VALUES.reshape(8, 16)) == checksum(VALUES)
@@ -570,7 +611,9 @@ def test_a_checksum_works_for_small_dtypes(dtype):
     assert len({checksum(values), checksum(np.roll(values, 1)), checksum(changed)}) == 3
 
 
-def test_an_export_is_merged_and_computes_what_the_adapters_compute(base, tuned, tmp_path):
+def test_an_export_is_merged_and_computes_what_the_adapters_compute(
+    base, tuned, tmp_path
+):
     run, result = tuned
     merged_file = tmp_path / "merged.safetensors"
     assert export(run.out, merged_file) == 0
@@ -588,7 +631,9 @@ def test_averages_of_adapters_are_exported_and_marked(tuned, tmp_path):
     plain = spec_of(net())
     last, _ = load_initial(InitFrom(run.out), plain, 0)
     average, _ = load_initial(InitFrom(run.out, average=True), plain, 0)
-    assert not np.array_equal(average.params["first"]["kernel"], last.params["first"]["kernel"])
+    assert not np.array_equal(
+        average.params["first"]["kernel"], last.params["first"]["kernel"]
+    )
     for name, options, mark in (
         ("last", [], None),
         ("average", ["--average"], "true"),
@@ -623,9 +668,13 @@ def test_adapters_of_an_unlisted_weight_are_refused(tuned, tmp_path):
     run, _ = tuned
     saved = open_step(run.out / "checkpoints" / "4")
     frozen = saved.metadata["frozen"]
-    leaves = {path: leaf for path, leaf in frozen["leaves"].items() if path != KERNELS[0]}
+    leaves = {
+        path: leaf for path, leaf in frozen["leaves"].items() if path != KERNELS[0]
+    }
     saved.metadata["frozen"] = {**frozen, "leaves": leaves}
-    with pytest.raises(CheckpointError, match=rf"'{KERNELS[0]}' has adapters, but is not listed"):
+    with pytest.raises(
+        CheckpointError, match=rf"'{KERNELS[0]}' has adapters, but is not listed"
+    ):
         merged_step(saved)
 
 
@@ -648,7 +697,9 @@ def test_adapters_of_a_published_model_are_merged_for_transformers(
     folder.mkdir()
     (folder / "config.json").write_bytes(tiny["config"].tobytes())
     save_file(published, folder / "model.safetensors")
-    config = dataclasses.replace(config_from_hf(json.loads(tiny["config"].tobytes())), **changes)
+    config = dataclasses.replace(
+        config_from_hf(json.loads(tiny["config"].tobytes())), **changes
+    )
 
     def plain(rngs):
         return model_of(config, rngs)
@@ -656,15 +707,24 @@ def test_adapters_of_a_published_model_are_merged_for_transformers(
     run = run_of(folder, tmp_path / "run", model=lora(plain, patterns, rank=2), steps=2)
     result = fitted(run)
     # The checkpoint has neither weights nor optimizer states of the base.
-    saved = {name.partition("/")[2] for name in open_step(run.out / "checkpoints" / "2").leaves}
+    saved = {
+        name.partition("/")[2]
+        for name in open_step(run.out / "checkpoints" / "2").leaves
+    }
     assert not any(path.endswith(tuple(result.spec.frozen)) for path in saved)
     assert export(run.out, tmp_path / "merged", "--format", "hf") == 0
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert {name: value.shape for name, value in merged.items()} == {
         name: value.shape for name, value in published.items()
     }
-    changed = {name for name, value in merged.items() if not np.array_equal(value, published[name])}
-    adapted = {name for name in published if re.search(r"(_proj|c_attn|c_fc)\.weight$", name)}
+    changed = {
+        name
+        for name, value in merged.items()
+        if not np.array_equal(value, published[name])
+    }
+    adapted = {
+        name for name in published if re.search(r"(_proj|c_attn|c_fc)\.weight$", name)
+    }
     if "tokens" in patterns:
         adapted |= {name for name in published if "embed" in name}
     assert changed == adapted
@@ -681,11 +741,15 @@ def test_adapters_of_a_published_model_are_merged_for_transformers(
 
 def label_loss(model, batch):
     labels = batch["tokens"][:, 0] % 3
-    return optax.softmax_cross_entropy_with_integer_labels(model(batch["tokens"]), labels).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        model(batch["tokens"]), labels
+    ).mean()
 
 
 @pytest.mark.slow
-def test_a_new_head_is_initialized_by_pattern_and_nothing_else_is_skipped(base, tmp_path):
+def test_a_new_head_is_initialized_by_pattern_and_nothing_else_is_skipped(
+    base, tmp_path
+):
     model = lora(net(classes=3), KERNELS, rank=2, train=("head/*",))
     init = InitFrom(base, rename={"head/*": None})
     spec = spec_of(model)
@@ -696,14 +760,25 @@ def test_a_new_head_is_initialized_by_pattern_and_nothing_else_is_skipped(base, 
     head = state.params["head"]["kernel"]
     assert np.array_equal(head, init_state(spec, 3).params["head"]["kernel"])
     optimizer = optim.adamw(1e-2)
-    run = run_of(base, tmp_path, model=model, loss=label_loss, init_from=init, optimizer=optimizer)
+    run = run_of(
+        base,
+        tmp_path,
+        model=model,
+        loss=label_loss,
+        init_from=init,
+        optimizer=optimizer,
+    )
     result = fitted(run)
     assert not np.array_equal(result.state.params["head"]["kernel"], head)
-    with pytest.raises(CheckpointError, match=r'(?s)head/kernel .*rename=\{"head/\*": None\}'):
+    with pytest.raises(
+        CheckpointError, match=r'(?s)head/kernel .*rename=\{"head/\*": None\}'
+    ):
         load_initial(InitFrom(base), spec, 3)
     with pytest.raises(ConfigError, match="these patterns have no effect"):
         load_initial(InitFrom(base, rename={"top/*": None}), spec, 3)
     assert export(tmp_path, tmp_path / "merged.safetensors") == 0
     plain = spec_of(net(classes=3))
     merged, _ = load_initial(InitFrom(tmp_path / "merged.safetensors"), plain, 0)
-    assert logits(plain, merged).tobytes() == logits(result.spec, result.state).tobytes()
+    assert (
+        logits(plain, merged).tobytes() == logits(result.spec, result.state).tobytes()
+    )

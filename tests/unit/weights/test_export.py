@@ -52,7 +52,10 @@ class Net(nnx.Module):
 
     def __init__(self, rngs):
         self.layers = nnx.List(
-            [nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs, param_dtype=jnp.bfloat16)]
+            [
+                nnx.Linear(4, 8, rngs=rngs),
+                nnx.Linear(8, 8, rngs=rngs, param_dtype=jnp.bfloat16),
+            ]
         )
         self.norm = nnx.BatchNorm(8, rngs=rngs)
         self.scalar = nnx.Param(jnp.float32(3))
@@ -123,7 +126,9 @@ def test_an_export_loads_bit_for_bit_and_has_the_same_logits(gpt2, tmp_path):
     actual = named_leaves(state.params)
     for name, value in named_leaves(params_from_hf(WEIGHTS, other)).items():
         assert np.array_equal(actual[name], value), name
-    logits = jax.jit(lambda state, tokens: spec.module(state)(tokens))(state, FIXTURE["tokens"])
+    logits = jax.jit(lambda state, tokens: spec.module(state)(tokens))(
+        state, FIXTURE["tokens"]
+    )
     np.testing.assert_allclose(logits, FIXTURE["logits"], atol=1e-5)
 
 
@@ -131,7 +136,10 @@ def test_tokens_that_round_up_the_vocabulary_can_be_dropped(gpt2, tmp_path):
     saved = open_step(gpt2[0])
     out = tmp_path / "out"
     export_hf(saved, out, vocab_size=90)
-    assert load_file(out / "model.safetensors")["transformer.wte.weight"].shape == (90, 32)
+    assert load_file(out / "model.safetensors")["transformer.wte.weight"].shape == (
+        90,
+        32,
+    )
     assert json.loads((out / "config.json").read_text())["vocab_size"] == 90
     message = "vocab_size is 98; it must be from 1 to the 97 tokens"
     with pytest.raises(CheckpointError, match=message):
@@ -151,7 +159,9 @@ def test_a_plain_file_has_every_variable_and_averages_on_request(tmp_path, optim
     leaves, structure = jax.tree.flatten(init_state(spec, 0))
     rng = np.random.default_rng(0)
     noisy = [
-        leaf if leaf.dtype == np.int32 else jnp.asarray(rng.uniform(0.1, 1, leaf.shape), leaf.dtype)
+        leaf
+        if leaf.dtype == np.int32
+        else jnp.asarray(rng.uniform(0.1, 1, leaf.shape), leaf.dtype)
         for leaf in leaves
     ]
     state = jax.device_put(jax.tree.unflatten(structure, noisy), spec.shardings)
@@ -167,7 +177,9 @@ def test_a_plain_file_has_every_variable_and_averages_on_request(tmp_path, optim
         actual = plain[name]
         assert (actual.dtype, actual.shape) == (value.dtype, value.shape), name
         assert actual.tobytes() == value.tobytes(), name
-    for name, value in tensors_of(evaluation_params(state.opt_state, state.params)).items():
+    for name, value in tensors_of(
+        evaluation_params(state.opt_state, state.params)
+    ).items():
         assert average[name].dtype == value.dtype
         tolerance = 1e-6 if value.dtype == np.float32 else 1e-2
         np.testing.assert_allclose(
@@ -185,13 +197,18 @@ def test_a_plain_file_has_every_variable_and_averages_on_request(tmp_path, optim
 
 def tensors_of(tree):
     """Return the leaves of a tree as NumPy arrays, by their names in a safetensors file."""
-    return {name.replace("/", "."): np.asarray(leaf) for name, leaf in named_leaves(tree).items()}
+    return {
+        name.replace("/", "."): np.asarray(leaf)
+        for name, leaf in named_leaves(tree).items()
+    }
 
 
 def test_unknown_models_and_missing_averages_are_refused(tmp_path):
     spec = abstract_state(Net, optax.sgd(0.1), make_mesh("data=8"))
     saved = open_step(save(tmp_path / "checkpoints", init_state(spec, 0)))
-    message = "cannot be written for transformers: these 10 parameters belong to no known"
+    message = (
+        "cannot be written for transformers: these 10 parameters belong to no known"
+    )
     with pytest.raises(CheckpointError, match=message):
         export_hf(saved, tmp_path / "out")
     with pytest.raises(CheckpointError, match="keeps no average"):
@@ -201,23 +218,31 @@ def test_unknown_models_and_missing_averages_are_refused(tmp_path):
 
 @pytest.mark.parametrize("scan_layers", [False, True])
 @pytest.mark.parametrize("preset", ["byte", "gpt2"])
-def test_the_configuration_follows_from_shapes_and_from_config_json(preset, scan_layers):
+def test_the_configuration_follows_from_shapes_and_from_config_json(
+    preset, scan_layers
+):
     config = dataclasses.replace(PRESETS[preset], scan_layers=scan_layers)
     leaves = named_leaves(gpt_spec(config, "data=8").abstract.params)
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
     assert config_from_shapes(shapes) == config
-    assert config_from_hf(config_to_hf(config)) == dataclasses.replace(config, scan_layers=False)
+    assert config_from_hf(config_to_hf(config)) == dataclasses.replace(
+        config, scan_layers=False
+    )
     with pytest.raises(ValueError, match="belong to no known model family"):
         config_from_shapes({**shapes, "tokens": (0, config.width)})
 
 
-@pytest.mark.parametrize("described", [7, -0.5, "0.1", True, float("inf"), float("nan"), None])
+@pytest.mark.parametrize(
+    "described", [7, -0.5, "0.1", True, float("inf"), float("nan"), None]
+)
 def test_invalid_values_in_the_description_of_a_model_are_ignored(described):
     leaves = named_leaves(gpt_spec(CONFIG, "data=8").abstract.params)
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
     metadata = {"class": "GPT", "config": {"dropout": described, "num_heads": 3}}
     expected = 7.0 if described == 7 else 0.0
-    assert config_from_shapes(shapes, metadata) == dataclasses.replace(CONFIG, dropout=expected)
+    assert config_from_shapes(shapes, metadata) == dataclasses.replace(
+        CONFIG, dropout=expected
+    )
     for other in ({**metadata, "class": "Llama"}, {"class": "GPT", "config": 3}, 5):
         assert config_from_shapes(shapes, other) == CONFIG
 
@@ -267,8 +292,15 @@ def test_a_file_is_complete_or_absent(tmp_path):
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 def test_transformers_loads_what_is_exported_and_writes_what_is_loaded(model, seed):
-    script = Path(__file__).parents[2] / "fixtures" / "check_export_with_transformers.py"
-    command = [os.environ["TRANSFORMERS_PYTHON"], script, "--shardwise-python", sys.executable]
+    script = (
+        Path(__file__).parents[2] / "fixtures" / "check_export_with_transformers.py"
+    )
+    command = [
+        os.environ["TRANSFORMERS_PYTHON"],
+        script,
+        "--shardwise-python",
+        sys.executable,
+    ]
     command += ["--model", model, "--seed", str(seed)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

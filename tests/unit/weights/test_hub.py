@@ -12,7 +12,14 @@ import optax
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from shardwise import Checkpoints, InitFrom, TrainState, abstract_state, load_initial, make_mesh
+from shardwise import (
+    Checkpoints,
+    InitFrom,
+    TrainState,
+    abstract_state,
+    load_initial,
+    make_mesh,
+)
 from shardwise.checkpoint.reader import SavedStep, open_step
 from shardwise.data.tokenizers import Bytes, FromFile
 from shardwise.errors import CheckpointError, ConfigError
@@ -20,7 +27,13 @@ from shardwise.tree import named_leaves
 from shardwise.weights.export import export_hf
 from shardwise.weights.hf import params_from_hf
 from shardwise.weights.hf_config import config_from_hf, model_of
-from shardwise.weights.hub import INDEX, locate, tokenizer_files, tokenizer_of, weights_in
+from shardwise.weights.hub import (
+    INDEX,
+    locate,
+    tokenizer_files,
+    tokenizer_of,
+    weights_in,
+)
 from tests.helpers.hub import serve
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -70,10 +83,13 @@ def test_a_run_starts_from_a_published_llama(tmp_path, files):
         np.testing.assert_array_equal(leaf, expected[path], err_msg=path)
 
 
-def test_a_model_that_computes_something_else_is_refused_although_all_shapes_match(tmp_path):
+def test_a_model_that_computes_something_else_is_refused_although_all_shapes_match(
+    tmp_path,
+):
     folder = publish(tmp_path / "llama", files=1)
     with pytest.raises(
-        CheckpointError, match="it has norm_epsilon=1e-05, this model has norm_epsilon=1e-06"
+        CheckpointError,
+        match="it has norm_epsilon=1e-05, this model has norm_epsilon=1e-06",
     ):
         load_initial(InitFrom(folder), spec_of(rms_norm_eps=1e-6), seed=0)
     with pytest.raises(
@@ -85,18 +101,24 @@ def test_a_model_that_computes_something_else_is_refused_although_all_shapes_mat
         load_initial(InitFrom(folder, step=3), spec_of(), seed=0)
 
 
-@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "model.bin", 3])
+@pytest.mark.parametrize(
+    "name", ["../secret.safetensors", "/etc/passwd", "model.bin", 3]
+)
 def test_an_index_names_only_safetensors_in_its_directory(tmp_path, name):
     folder = publish(tmp_path / "llama")
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(CheckpointError, match="does not name safetensors files in its directory"):
+    with pytest.raises(
+        CheckpointError, match="does not name safetensors files in its directory"
+    ):
         weights_in(folder)
 
 
 def test_a_missing_part_is_named(tmp_path):
     folder = publish(tmp_path / "llama")
     (folder / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"has no model-00002-of-00002\.safetensors"):
+    with pytest.raises(
+        CheckpointError, match=r"has no model-00002-of-00002\.safetensors"
+    ):
         weights_in(folder)
 
 
@@ -111,7 +133,9 @@ def test_download_errors_are_one_line_with_a_remedy(monkeypatch):
     ) as caught:
         locate("hf:owner/name")
     assert "\n" not in str(caught.value)
-    with pytest.raises(CheckpointError, match=r"'a/b/c' is not a valid name\. Use owner/name\."):
+    with pytest.raises(
+        CheckpointError, match=r"'a/b/c' is not a valid name\. Use owner/name\."
+    ):
         locate("hf:a/b/c")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ConfigError, match=r"pip install 'shardwise\[hf\]'"):
@@ -148,7 +172,11 @@ def test_a_model_is_downloaded_by_name_and_cached(tmp_path):
         (pickled / name).write_text("{}")
 
     def run(*command):
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("HF_")
+        }
         environment = {
             **kept,
             "HF_ENDPOINT": hub.url,
@@ -173,7 +201,9 @@ def test_a_model_is_downloaded_by_name_and_cached(tmp_path):
         assert downloaded == local
         assert downloaded[0].startswith("a b")
         requests = [path for method, path in hub.requests if method == "GET"]
-        fetched = sorted(path.rpartition("/")[2] for path in requests if "/resolve/" in path)
+        fetched = sorted(
+            path.rpartition("/")[2] for path in requests if "/resolve/" in path
+        )
         # Weights and JSON, and no file that could run code.
         assert fetched == wanted
         none, pickles = run("-c", LOCATE, "hf:owner/none", "hf:owner/pickled")
@@ -188,7 +218,8 @@ def test_a_model_is_downloaded_by_name_and_cached(tmp_path):
     names, unknown = run("-c", LOCATE, "hf:owner/tiny", "hf:owner/other")
     assert names == str(wanted)
     assert (
-        "cannot be reached, and there is no complete copy in the cache (ConnectError: " in unknown
+        "cannot be reached, and there is no complete copy in the cache (ConnectError: "
+        in unknown
     )
     assert "`hf download owner/other --local-dir DIR`; then pass DIR." in unknown
 
@@ -241,7 +272,9 @@ def test_the_tokenizer_of_a_run_is_found_by_its_digest_and_exported(tmp_path):
     settings = json.loads((out / "tokenizer_config.json").read_text())
     assert settings["eos_token"] == "</s>"
     assert config_from_hf(json.loads((out / "config.json").read_text())).tied
-    assert load_file(out / "model.safetensors").keys() == fixture("llama31_tiny")[1].keys()
+    assert (
+        load_file(out / "model.safetensors").keys() == fixture("llama31_tiny")[1].keys()
+    )
     # Another tokenizer under the same name is not accepted.
     (data / "tokenizer.json").write_bytes(content + b" ")
     assert tokenizer_of(saved) is None

@@ -50,7 +50,9 @@ class Encoder(nnx.Module):
 class Net(nnx.Module):
     """An encoder, a head that may have another name, and batch statistics."""
 
-    def __init__(self, rngs, classes=10, head="head", encoder="encoder", dtype=jnp.float32):
+    def __init__(
+        self, rngs, classes=10, head="head", encoder="encoder", dtype=jnp.float32
+    ):
         setattr(self, encoder, Encoder(rngs, dtype))
         setattr(self, head, nnx.Linear(16, classes, rngs=rngs, param_dtype=dtype))
 
@@ -69,7 +71,9 @@ def trained(spec, seed=1):
     leaves, structure = jax.tree.flatten(init_state(spec, seed))
     rng = np.random.default_rng(seed)
     noisy = [
-        leaf if leaf.dtype == np.int32 else jnp.asarray(rng.uniform(0.1, 1, leaf.shape), leaf.dtype)
+        leaf
+        if leaf.dtype == np.int32
+        else jnp.asarray(rng.uniform(0.1, 1, leaf.shape), leaf.dtype)
         for leaf in leaves
     ]
     return jax.device_put(jax.tree.unflatten(structure, noisy), spec.shardings)
@@ -114,7 +118,9 @@ def test_the_same_model_gets_all_weights_on_another_mesh(pretrained):
     assert loaded.fresh == loaded.left_out == ()
     assert len(loaded.taken) == 8 + 2
     # All buffers can be donated.
-    jax.jit(lambda state: jax.tree.map(lambda leaf: leaf + 1, state), donate_argnums=0)(state)
+    jax.jit(lambda state: jax.tree.map(lambda leaf: leaf + 1, state), donate_argnums=0)(
+        state
+    )
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
@@ -140,12 +146,18 @@ def test_a_new_head_is_initialized_from_the_seed(pretrained):
 def test_paths_are_renamed_with_the_text_that_the_star_matched(pretrained):
     run, saved = pretrained
     spec = spec_for(encoder="backbone", head="classes")
-    rename = {"classes/*": "head/*", "backbone/*/0/*": "encoder/*/1/*", "backbone/*": "encoder/*"}
+    rename = {
+        "classes/*": "head/*",
+        "backbone/*/0/*": "encoder/*/1/*",
+        "backbone/*": "encoder/*",
+    }
     message = r"backbone/layers/0/kernel +float32\[16, 16\] +float32\[8, 16\]"
     with pytest.raises(CheckpointError, match=message):
         load_initial(InitFrom(run, rename), spec, seed=0)
     del rename["backbone/*/0/*"]
-    state, loaded = load_initial(InitFrom(run / "checkpoints" / "7", rename), spec, seed=0)
+    state, loaded = load_initial(
+        InitFrom(run / "checkpoints" / "7", rename), spec, seed=0
+    )
     assert state.params["backbone"].keys() == saved.params["encoder"].keys()
     assert_equal(values(state.params["backbone"]), values(saved.params["encoder"]))
     assert_equal(values(state.other["backbone"]), values(saved.other["encoder"]))
@@ -169,7 +181,9 @@ def test_copies_in_the_optimizer_start_with_the_loaded_weights(pretrained):
         load_initial(InitFrom(run), spec, seed=0)
     state, _ = load_initial(InitFrom(run, cast=True), spec, seed=0)
     dtypes = {name: leaf.dtype for name, leaf in named_leaves(state.params).items()}
-    expected = {name: value.astype(dtypes[name]) for name, value in values(saved.params).items()}
+    expected = {
+        name: value.astype(dtypes[name]) for name, value in values(saved.params).items()
+    }
     assert_equal(values(state.params), expected)
     assert_equal(values(evaluation_params(state.opt_state, state.params)), expected)
     in_float32 = {name: value.astype(np.float32) for name, value in expected.items()}
@@ -219,7 +233,10 @@ def test_all_mismatches_are_listed_at_once(pretrained):
 def test_statistics_that_were_not_saved_are_initialized(pretrained, tmp_path):
     _, saved = pretrained
     file = tmp_path / "weights.safetensors"
-    save_file({name.replace("/", "."): value for name, value in values(saved.params).items()}, file)
+    save_file(
+        {name.replace("/", "."): value for name, value in values(saved.params).items()},
+        file,
+    )
     state, loaded = load_initial(InitFrom(file), spec_for("fsdp=8", 8), seed=0)
     assert_equal(values(state.params), values(saved.params))
     assert loaded.fresh == ("encoder/norm/mean", "encoder/norm/var")
@@ -294,7 +311,9 @@ def test_leaf_names_that_are_paths_on_disk_are_refused(copy):
     for content in (not_ocdbt, [], {"use_ocdbt": True}):
         (copy / "state" / "_METADATA").write_text(json.dumps(content))
         write_manifest(copy)
-        with pytest.raises(CheckpointError, match=r"is not in the OCDBT format|cannot be read"):
+        with pytest.raises(
+            CheckpointError, match=r"is not in the OCDBT format|cannot be read"
+        ):
             load_initial(InitFrom(copy), spec_for(), seed=0)
 
 
@@ -339,7 +358,9 @@ class Classifier(nnx.Module):
 
 
 def gpt_spec(config, mesh="data=8", rules=None):
-    return abstract_state(lambda rngs: GPT(config, rngs), optax.sgd(0.1), make_mesh(mesh), rules)
+    return abstract_state(
+        lambda rngs: GPT(config, rngs), optax.sgd(0.1), make_mesh(mesh), rules
+    )
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])
@@ -360,17 +381,25 @@ def test_gpt2_can_be_a_part_of_the_model(published):
     )
     init = InitFrom(directory, {"head/*": None, "backbone/*": "*"})
     state, loaded = load_initial(init, spec, seed=0)
-    assert_equal(values(state.params["backbone"]), values(params_from_hf(weights, config)))
+    assert_equal(
+        values(state.params["backbone"]), values(params_from_hf(weights, config))
+    )
     assert loaded.fresh == ("head/bias", "head/kernel")
 
 
-def test_gpt2_with_another_number_of_heads_is_refused_although_all_shapes_match(published):
+def test_gpt2_with_another_number_of_heads_is_refused_although_all_shapes_match(
+    published,
+):
     directory, _, config = published
     spec = gpt_spec(dataclasses.replace(config, num_heads=2))
-    with pytest.raises(CheckpointError, match="it has num_heads=4, this model has num_heads=2"):
+    with pytest.raises(
+        CheckpointError, match="it has num_heads=4, this model has num_heads=2"
+    ):
         load_initial(InitFrom(directory), spec, seed=0)
     (directory / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"config\.json cannot be read: No such file"):
+    with pytest.raises(
+        CheckpointError, match=r"config\.json cannot be read: No such file"
+    ):
         load_initial(InitFrom(directory), spec, seed=0)
     message = r"contains 0 configurations of shardwise\.models\.gpt\.GPT"
     with pytest.raises(CheckpointError, match=message):

@@ -28,7 +28,10 @@ def differences_section(runs: Sequence[RunRecord]) -> str:
     for name in names:
         values = [one.get(name) for one in settings]
         if len(set(values)) > 1:
-            shown = [NONE if value is None else code(value[:MAX_SHORT_VALUE]) for value in values]
+            shown = [
+                NONE if value is None else code(value[:MAX_SHORT_VALUE])
+                for value in values
+            ]
             rows.append(row([code(name), *shown]))
     if not rows:
         body = "<p>Arguments, versions and devices of the runs are the same.</p>"
@@ -88,7 +91,9 @@ def samples_section(runs: Sequence[RunRecord]) -> str:
             body += _sample(step, text, is_open=i == 0)
         if len(shown) < len(samples):
             earlier = len(samples) - len(shown)
-            body += f'<p class="note">{earlier:,} earlier samples are in samples.jsonl.</p>'
+            body += (
+                f'<p class="note">{earlier:,} earlier samples are in samples.jsonl.</p>'
+            )
     return section("samples", "Samples", body) if body else ""
 
 
@@ -110,7 +115,9 @@ def about_section(run: RunRecord) -> str:
         if isinstance(values, dict) and values:
             entries = {}
             for key, value in list(values.items())[:MAX_ENTRIES]:
-                entries[escape(key[:MAX_SHORT_VALUE])] = code(_json_text(value)[:MAX_VALUE])
+                entries[escape(key[:MAX_SHORT_VALUE])] = code(
+                    _json_text(value)[:MAX_VALUE]
+                )
             parts.append(f"<div><h3>{heading}</h3>{facts(entries)}</div>")
     body = f'<div class="columns">{"".join(parts)}</div>'
     for name, heading in (
@@ -131,7 +138,9 @@ def _run_facts(run: RunRecord) -> Iterator[tuple[str, str]]:
         value = run.about.get(name)
         if isinstance(value, dict):
             entries = list(value.items())[:MAX_INLINE_ENTRIES]
-            texts = [f"{key} {_json_text(inner)[:MAX_SHORT_VALUE]}" for key, inner in entries]
+            texts = [
+                f"{key} {_json_text(inner)[:MAX_SHORT_VALUE]}" for key, inner in entries
+            ]
             yield name, escape(", ".join(texts))
         elif value is not None:
             yield name, escape(_json_text(value)[:MAX_VALUE])

@@ -73,7 +73,9 @@ def _chart_specs(names: list[str]) -> list[ChartSpec]:
     # The norm of the unclipped gradient comes first, whatever was logged first.
     grad = dict(sorted(grad.items(), key=lambda item: item[0] != "grad_norm"))
     specs = [
-        ChartSpec("loss", "Loss", _logged(names, loss="training", eval_loss="validation"), log),
+        ChartSpec(
+            "loss", "Loss", _logged(names, loss="training", eval_loss="validation"), log
+        ),
         *_validation_specs(names),
         ChartSpec(
             "lr",
@@ -82,8 +84,12 @@ def _chart_specs(names: list[str]) -> list[ChartSpec]:
             log_from_zero | {"can_smooth": False},
         ),
         ChartSpec("grad", "Gradient norm", grad, log),
-        ChartSpec("update", "Update norm", _by_group(names, {"update_norm": "all"}), log),
-        ChartSpec("param", "Parameter norm", _by_group(names, {"param_norm": "all"}), log),
+        ChartSpec(
+            "update", "Update norm", _by_group(names, {"update_norm": "all"}), log
+        ),
+        ChartSpec(
+            "param", "Parameter norm", _by_group(names, {"param_norm": "all"}), log
+        ),
         *_throughput_specs(names),
         ChartSpec("mfu", "MFU", _logged(names, mfu="MFU"), {"from_zero": True}),
         ChartSpec(
@@ -116,7 +122,9 @@ def _by_group(names: Iterable[str], labels: dict[str, str]) -> dict[str, str]:
 
 
 def _validation_specs(names: Iterable[str]) -> list[ChartSpec]:
-    metrics = [name for name in names if name.startswith("eval_") and name != "eval_loss"]
+    metrics = [
+        name for name in names if name.startswith("eval_") and name != "eval_loss"
+    ]
     return [
         ChartSpec(
             f"eval{i}",
@@ -133,7 +141,9 @@ def _throughput_specs(names: Iterable[str]) -> list[ChartSpec]:
     for i, name in enumerate(name for name in names if name.endswith("_per_s")):
         unit = f"{name.removesuffix('_per_s')}/s"
         specs.append(
-            ChartSpec(f"rate{i}", f"Throughput, {unit}", {name: unit}, {"from_zero": True})
+            ChartSpec(
+                f"rate{i}", f"Throughput, {unit}", {name: unit}, {"from_zero": True}
+            )
         )
     return specs
 
@@ -149,7 +159,9 @@ def _spec_series(spec: ChartSpec, runs: Sequence[RunRecord]) -> list[Series]:
                 full_label = f"{run.name}, {label}" if len(metrics) > 1 else run.name
                 # The color tells runs apart, and the dashes the metrics of a run.
                 style = LineStyle.of(i + NUM_COLORS * k)
-            series = make_series(run.column(metric), full_label, i, style, _max_points(runs))
+            series = make_series(
+                run.column(metric), full_label, i, style, _max_points(runs)
+            )
             if series is not None:
                 found.append(series)
     return found
@@ -215,7 +227,9 @@ it and press the arrow keys, to read values. Drag across it, or press + and &min
 def _axis_choice(axes: Sequence[XAxis]) -> str:
     if not axes:
         return ""
-    choices = ['<label><input type="radio" name="x" value="step" checked> steps</label>']
+    choices = [
+        '<label><input type="radio" name="x" value="step" checked> steps</label>'
+    ]
     for axis in axes:
         button = f'<input type="radio" name="x" value="{axis.key}">'
         choices.append(f"<label>{button} {escape(axis.label)}</label>")

@@ -46,7 +46,8 @@ class LeafGroup:
     def num_shards(self, sizes: Sequence[int]) -> dict[int, int]:
         """Return the number of shards along each sharded dim of a mesh with these axis sizes."""
         return {
-            dim: math.prod(sizes[axis] for axis in axes) for dim, axes in self.sharded_dims.items()
+            dim: math.prod(sizes[axis] for axis in axes)
+            for dim, axes in self.sharded_dims.items()
         }
 
 
@@ -68,7 +69,9 @@ def layout_section(plan: Plan) -> str:
         key = _drawing_key(group, sizes)
         # Parameters that are sharded alike share a drawing.
         if key not in drawings:
-            drawings[key] = _draw_array(group, sizes, key, is_hidden=group is not chosen)
+            drawings[key] = _draw_array(
+                group, sizes, key, is_hidden=group is not chosen
+            )
         rows.append(_leaf_row(group, mesh, key, is_chosen=group is chosen))
     drawn_mesh, num_hidden = _draw_mesh(mesh, chosen)
     columns = ["parameter", "array", "sharding and reason", "per device"]
@@ -169,7 +172,11 @@ def _summarize(group: LeafGroup, mesh: dict[str, int]) -> str:
     shape, num_devices = group.leaf.shape, math.prod(sizes)
     size = show_bytes(group.leaf.bytes)
     if not group.sharded_dims:
-        placement = "Replicated on every device" if num_devices > 1 else "Complete on one device"
+        placement = (
+            "Replicated on every device"
+            if num_devices > 1
+            else "Complete on one device"
+        )
         return f"{placement}: {shape_text(shape)}, {size}."
     counts = group.num_shards(sizes)
     num_shards = math.prod(counts.values())
@@ -198,9 +205,15 @@ def _drawing_key(group: LeafGroup, sizes: list[int]) -> str:
 def _draw_array(group: LeafGroup, sizes: list[int], key: str, is_hidden: bool) -> str:
     dims = {f"dim {dim}": count for dim, count in group.num_shards(sizes).items()}
     num_shards = math.prod(dims.values())
-    label = f"The array in {num_shards} shards" if num_shards > 1 else "The array, not sharded"
+    label = (
+        f"The array in {num_shards} shards"
+        if num_shards > 1
+        else "The array, not sharded"
+    )
     attributes = f'class="array" data-array="{key}"{" hidden" if is_hidden else ""}'
-    return draw_grid(dims, range(len(dims)), gaps=(1.0, 6.0, 12.0)).svg(attributes, label)
+    return draw_grid(dims, range(len(dims)), gaps=(1.0, 6.0, 12.0)).svg(
+        attributes, label
+    )
 
 
 def _draw_mesh(mesh: dict[str, int], group: LeafGroup) -> tuple[str, int]:

@@ -62,7 +62,11 @@ def _kinds_table(segments: list[BarSegment], peak: float, limit: float | None) -
         head.append("of limit")
 
     def cells(name: str, value: float) -> list[Cell]:
-        found: list[Cell] = [name, (value, show_bytes(value)), (value, show_share(value, peak))]
+        found: list[Cell] = [
+            name,
+            (value, show_bytes(value)),
+            (value, show_share(value, peak)),
+        ]
         if limit is not None:
             found.append((value, show_share(value, limit)))
         return found

@@ -8,7 +8,14 @@ from shardwise.report.html import Cell, code, escape, number, row, section, tabl
 from shardwise.report.plan_text import mesh_text
 from shardwise.rundir.files import RunRecord
 from shardwise.rundir.summary import Summary
-from shardwise.text import NONE, TIMES, show_bytes, show_count, show_share, show_short_time
+from shardwise.text import (
+    NONE,
+    TIMES,
+    show_bytes,
+    show_count,
+    show_share,
+    show_short_time,
+)
 
 HEADING = "Plan and measurement"
 
@@ -70,7 +77,9 @@ def _compare_step_time(summary: Summary, plan: Plan) -> PlannedQuantity:
     return PlannedQuantity("step time", planned, measured, show_short_time)
 
 
-def _compare_memory(measurements: Mapping[str, float | None], plan: Plan) -> PlannedQuantity:
+def _compare_memory(
+    measurements: Mapping[str, float | None], plan: Plan
+) -> PlannedQuantity:
     name = "peak memory per device"
     return PlannedQuantity(
         name, plan.memory.peak, measurements.get("peak"), show_bytes, is_estimate=False
@@ -86,7 +95,9 @@ def plan_section(summary: Summary, plan: Plan | None) -> str:
     compared = [
         step_time,
         PlannedQuantity(f"{plan.unit}/s", plan.items_per_second, rate, show_count),
-        PlannedQuantity("MFU", plan.mfu, summary.mfu, lambda value: show_share(value, 1.0)),
+        PlannedQuantity(
+            "MFU", plan.mfu, summary.mfu, lambda value: show_share(value, 1.0)
+        ),
         _compare_memory(summary.run.measured, plan),
     ]
     rows = []
@@ -134,4 +145,6 @@ def plans_section(summaries: Sequence[Summary]) -> str:
         '<p class="note">For the layout of each parameter, see the report of the single run: '
         "<code>shardwise report RUN</code>.</p>"
     )
-    return section("plan", HEADING, table("Plan and measurement of each run", head, rows) + note)
+    return section(
+        "plan", HEADING, table("Plan and measurement of each run", head, rows) + note
+    )

@@ -63,7 +63,9 @@ def ranking_section(plan: Plan, candidates: Sequence[CandidateJson]) -> str:
 def _status_filter(candidates: Sequence[CandidateJson]) -> str:
     counts = Counter(candidate["status"] for candidate in candidates)
     # The known statuses first, in their own order; then whatever else was found.
-    statuses = [status for status in dict.fromkeys([*STATUSES, *counts]) if counts[status]]
+    statuses = [
+        status for status in dict.fromkeys([*STATUSES, *counts]) if counts[status]
+    ]
     return "".join(
         f'<label><input type="checkbox" value="{escape(status)}" checked> {escape(status)} '
         f"<small>{counts[status]}</small></label>"
@@ -81,7 +83,11 @@ def _kind(candidate: CandidateJson) -> str:
 def _scatter_points(candidates: Sequence[CandidateJson]) -> list[ScatterPoint]:
     points = []
     for candidate in candidates:
-        seconds, peak, status = candidate["seconds"], candidate["peak"], candidate["status"]
+        seconds, peak, status = (
+            candidate["seconds"],
+            candidate["peak"],
+            candidate["status"],
+        )
         if seconds is None or peak is None:
             continue
         label = (
@@ -92,7 +98,9 @@ def _scatter_points(candidates: Sequence[CandidateJson]) -> list[ScatterPoint]:
     return points
 
 
-def _candidate_row(rank: int, candidate: CandidateJson, slowest: float, limit: float) -> str:
+def _candidate_row(
+    rank: int, candidate: CandidateJson, slowest: float, limit: float
+) -> str:
     def show_time(seconds: float) -> str:
         bound = candidate["bound"]
         note = f"<small>bound by {escape(bound_text(bound))}</small>" if bound else ""
@@ -113,7 +121,9 @@ def _candidate_row(rank: int, candidate: CandidateJson, slowest: float, limit: f
         number(candidate["items_per_second"], lambda rate: f"≈ {show_count(rate)}"),
         number(candidate["mfu"], lambda mfu: f"≈ {show_share(mfu, 1.0)}"),
     ]
-    attributes = f'class="{_kind(candidate)}" data-status="{escape(candidate["status"])}"'
+    attributes = (
+        f'class="{_kind(candidate)}" data-status="{escape(candidate["status"])}"'
+    )
     if candidate["chosen"]:
         attributes += ' aria-current="true"'
     return row(cells, attributes)

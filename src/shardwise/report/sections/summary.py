@@ -4,7 +4,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shardwise.report.charts import LineStyle, legend_line
-from shardwise.report.html import Cell, escape, number, plural, row, section, table, tile
+from shardwise.report.html import (
+    Cell,
+    escape,
+    number,
+    plural,
+    row,
+    section,
+    table,
+    tile,
+)
 from shardwise.report.sections.plan import plan_note
 from shardwise.rundir.files import RunRecord, show_moment
 from shardwise.rundir.summary import Summary, better
@@ -84,7 +93,9 @@ def _tiles(summary: Summary) -> list[str]:
         value = f"{show_count(rate)} <small>{escape(name)}</small>"
         tiles.append(tile("Throughput", value, rate_note))
     if summary.mfu is not None:
-        tiles.append(tile("MFU", _percent(summary.mfu), "median; share of the devices' peak"))
+        tiles.append(
+            tile("MFU", _percent(summary.mfu), "median; share of the devices' peak")
+        )
     account = summary.account
     if account.goodput is not None:
         note = "share of the time since the first start spent in useful steps"
@@ -162,7 +173,10 @@ def comparison_section(summaries: Sequence[Summary]) -> str:
     for i, summary in enumerate(summaries):
         name = f"{legend_line(LineStyle.of(i), has_marker=True)} {escape(summary.run.name)}"
         status = "running" if summary.status == "going on" else summary.status
-        cells: list[Cell] = [name, f"{escape(status)}<small>{_progress(summary)}</small>"]
+        cells: list[Cell] = [
+            name,
+            f"{escape(status)}<small>{_progress(summary)}</small>",
+        ]
         cells += [metric.cell(i) for metric in metrics]
         rows.append(row(cells))
     head = ["run", "status", *(metric.name for metric in metrics)]
@@ -181,11 +195,17 @@ def _metrics(summaries: Sequence[Summary]) -> list[Metric]:
         found = [s.held_out.get(name) for s in summaries]
         best = [None if one is None else one[0] for one in found]
         steps = [None if one is None else one[1] for one in found]
-        metrics.append(Metric(f"validation {name}", best, better(name), show_number, steps))
+        metrics.append(
+            Metric(f"validation {name}", best, better(name), show_number, steps)
+        )
     rates = dict.fromkeys(name for s in summaries for name in s.rates)
     for name in list(rates)[:MAX_RATE_COLUMNS]:
-        metrics.append(Metric(name, [s.rates.get(name) for s in summaries], 1, show_count))
+        metrics.append(
+            Metric(name, [s.rates.get(name) for s in summaries], 1, show_count)
+        )
     metrics.append(Metric("MFU", [s.mfu for s in summaries], 1, _percent))
-    metrics.append(Metric("goodput", [s.account.goodput for s in summaries], 1, _percent))
+    metrics.append(
+        Metric("goodput", [s.account.goodput for s in summaries], 1, _percent)
+    )
     metrics.append(Metric("time", [s.account.wall for s in summaries], 0, show_seconds))
     return metrics

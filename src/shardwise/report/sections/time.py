@@ -129,7 +129,9 @@ def _start_bars(starts: Sequence[Start]) -> str:
     first = len(starts) - len(shown) + 1
     bars = [_start_bar(first + i, start, longest) for i, start in enumerate(shown)]
     if len(shown) < len(starts):
-        bars.append(f'<p class="note">The latest {len(shown)} of {len(starts):,} starts.</p>')
+        bars.append(
+            f'<p class="note">The latest {len(shown)} of {len(starts):,} starts.</p>'
+        )
     return "<h3>Starts</h3>" + "".join(bars)
 
 
@@ -204,7 +206,9 @@ def times_section(summaries: Sequence[Summary]) -> str:
             title += f", goodput {show_share(account.goodput, 1.0)}"
         body += f'<p class="bar-title">{title}</p>'
         body += stacked_bar(_segments(account.seconds), longest)
-        rows.append(row([name, *(number(account.seconds.get(k), show_seconds) for k in kinds)]))
+        rows.append(
+            row([name, *(number(account.seconds.get(k), show_seconds) for k in kinds)])
+        )
     body += table("Time of each run by kind", ["run", *map(_label, kinds)], rows)
     body += _definitions([summary.account for summary in known])
     return section("time", HEADING, body)

@@ -25,7 +25,9 @@ def family_of(config: ModelConfig) -> Family[Any]:
         if isinstance(config, family.config_class):
             return family
     known = ", ".join(family.config_class.__name__ for family in FAMILIES)
-    raise TypeError(f"a {type(config).__name__} belongs to no model family. Known: {known}.")
+    raise TypeError(
+        f"a {type(config).__name__} belongs to no model family. Known: {known}."
+    )
 
 
 def family_of_tensors(names: Iterable[str]) -> Family[Any] | None:

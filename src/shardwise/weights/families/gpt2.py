@@ -63,7 +63,9 @@ def _config_to_hf(config: GPTConfig, vocab_size: int) -> Json:
 def _config_from_shapes(shapes: Shapes) -> GPTConfig | None:
     stacked = shapes.get("blocks/attn/qkv/kernel")
     # (inputs, 3, heads, size of a head), after the layers of a stack.
-    kernel = shapes.get("blocks/0/attn/qkv/kernel", ()) if stacked is None else stacked[1:]
+    kernel = (
+        shapes.get("blocks/0/attn/qkv/kernel", ()) if stacked is None else stacked[1:]
+    )
     tokens = shapes.get("tokens", ())
     positions = shapes.get("positions", ())
     if (len(tokens), len(positions), len(kernel)) != (2, 2, 4):
@@ -103,9 +105,13 @@ def _tensors(config: GPTConfig) -> TensorLayout:
         block={
             "ln_1.weight": tensor("norm1/scale", (width,)),
             "ln_1.bias": tensor("norm1/bias", (width,)),
-            "attn.c_attn.weight": tensor("attn/qkv/kernel", (width, 3 * width), (width, 3, *heads)),
+            "attn.c_attn.weight": tensor(
+                "attn/qkv/kernel", (width, 3 * width), (width, 3, *heads)
+            ),
             "attn.c_attn.bias": tensor("attn/qkv/bias", (3 * width,), (3, *heads)),
-            "attn.c_proj.weight": tensor("attn/out/kernel", (width, width), (*heads, width)),
+            "attn.c_proj.weight": tensor(
+                "attn/out/kernel", (width, width), (*heads, width)
+            ),
             "attn.c_proj.bias": tensor("attn/out/bias", (width,)),
             "ln_2.weight": tensor("norm2/scale", (width,)),
             "ln_2.bias": tensor("norm2/bias", (width,)),

@@ -76,7 +76,9 @@ def _rope_from_hf(config: Json) -> tuple[float, RopeScaling | None, list[str]]:
     if kind == "llama3":
         scaling, problems = _llama3_scaling(rope)
     elif kind != "default":
-        problems = [f"rope scaling is {kind!r}; only 'default' or 'llama3' is implemented"]
+        problems = [
+            f"rope scaling is {kind!r}; only 'default' or 'llama3' is implemented"
+        ]
     rotated = rope.get("partial_rotary_factor", 1.0)
     if not problems and rotated != 1.0:
         problems = [f"partial_rotary_factor is {rotated}; only 1.0 is implemented"]
@@ -84,7 +86,12 @@ def _rope_from_hf(config: Json) -> tuple[float, RopeScaling | None, list[str]]:
 
 
 def _llama3_scaling(rope: Json) -> tuple[RopeScaling | None, list[str]]:
-    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    keys = (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    )
     missing = [key for key in keys if not isinstance(rope.get(key), int | float)]
     if missing:
         return None, [f"rope scaling 'llama3' has no {key}" for key in missing]
@@ -149,7 +156,11 @@ def _config_from_shapes(shapes: Shapes) -> LlamaConfig | None:
     vocab_size, width = tokens
     _, num_heads, head_size = query
     _, num_kv_heads, kv_head_size = key
-    if num_heads * head_size != width or kv_head_size != head_size or num_heads % num_kv_heads:
+    if (
+        num_heads * head_size != width
+        or kv_head_size != head_size
+        or num_heads % num_kv_heads
+    ):
         raise ValueError(
             f"'{prefix}query' has shape {query} and '{prefix}key' {key}, "
             f"which are not heads of a model of width {width}"
@@ -167,7 +178,9 @@ def _config_from_shapes(shapes: Shapes) -> LlamaConfig | None:
 
 
 def _parse_rope_scaling(value: object) -> RopeScaling | None:
-    if not isinstance(value, dict) or set(value) != {field.name for field in fields(RopeScaling)}:
+    if not isinstance(value, dict) or set(value) != {
+        field.name for field in fields(RopeScaling)
+    }:
         return None
     if all(isinstance(number, int | float) and number > 0 for number in value.values()):
         return RopeScaling(**value)
@@ -197,10 +210,18 @@ def _tensors(config: LlamaConfig) -> TensorLayout:
         first={"embed_tokens.weight": TensorSpec("tokens", embedding, embedding)},
         layers="layers",
         block={
-            "self_attn.q_proj.weight": kernel("query", (width,), (config.num_heads, head_size)),
-            "self_attn.k_proj.weight": kernel("key", (width,), (config.num_kv_heads, head_size)),
-            "self_attn.v_proj.weight": kernel("value", (width,), (config.num_kv_heads, head_size)),
-            "self_attn.o_proj.weight": kernel("out", (config.num_heads, head_size), (width,)),
+            "self_attn.q_proj.weight": kernel(
+                "query", (width,), (config.num_heads, head_size)
+            ),
+            "self_attn.k_proj.weight": kernel(
+                "key", (width,), (config.num_kv_heads, head_size)
+            ),
+            "self_attn.v_proj.weight": kernel(
+                "value", (width,), (config.num_kv_heads, head_size)
+            ),
+            "self_attn.o_proj.weight": kernel(
+                "out", (config.num_heads, head_size), (width,)
+            ),
             "mlp.gate_proj.weight": kernel("gate", (width,), (config.mlp_width,)),
             "mlp.up_proj.weight": kernel("up", (width,), (config.mlp_width,)),
             "mlp.down_proj.weight": kernel("down", (config.mlp_width,), (width,)),
@@ -222,7 +243,14 @@ LLAMA = Family(
     marker="layers.0.self_attn.q_proj.weight",
     buffers=r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
     shape_hint="'tokens' with 2 dims, 'blocks/0/query' and 'key' with 3, and 'gate' with 2",
-    compared=("num_heads", "num_kv_heads", "rope_theta", "rope_scaling", "norm_epsilon", "tied"),
+    compared=(
+        "num_heads",
+        "num_kv_heads",
+        "rope_theta",
+        "rope_scaling",
+        "norm_epsilon",
+        "tied",
+    ),
     described={
         "rope_theta": parse_float,
         "rope_scaling": _parse_rope_scaling,
