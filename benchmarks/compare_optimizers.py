@@ -1,9 +1,9 @@
-"""The default recipe with each optimizer, for equal steps: a table and a picture for the docs.
+"""Train the default recipe with each optimizer for equal steps, and write a table and a picture for the docs.
 
-    python benchmarks/compare_optimizers.py            # make compare-optimizers; some 15 minutes on 2 cores
+    python benchmarks/compare_optimizers.py            # make compare-optimizers; about 15 minutes on 2 cores
 
-Each has the learning rate and the schedule that `recipes/stdlib_gpt.py` gives it. Runs that are finished are kept in
-`build/compare`, so that a stopped comparison goes on where it was.
+Each optimizer has the learning rate and the schedule of `recipes/stdlib_gpt.py`. Results of finished runs are kept in
+`build/compare`, so an interrupted comparison resumes with the next optimizer.
 """
 
 import argparse
@@ -25,15 +25,16 @@ import stdlib_gpt  # noqa: E402
 
 PAGE = """# Optimizers compared
 
-`recipes/stdlib_gpt.py`, {steps} steps of 2,048 bytes on a byte-level GPT with {params:,} parameters, the same data and the same initial
-weights for all. The learning rates are those of the recipe, from a coarse search of 250 steps each; a finer one would change
-the order of neighbours. Made by `make compare-optimizers` (jax {jax}, {device}).
+Each optimizer trains `recipes/stdlib_gpt.py` for {steps:,} steps of 2,048 bytes. The model is a byte-level GPT with
+{params:,} parameters. Data and initial weights are the same for all. The learning rates are those of the recipe, from a
+coarse search with runs of 250 steps. A finer search could swap optimizers with similar losses.
+`make compare-optimizers` generates this page (jax {jax}, {device}).
 
-| optimizer | peak learning rate | training loss, last 50 steps | held-out loss | numbers kept for each parameter | ms a step |
+| optimizer | peak learning rate | training loss, last 50 steps | validation loss | values per parameter in the state | ms per step |
 | --- | ---: | ---: | ---: | ---: | ---: |
 {rows}
 
-![Loss over the steps, for each optimizer](optimizer_comparison.png)
+![Training loss by step for each optimizer](optimizer_comparison.png)
 """
 
 
@@ -59,13 +60,13 @@ def run_one(name: str, steps: int, folder: Path) -> dict:
 
 def draw(found: dict[str, dict], picture: Path) -> None:
     with line_picture(
-        picture, xlabel="step", ylabel="training loss, nats a byte, smoothed", ylim=(1.2, 4.0)
+        picture, xlabel="step", ylabel="training loss, nats per byte, smoothed", ylim=(1.2, 4.0)
     ) as axes:
         for name, each in sorted(found.items(), key=lambda item: item[1]["held_out"]):
             axes.plot(
                 smoothed(each["losses"], 0.05),
                 linewidth=1.8,
-                label=f"{name}, held out {each['held_out']:.3f}",
+                label=f"{name}, validation {each['held_out']:.3f}",
             )
 
 
