@@ -1,9 +1,10 @@
-"""Train the default recipe with each optimizer for equal steps, and write a table and a picture for the docs.
+"""Train the default recipe with each optimizer for equal steps; write a table and a picture.
 
-    python benchmarks/compare_optimizers.py            # make compare-optimizers; about 15 minutes on 2 cores
+    python benchmarks/compare_optimizers.py    # make compare-optimizers; 15 minutes on 2 cores
 
-Each optimizer has the learning rate and the schedule of `recipes/stdlib_gpt.py`. Results of finished runs are kept in
-`build/compare`, so an interrupted comparison resumes with the next optimizer.
+Each optimizer has the learning rate and the schedule of `recipes/stdlib_gpt.py`. Results of
+finished runs are kept in `build/compare`, so an interrupted comparison resumes with the next
+optimizer.
 """
 
 import argparse
@@ -23,14 +24,23 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
 import stdlib_gpt  # noqa: E402
 
+COLUMNS = (
+    "optimizer",
+    "peak learning rate",
+    "training loss, last 50 steps",
+    "validation loss",
+    "values per parameter in the state",
+    "ms per step",
+)
 PAGE = """# Optimizers compared
 
-Each optimizer trains `recipes/stdlib_gpt.py` for {steps:,} steps of 2,048 bytes. The model is a byte-level GPT with
-{params:,} parameters. Data and initial weights are the same for all. The learning rates are those of the recipe, from a
-coarse search with runs of 250 steps. A finer search could swap optimizers with similar losses.
-`make compare-optimizers` generates this page (jax {jax}, {device}).
+Each optimizer trains `recipes/stdlib_gpt.py` for {steps:,} steps of 2,048 bytes. The model is a
+byte-level GPT with {params:,} parameters. Data and initial weights are the same for all. The
+learning rates are those of the recipe, from a coarse search with runs of 250 steps. A finer search
+could swap optimizers with similar losses. `make compare-optimizers` generates this page
+(jax {jax}, {device}).
 
-| optimizer | peak learning rate | training loss, last 50 steps | validation loss | values per parameter in the state | ms per step |
+| {columns} |
 | --- | ---: | ---: | ---: | ---: | ---: |
 {rows}
 
@@ -90,13 +100,18 @@ def main() -> None:
         print(f"{name} ({i + 1} of {len(options.only)})", flush=True)
         found[name] = run_one(name, options.steps, folder)
     rows = [
-        f"| {name} | {stdlib_gpt.LEARNING_RATES[name]:g} | {sum(each['losses'][-50:]) / 50:.3f} | {each['held_out']:.3f} "
-        f"| {each['state']:.2f} | {each['step_ms']:.0f} |"
+        f"| {name} | {stdlib_gpt.LEARNING_RATES[name]:g} | {sum(each['losses'][-50:]) / 50:.3f} "
+        f"| {each['held_out']:.3f} | {each['state']:.2f} | {each['step_ms']:.0f} |"
         for name, each in sorted(found.items(), key=lambda item: item[1]["held_out"])
     ]
     device, params = jax.devices()[0].device_kind, next(iter(found.values()))["params"]
     page = PAGE.format(
-        steps=options.steps, params=params, jax=jax.__version__, device=device, rows="\n".join(rows)
+        steps=options.steps,
+        params=params,
+        jax=jax.__version__,
+        device=device,
+        columns=" | ".join(COLUMNS),
+        rows="\n".join(rows),
     )
     (options.docs / "optimizer_comparison.md").write_text(page)
     draw(found, options.docs / "optimizer_comparison.png")
