@@ -53,16 +53,21 @@ def run_one(name: str, steps: int, folder: Path) -> dict:
     if answer.exists():
         return json.loads(answer.read_text())
     out = folder / f"{name}-{steps}"
-    run = stdlib_gpt.recipe(steps=steps, optimizer=name, out=out, eval_every=0, save_every=0)
+    run = stdlib_gpt.recipe(
+        steps=steps, optimizer=name, out=out, eval_every=0, save_every=0
+    )
     result = fit(replace(run, sample=None))
-    records = [record for record in read_metrics(out / "metrics.jsonl") if "loss" in record]
+    records = [
+        record for record in read_metrics(out / "metrics.jsonl") if "loss" in record
+    ]
     state = sum(leaf.size for leaf in jax.tree.leaves(result.state.opt_state))
     found = {
         "losses": [record["loss"] for record in records],
         "held_out": result.eval_metrics["loss"],
         "state": state / result.spec.num_params,
         "params": result.spec.num_params,
-        "step_ms": 1e3 * sorted(record["step_s"] for record in records)[len(records) // 2],
+        "step_ms": 1e3
+        * sorted(record["step_s"] for record in records)[len(records) // 2],
     }
     answer.write_text(json.dumps(found))
     return found
@@ -70,7 +75,10 @@ def run_one(name: str, steps: int, folder: Path) -> dict:
 
 def draw(found: dict[str, dict], picture: Path) -> None:
     with line_picture(
-        picture, xlabel="step", ylabel="training loss, nats per byte, smoothed", ylim=(1.2, 4.0)
+        picture,
+        xlabel="step",
+        ylabel="training loss, nats per byte, smoothed",
+        ylim=(1.2, 4.0),
     ) as axes:
         for name, each in sorted(found.items(), key=lambda item: item[1]["held_out"]):
             axes.plot(
