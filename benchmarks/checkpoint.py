@@ -1,9 +1,11 @@
-"""What checkpoints cost: the stall of an asynchronous save beside Orbax alone, and verification beside a restore.
+"""Measure the cost of checkpoints: saves compared with Orbax alone, and verification with a
+restore.
 
     python benchmarks/checkpoint.py
     python benchmarks/checkpoint.py --megabytes 500 --rounds 5
 
-Both sides write and read the same arrays, turn by turn, in one run. The stall is the time until the loop may go on.
+Both write and read the same arrays, in turn, in one run. The stall is the time until the training
+loop can continue.
 """
 
 import argparse
@@ -26,7 +28,7 @@ from shardwise.checkpoint.store import Keep
 
 
 class Layers(nnx.Module):
-    """So many matrices of 4 MiB: with Adam's two moments each is three of them."""
+    """`count` matrices of 4 MiB. With the two moments of Adam, each needs 12 MiB."""
 
     def __init__(self, count: int, rngs: nnx.Rngs):
         self.layers = nnx.List(
@@ -35,6 +37,7 @@ class Layers(nnx.Module):
 
 
 def measure(action):
+    """Return the seconds that `action` takes, and its result."""
     start = time.perf_counter()
     answer = action()
     jax.block_until_ready(answer)
@@ -52,7 +55,7 @@ def main() -> None:
     count = max(1, round(options.megabytes * 1e6 / (3 * 4 * 1024**2)))
     spec = abstract_state(lambda rngs: Layers(count, rngs), optax.adam(1e-3), "data=1")
     state = init_state(spec, 0)
-    # Random moments: zeros would compress to nothing.
+    # Random moments, because zeros would compress to almost nothing.
     fill = jax.jit(
         lambda tree: jax.tree.map(
             lambda x: x if x.ndim == 0 else jax.random.normal(jax.random.key(1), x.shape), tree
@@ -61,7 +64,8 @@ def main() -> None:
     state = replace(state, opt_state=fill(state.opt_state))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     print(
-        f"{jax.devices()[0].device_kind}, jax {jax.__version__}: a state of {size / 1e6:,.0f} MB, {options.rounds} rounds"
+        f"{jax.devices()[0].device_kind}, jax {jax.__version__}: "
+        f"state of {size / 1e6:,.0f} MB, {options.rounds} rounds"
     )
 
     folder = Path(tempfile.mkdtemp(prefix="shardwise-bench-"))
@@ -70,7 +74,7 @@ def main() -> None:
         for name in (
             "stall",
             "orbax stall",
-            "whole save",
+            "complete save",
             "orbax save",
             "verify",
             "restore",
@@ -104,7 +108,8 @@ def main() -> None:
                     )  # noqa: B023
                     return stall, stall + measure(orbax.wait_until_finished)[0]
 
-                if n % 2:  # whoever comes second meets the other's pages on their way to the disk
+                # The order alternates: the second save competes with the writeback of the first.
+                if n % 2:
                     (stall, save), (orbax_stall, orbax_save) = ours(), plain()
                 else:
                     (orbax_stall, orbax_save), (stall, save) = plain(), ours()
@@ -117,7 +122,8 @@ def main() -> None:
                     )
                 )  # noqa: B023
                 shutil.rmtree(folder / "orbax" / str(n))
-                if n:  # the first round warms up
+                # The first round is a warm-up.
+                if n:
                     row = (stall, orbax_stall, save, orbax_save, verify, restore, orbax_restore)
                     for name, seconds in zip(times, row, strict=True):
                         times[name].append(seconds)
@@ -126,13 +132,15 @@ def main() -> None:
     medians = {name: statistics.median(values) for name, values in times.items()}
     for name, seconds in medians.items():
         print(
-            f"  {name:14} {seconds * 1e3:9.1f} ms   {' '.join(f'{value * 1e3:.0f}' for value in times[name])}"
+            f"  {name:14} {seconds * 1e3:9.1f} ms   "
+            f"{' '.join(f'{value * 1e3:.0f}' for value in times[name])}"
         )
     ratios = {
-        "stall, times that of Orbax alone": medians["stall"] / medians["orbax stall"],
-        "whole save, times that of Orbax alone": medians["whole save"] / medians["orbax save"],
-        "verification, of a restore": medians["verify"] / medians["restore"],
-        "verification, of a restore by Orbax alone": medians["verify"] / medians["orbax restore"],
+        "stall of a save, relative to Orbax alone": medians["stall"] / medians["orbax stall"],
+        "complete save, relative to Orbax alone": medians["complete save"] / medians["orbax save"],
+        "verification, relative to a restore": medians["verify"] / medians["restore"],
+        "verification, relative to a restore by Orbax alone": medians["verify"]
+        / medians["orbax restore"],
     }
     for name, ratio in ratios.items():
         print(f"  {ratio:6.3f}  {name}")

@@ -1,9 +1,12 @@
-"""Everything that is claimed of a CPU, measured in one run on one machine: `make bench`, about a quarter of an hour on 2 cores.
+"""Measure every claim about CPUs in one run on one machine: `make bench`.
 
-    python -m benchmarks.cpu --torch PYTHON            all parts; PYTHON has PyTorch
-    python -m benchmarks.cpu --parts loop data         some; the others stay as they are in the record
+This takes about 15 minutes on 2 cores.
 
-Each part runs in processes of its own and ends as one entry of benchmarks/records/cpu.json; docs/performance.md is made from that.
+    python -m benchmarks.cpu --torch PYTHON       all parts; PYTHON has PyTorch
+    python -m benchmarks.cpu --parts loop data    some parts; other entries do not change
+
+Each part runs in separate processes and writes one entry of benchmarks/records/cpu.json.
+`python -m benchmarks.page` generates docs/performance.md from the record.
 """
 
 import argparse
@@ -14,11 +17,11 @@ from benchmarks.parts import Part, child, run_parts, start
 
 
 def torch(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """The default recipe's model, and one twice as deep, beside the same in PyTorch."""
+    """Compare the model of the default recipe, and one twice as deep, with PyTorch."""
     if options.torch is None:
-        print("# no --torch PYTHON: nothing to stand beside", flush=True)
+        print("# torch: skipped, because --torch PYTHON is not set", flush=True)
         return {}
-    return child(folder, "torch", "benchmarks.beside_torch", "--torch", options.torch)
+    return child(folder, "torch", "benchmarks.compare_torch", "--torch", options.torch)
 
 
 PARTS: dict[str, Part] = {
@@ -35,13 +38,13 @@ PARTS: dict[str, Part] = {
 
 
 def ratios(record: dict[str, Any]) -> list[tuple[str, float, str]]:
-    """(what, how much, the goal) of all that the record holds."""
+    """Return (description, ratio, goal) of all ratios of a record."""
     found = []
     for row in record.get("torch", {}).get("rows", []):
         if row["side"] != "shardwise":
             found.append(
                 (
-                    f"a step of {row['model']} model, times PyTorch's ({row['side']})",
+                    f"step time, {row['model']}, relative to PyTorch ({row['side']})",
                     row["shardwise_over_it"],
                     "at most 1",
                 )
@@ -50,7 +53,8 @@ def ratios(record: dict[str, Any]) -> list[tuple[str, float, str]]:
         if case := record.get("loop", {}).get(name):
             found.append(
                 (
-                    f"the loop with its log, {case['by_hand_s'] * 1e3:.0f} ms a step, times one by hand",
+                    f"loop with log, steps of {case['by_hand_s'] * 1e3:.0f} ms, "
+                    "relative to a hand-written loop",
                     case["fit_ratio"],
                     "at most 1.02",
                 )
@@ -58,7 +62,7 @@ def ratios(record: dict[str, Any]) -> list[tuple[str, float, str]]:
     if "start" in record:
         found.append(
             (
-                "second start to the end of the first step, times the first",
+                "second start until the end of the first step, relative to the first",
                 record["start"]["ratio"],
                 "at most 0.33",
             )
@@ -66,7 +70,7 @@ def ratios(record: dict[str, Any]) -> list[tuple[str, float, str]]:
     for name, answer in record.get("optimizers", {}).get("optimizers", {}).items():
         found.append(
             (
-                f"an update by {name}, times its memory traffic",
+                f"update time of {name}, relative to its memory traffic",
                 answer["ratio"],
                 "at most 1.3 on a GPU",
             )
@@ -74,7 +78,7 @@ def ratios(record: dict[str, Any]) -> list[tuple[str, float, str]]:
     if "data" in record:
         found.append(
             (
-                "batches of 1024 tokens a row, times the speed of NumPy by hand",
+                "speed of Batches, sequences of 1024 tokens, relative to hand-written NumPy",
                 record["data"]["1024"]["ratio"]["batches"],
                 "at least 1",
             )

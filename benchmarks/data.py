@@ -1,13 +1,18 @@
-"""Tokens a second from a memory-mapped file beside hand-written NumPy: `make bench-data`.
+"""Compare tokens per second from a memory-mapped file with hand-written NumPy: `make bench-data`.
 
-The loops by hand are given their random row numbers, made before the clock starts. They take windows from the same map in
-one gather and make the same int32 inputs and labels: the first as one would write it, with `sliding_window_view`; the
-second with the trick that `Tokens` uses, each window as one item that is copied in one piece. `Batches` computes the row
-numbers, too, and checks the file. They take turns, batch after batch, and are timed in seconds of the CPU, so that other
-work on the machine counts little; a round is long enough for `Batches` to compute its share of the shuffle. Each ratio
-is to the first loop, the median over rounds. Packed batches and `Prefetch` (by the wall clock) are timed beside them.
+The two hand-written loops receive random window numbers that are computed before the clock starts.
+They gather windows from the same memory map and return the same int32 inputs and labels. The first
+loop uses `sliding_window_view`, as most people would. The second uses the method of `Tokens`: each
+window is one item that is copied at once. `Batches` also computes the window numbers and checks the
+file.
 
-Goal: at least 0.9 of the loop by hand for rows of 1,024 tokens, and at least 5 million tokens a second.
+All loops run in turn, batch by batch. They are timed in CPU seconds, so other load on the machine
+has little effect. A round is long enough for `Batches` to compute its share of the shuffle. Ratios
+are relative to the first loop, as the median over rounds. Packed batches and `Prefetch` (in wall
+time) are timed too.
+
+Goal: at least 0.9 of the hand-written loop for sequences of 1,024 tokens, and at least 5 million
+tokens per second.
 """
 
 import argparse
@@ -28,7 +33,7 @@ ROWS = 64
 
 
 def turns(functions, first, count, clock=time.thread_time):
-    """Seconds for `count` batches of each function, from step `first` on. They take turns batch by batch, each with steps of its own."""
+    """Return the seconds of each function for `count` batches, in turn, each at different steps."""
     seconds = [0.0] * len(functions)
     for step in range(first, first + count):
         for number, function in enumerate(functions):
@@ -39,12 +44,14 @@ def turns(functions, first, count, clock=time.thread_time):
 
 
 def through_prefetch(batches, first, count):
+    """Return the wall seconds of `count` batches read through `Prefetch`."""
     with Prefetch(batches, first, first + count + 1) as prefetch:
         prefetch(first)
         return turns([prefetch], first + 1, count, clock=time.perf_counter)[0]
 
 
 def compare(file, length, rounds, count):
+    """Return tokens per second of each loop, and ratios to the first loop."""
     tokens = Tokens(file, length)
     batches = Batches(tokens, ROWS)
     packed = Batches(Packed(file, length, np.append(np.arange(0, len(file), 700), len(file))), ROWS)
@@ -70,7 +77,7 @@ def compare(file, length, rounds, count):
 
     times = []
     for first in range(0, rounds * count, count):
-        # For the second loop in another order, so that it does not find the rows of the first in the cache.
+        # The second loop has another order, so that the windows of the first are not in the cache.
         numbers = {
             step: order(len(tokens), step * ROWS, (step + 1) * ROWS, 0)
             for step in range(first, first + 2 * count)
@@ -101,7 +108,7 @@ def compare(file, length, rounds, count):
 
 
 def shuffle_costs(size=10**7, count=2**14):
-    """Microseconds a row: Grain's shuffle, which takes one index at a time, and ours."""
+    """Return microseconds per example of Grain's shuffle, one index at a time, and of ours."""
     one = grain.experimental.index_shuffle
     start = time.perf_counter()
     for index in range(count):
@@ -120,7 +127,7 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--count", type=int, default=1024, help="batches for each in each round")
+    parser.add_argument("--count", type=int, default=1024, help="batches of each loop per round")
     parser.add_argument("--megabytes", type=int, default=256, help="size of the file")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -132,15 +139,17 @@ def main():
         file = open_tokens(path, "uint16")
         answer = {"shuffle": shuffle_costs()}
         print(
-            "a row of the shuffle: Grain {grain_us:.2f} us, ours {ours_us:.3f} us".format(
+            "shuffle, per example: Grain {grain_us:.2f} us, shardwise {ours_us:.3f} us".format(
                 **answer["shuffle"]
             )
         )
         print(
-            f"batches of {ROWS} rows; median of {options.rounds} rounds; M tokens/s, and of the loop by hand"
+            f"batches of {ROWS} sequences; median of {options.rounds} rounds; "
+            "million tokens/s, and relative to the first loop"
         )
         print(
-            f"{'length':>6s} {'by hand':>9s} {'by hand, trick':>18s} {'Batches':>18s} {'Packed':>18s} {'Prefetch, 1 thread':>18s}"
+            f"{'length':>6s} {'NumPy':>9s} {'NumPy, items':>18s} {'Batches':>18s} "
+            f"{'Packed':>18s} {'Prefetch, 1 thread':>18s}"
         )
         for length in (128, 1024):
             row = answer[str(length)] = compare(file, length, options.rounds, options.count)

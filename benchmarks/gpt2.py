@@ -1,9 +1,10 @@
-"""Tokens a second of GPT-2 on one accelerator, through the very step that `shardwise train` runs.
+"""Measure tokens per second of GPT-2 on one accelerator, with the step of `shardwise train`.
 
     python -m benchmarks.gpt2 --preset gpt2 --rows 64
     python -m benchmarks.gpt2 --rows 64 --profile profile     kernel times instead
 
-`--share FOLDER` leaves the initial weights and the text there, for benchmarks/gpt2_torch.py to begin with the same.
+`--share FOLDER` writes the initial weights and the text to FOLDER, so that benchmarks/gpt2_torch.py
+starts from the same.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from shardwise.weights.hf import params_to_hf
 
 
 def make_run(config: GPTConfig, rows: int, length: int, chunks: int = 1) -> Run:
+    """Return the run to measure: `rows` sequences of `length` tokens per step."""
     tokens = stdlib_tokens()
 
     def loss(model: GPT, batch: dict[str, jax.Array]) -> Mean:
@@ -52,7 +54,11 @@ def make_run(config: GPTConfig, rows: int, length: int, chunks: int = 1) -> Run:
 
 
 def measure(run: Run, config: GPTConfig, count: int, share: Path | None = None) -> dict[str, Any]:
-    """Median over chunks of steps, without the first two; within a chunk nothing waits for the device but its end."""
+    """Return the median step time over groups of steps, without the first two groups, and the
+    losses.
+
+    The host waits for the device only at the end of a group.
+    """
     prepared = prepare(run)
     state = init_state(prepared.spec, 0)
     if share is not None:
@@ -90,7 +96,10 @@ def measure(run: Run, config: GPTConfig, count: int, share: Path | None = None) 
 
 
 def profile(run: Run, folder: Path, top: int = 60) -> None:
-    """Kernel times of five steps without a pause, largest first; the compiled program goes into `folder`."""
+    """Print the kernel times of five consecutive steps, largest first.
+
+    The compiled program is written to `folder`.
+    """
     prepared = prepare(run)
     state = init_state(prepared.spec, 0)
     folder.mkdir(parents=True, exist_ok=True)
@@ -116,7 +125,8 @@ def profile(run: Run, folder: Path, top: int = 60) -> None:
         ((sum(times) / 5, len(times) // 5, key) for key, times in kernels.items()), reverse=True
     )
     print(
-        f"all kernels: {sum(row[0] for row in rows):.2f} ms a step, from the first to the last {(last - first) / 5e6:.2f} ms a step"
+        f"all kernels: {sum(row[0] for row in rows):.2f} ms per step; "
+        f"from the first to the last: {(last - first) / 5e6:.2f} ms per step"
     )
     for total, count, key in rows[:top]:
         print(f"{total:8.3f} ms {count:4d} x  {key}")
@@ -127,18 +137,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--preset", default="gpt2", choices=sorted(PRESETS))
-    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--rows", type=int, default=32, help="sequences per step")
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--remat", default="none")
     parser.add_argument("--scan", action="store_true")
-    parser.add_argument("--chunks", type=int, default=1, help="of the loss")
+    parser.add_argument("--chunks", type=int, default=1, help="chunks of the loss")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--share", type=Path)
     parser.add_argument(
         "--profile",
         type=Path,
-        help="instead of timing, write a profile of five steps into this folder",
+        help="write a profile of five steps to this folder, instead of timing",
     )
     options = parser.parse_args()
     config = replace(
@@ -149,15 +159,17 @@ def main() -> None:
     )
     run = make_run(config, options.rows, options.length, options.chunks)
     print(
-        f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {options.preset}, {options.rows} x {options.length} tokens"
+        f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {options.preset}, "
+        f"{options.rows} x {options.length} tokens"
     )
     if options.profile:
         profile(run, options.profile)
         return
     answer = measure(run, config, options.steps, options.share)
     print(
-        f"{answer['step_ms']:8.2f} ms, {answer['tokens_per_s']:10,.0f} tokens/s, MFU {answer['mfu'] or 0:.1%}, "
-        f"loss {answer['losses'][-1]:.3f}, peak {answer['peak_gib']:.1f} GiB, compile {answer['compile_s']:.1f} s",
+        f"{answer['step_ms']:8.2f} ms, {answer['tokens_per_s']:10,.0f} tokens/s, "
+        f"MFU {answer['mfu'] or 0:.1%}, loss {answer['losses'][-1]:.3f}, "
+        f"peak {answer['peak_gib']:.1f} GiB, compilation {answer['compile_s']:.1f} s",
         flush=True,
     )
     if options.json:

@@ -1,10 +1,12 @@
-"""The same training step in PyTorch, to stand beside benchmarks/gpt2.py: GPT-2 with `torch.compile`, flash attention, fused
-AdamW, clipping and bfloat16 autocast over float32 weights.
+"""Measure the training step of benchmarks/gpt2.py in PyTorch.
+
+GPT-2 is trained with `torch.compile`, flash attention, fused AdamW, clipping and bfloat16 autocast
+with float32 weights.
 
     python -m benchmarks.gpt2_torch --rows 64 --share FOLDER
 
-FOLDER holds what benchmarks/gpt2.py has left there: initial weights and text. The model is a compact one, written here, or
-that of `transformers`.
+FOLDER holds the initial weights and the text that benchmarks/gpt2.py wrote. The model is a compact
+one, defined here, or that of `transformers`.
 """
 
 import argparse
@@ -23,6 +25,8 @@ from benchmarks.text import FIRST_RATE, RATE, WARMUP, batch, steps_between_looks
 
 
 class Block(nn.Module):
+    """A transformer block of the compact model."""
+
     def __init__(self, width: int, heads: int):
         super().__init__()
         self.heads = heads
@@ -42,6 +46,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
+    """A compact GPT-2."""
+
     def __init__(
         self, length: int, vocab: int = 50304, layers: int = 12, heads: int = 12, width: int = 768
     ):
@@ -71,6 +77,7 @@ PARTS = {
 
 
 def compact(length: int, weights: dict[str, torch.Tensor]) -> nn.Module:
+    """Return the compact model with weights that have the names of `transformers`."""
     model = GPT(length)
     named = {
         "wte.weight": "tokens.weight",
@@ -93,7 +100,7 @@ def compact(length: int, weights: dict[str, torch.Tensor]) -> nn.Module:
 
 
 class Hub(nn.Module):
-    """`transformers`' own."""
+    """The GPT-2 of `transformers`."""
 
     def __init__(self, length: int, weights: dict[str, torch.Tensor]):
         super().__init__()
@@ -121,6 +128,7 @@ class Hub(nn.Module):
 def measure(
     model: nn.Module, tokens: np.ndarray, rows: int, length: int, count: int, device: str
 ) -> dict[str, Any]:
+    """Return step time, losses and memory, measured as benchmarks/gpt2.py does."""
     torch.set_float32_matmul_precision("high")
     model = model.to(device)
     compiled = torch.compile(model)
@@ -178,7 +186,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--rows", type=int, default=32, help="sequences per step")
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--model", choices=["compact", "transformers"], default="compact")
     parser.add_argument("--steps", type=int, default=100)
@@ -187,7 +195,8 @@ def main() -> None:
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     print(
-        f"{torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}, torch {torch.__version__}, {options.model}"
+        f"{torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}, "
+        f"torch {torch.__version__}, {options.model}"
     )
     weights = {
         name: torch.from_numpy(array)
@@ -203,8 +212,9 @@ def main() -> None:
         device,
     )
     print(
-        f"{answer['step_ms']:8.2f} ms, {answer['tokens_per_s']:10,.0f} tokens/s, loss {answer['losses'][-1]:.3f}, "
-        f"peak {answer['peak_gib']:.1f} GiB, compile {answer['compile_s']:.1f} s",
+        f"{answer['step_ms']:8.2f} ms, {answer['tokens_per_s']:10,.0f} tokens/s, "
+        f"loss {answer['losses'][-1]:.3f}, peak {answer['peak_gib']:.1f} GiB, "
+        f"compilation {answer['compile_s']:.1f} s",
         flush=True,
     )
     if options.json:

@@ -1,10 +1,11 @@
-"""Everything that is claimed of a GPU, measured in one run on one machine: `python -m benchmarks.gpu`.
+"""Measure every claim about GPUs in one run on one machine: `python -m benchmarks.gpu`.
 
-Each part runs in processes of its own and ends as one entry of benchmarks/records/gpu.json, with the versions, the hardware
-and the source it was measured with; docs/performance.md is made from that (`python -m benchmarks.page`).
+Each part runs in separate processes and writes one entry of benchmarks/records/gpu.json, with
+versions, hardware and source. `python -m benchmarks.page` generates docs/performance.md from the
+record.
 
-    python -m benchmarks.gpu                      all parts, about a quarter of an hour
-    python -m benchmarks.gpu --parts gpt2 xl      some; the others stay as they are in the record
+    python -m benchmarks.gpu                      all parts, about 15 minutes
+    python -m benchmarks.gpu --parts gpt2 xl      some parts; other entries do not change
 """
 
 import argparse
@@ -18,11 +19,13 @@ from typing import Any
 
 from benchmarks.parts import Part, child, run_parts, start
 
-LONG = {"16k": (4, 16384), "64k": (1, 65536)}  # rows of so many tokens
+# Number of sequences and their length.
+LONG = {"16k": (4, 16384), "64k": (1, 65536)}
 
 
 def gpt2(folder: Path, _: argparse.Namespace) -> dict[str, Any]:
-    """124M, 64 x 1024: tokens a second beside both PyTorch models, and the losses of 200 steps from the same weights."""
+    """Compare tokens per second, and losses of 200 steps, of GPT-2 124M with both PyTorch
+    models."""
     size = ("--rows", 64, "--steps", 200, "--share", folder / "share")
     ours = watched(folder, "shardwise", "benchmarks.gpt2", *size)
     theirs = {
@@ -35,14 +38,15 @@ def gpt2(folder: Path, _: argparse.Namespace) -> dict[str, Any]:
     answer["largest_loss_difference"], answer["mean_loss_difference"] = apart(ours, theirs[best])
     answer["between_pytorch"] = apart(theirs["compact"], theirs["transformers"])
     print(
-        f"# {answer['ratio']:.3f} times the tokens/s of {best}; losses at most {answer['largest_loss_difference']:.2%} apart",
+        f"# {answer['ratio']:.3f} times the tokens/s of {best}; "
+        f"losses differ by at most {answer['largest_loss_difference']:.2%}",
         flush=True,
     )
     return answer
 
 
 def watched(folder: Path, name: str, module: str, *args: object) -> dict[str, Any]:
-    """`child`, and at what clock (MHz) and power (W) the card worked while it was busy: the medians."""
+    """Call `child`, and add the median clock (MHz) and power (W) of the GPU while it was busy."""
     words = [
         "nvidia-smi",
         "--query-gpu=utilization.gpu,clocks.sm,power.draw",
@@ -58,20 +62,18 @@ def watched(folder: Path, name: str, module: str, *args: object) -> dict[str, An
     busy = [(float(moment[1]), float(moment[2])) for moment in seen if moment[0] in ("99", "100")]
     if busy:
         answer["clock_mhz"], answer["power_w"] = map(statistics.median, zip(*busy, strict=True))
-        print(
-            f"# the card at {answer['clock_mhz']:.0f} MHz and {answer['power_w']:.0f} W", flush=True
-        )
+        print(f"# GPU: {answer['clock_mhz']:.0f} MHz, {answer['power_w']:.0f} W", flush=True)
     return answer
 
 
 def apart(one: dict[str, Any], other: dict[str, Any]) -> tuple[float, float]:
-    """The largest and the mean relative difference of two curves of losses."""
+    """Return the largest and the mean relative difference of the losses of two runs."""
     differences = [abs(a - b) / b for a, b in zip(one["losses"], other["losses"], strict=True)]
     return max(differences), sum(differences) / len(differences)
 
 
 def chunks(folder: Path, _: argparse.Namespace) -> dict[str, Any]:
-    """The loss with 8 parts of the logits, one at a time, beside the whole."""
+    """Compare a loss in 8 chunks with a loss of all logits at once."""
     whole, parts = (
         child(folder, f"chunks{n}", "benchmarks.gpt2", "--rows", 64, "--steps", 60, "--chunks", n)
         for n in (1, 8)
@@ -80,7 +82,7 @@ def chunks(folder: Path, _: argparse.Namespace) -> dict[str, Any]:
 
 
 def long(folder: Path, _: argparse.Namespace, rows: int, length: int) -> dict[str, Any]:
-    """124M with few rows of many tokens."""
+    """Compare GPT-2 124M with PyTorch on long sequences."""
     size = ("--rows", rows, "--length", length, "--steps", 24, "--share", folder / "share")
     ours = child(folder, "shardwise", "benchmarks.gpt2", *size)
     theirs = child(folder, "compact", "benchmarks.gpt2_torch", *size)
@@ -88,9 +90,10 @@ def long(folder: Path, _: argparse.Namespace, rows: int, length: int) -> dict[st
 
 
 def xl(folder: Path, _: argparse.Namespace) -> dict[str, Any]:
-    """1.5 billion parameters, with the largest batch that `shardwise plan` says will fit when all but the products is computed again.
+    """Measure GPT-2 1.5B with the largest batch that `shardwise plan` finds.
 
-    The layers are not scanned: XLA copies what a scan keeps into a stack of all layers and out of it, a tenth of the step.
+    Everything except matmul outputs is rematerialized. Layers are not scanned: XLA copies the
+    values that a scan keeps into and out of a stack of all layers, which costs a tenth of the step.
     """
     options = (
         "--preset",
@@ -128,26 +131,26 @@ PARTS: dict[str, Part] = {
         folder, "loop", "benchmarks.loop", "--cases", "gpt2", "--rounds", 5
     ),
     "start": lambda folder, _: start(folder, "recipes/gpt2.py", "--batch-size", "32"),
-    "start_in_a_row": lambda folder, _: start(
+    "start_unrolled": lambda folder, _: start(
         folder, "recipes/gpt2.py", "--batch-size", "32", "--no-scan-layers"
     ),
 }
 
 
 def ratios(record: dict[str, Any]) -> list[tuple[str, float, str]]:
-    """(what, how much, the goal) of all that the record holds."""
+    """Return (description, ratio, goal) of all ratios of a record."""
     found = []
     if entry := record.get("gpt2"):
         found.append(
             (
-                f"tokens/s of GPT-2 124M, times the faster PyTorch ({entry['best']})",
+                f"tokens/s of GPT-2 124M, relative to the faster PyTorch ({entry['best']})",
                 entry["ratio"],
                 "at least 1.2",
             )
         )
         found.append(
             (
-                "largest relative difference of their losses",
+                "largest relative difference of the losses",
                 entry["largest_loss_difference"],
                 "at most 0.01",
             )
@@ -156,35 +159,41 @@ def ratios(record: dict[str, Any]) -> list[tuple[str, float, str]]:
         if name.startswith("gpt2"):
             found.append(
                 (
-                    f"bytes a parameter, {name}: state, gradient and what else the step needs",
+                    f"bytes per parameter, {name}: state, gradient and temporaries",
                     entry["total"],
                     "at most 16",
                 )
             )
     if entry := record.get("chunks"):
         found.append(
-            ("a step with the loss in 8 chunks, times whole", entry["ratio"], "at most 1.05")
+            ("step time with the loss in 8 chunks, relative", entry["ratio"], "at most 1.05")
         )
     if entry := record.get("xl"):
-        found.append((f"MFU of GPT-2 1.5B with {entry['rows']} rows", entry["mfu"], "at least 0.5"))
+        found.append(
+            (f"MFU of GPT-2 1.5B with {entry['rows']} sequences", entry["mfu"], "at least 0.5")
+        )
     for name in LONG:
         if entry := record.get(name):
             found.append(
-                (f"tokens/s of rows of {name} tokens, times PyTorch", entry["ratio"], "at least 1")
+                (
+                    f"tokens/s, sequences of {name} tokens, relative to PyTorch",
+                    entry["ratio"],
+                    "at least 1",
+                )
             )
     if entry := record.get("loop", {}).get("gpt2"):
         found.append(
             (
-                "fit() with data, log and a checkpoint, times a loop by hand",
+                "fit() with data, log and a checkpoint, relative to a hand-written loop",
                 entry["with_checkpoint_ratio"],
                 "at most 1.01",
             )
         )
-    for name, layers in (("start", "one scanned layer"), ("start_in_a_row", "all layers in a row")):
+    for name, layers in (("start", "scanned layers"), ("start_unrolled", "unrolled layers")):
         if entry := record.get(name):
             found.append(
                 (
-                    f"second start to the end of the first step, times the first, {layers}",
+                    f"second start until the end of the first step, relative, {layers}",
                     entry["ratio"],
                     "at most 0.33",
                 )

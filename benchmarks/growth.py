@@ -1,7 +1,10 @@
-"""How time, compilation and memory grow with the model and the mesh: `python -m benchmarks.growth`, some ten minutes on 2 cores.
+"""Measure how time, compilation and memory grow with the model and the mesh.
 
-A small GPT, one of its sizes doubled again and again, on the CPU; and GPT-2 124M compiled for TPU v5e, with its layers in a
-row and as one scanned block. `prepare` is what shardwise does before XLA: abstract state, layouts, traces.
+    python -m benchmarks.growth            about 10 minutes on 2 cores
+
+On the CPU, each size of a small GPT is doubled repeatedly. GPT-2 124M is compiled for TPU v5e with
+unrolled and with scanned layers. `prepare` is the work of shardwise before XLA: abstract state,
+shardings, traces.
 """
 
 import argparse
@@ -28,10 +31,12 @@ ROWS = 16
 
 
 def loss(model: GPT, batch: dict[str, jax.Array]) -> Mean:
+    """Return the loss of every token."""
     return Mean(cross_entropy(model(batch["inputs"]), batch["labels"]))
 
 
 def make_run(config: GPTConfig, rows: int, mesh: Any) -> Run:
+    """Return a run with `rows` random sequences per step."""
     tokens = np.random.default_rng(0).integers(0, 256, 2 * rows * config.max_length)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     data = Batches(Tokens(tokens, config.max_length), rows)
@@ -46,7 +51,7 @@ def make_run(config: GPTConfig, rows: int, mesh: Any) -> Run:
 
 
 def measure(config: GPTConfig, rows: int = ROWS, devices: int = 1) -> dict[str, float]:
-    """Seconds of each phase, and of a step; bytes of the largest moment on each device."""
+    """Return the seconds of each phase and of a step, and the peak bytes per device."""
     jax.clear_caches()
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("data",))
     moments = [time.perf_counter()]
@@ -76,9 +81,9 @@ def measure(config: GPTConfig, rows: int = ROWS, devices: int = 1) -> dict[str, 
 
 
 def sizes() -> dict[str, list[tuple[int, dict[str, float]]]]:
-    """Each way to grow, with what was measured at each size."""
+    """Return the measurements at each size, for each way to grow."""
     ways: dict[str, list[tuple[int, Any]]] = {
-        "layers, in a row": [
+        "layers, unrolled": [
             (n, {"config": replace(SMALL, num_layers=n)}) for n in (2, 4, 8, 16, 32)
         ],
         "layers, scanned": [
@@ -90,8 +95,8 @@ def sizes() -> dict[str, list[tuple[int, dict[str, float]]]]:
             (n, {"config": replace(SMALL, max_length=n), "rows": 2048 // n})
             for n in (64, 128, 256, 512, 1024)
         ],
-        "rows": [(n, {"config": SMALL, "rows": n}) for n in (8, 16, 32, 64, 128)],
-        "devices, 8 rows each": [
+        "batch size": [(n, {"config": SMALL, "rows": n}) for n in (8, 16, 32, 64, 128)],
+        "devices, 8 sequences each": [
             (n, {"config": SMALL, "rows": 8 * n, "devices": n}) for n in (1, 2, 4, 8)
         ],
     }
@@ -102,14 +107,15 @@ def sizes() -> dict[str, list[tuple[int, dict[str, float]]]]:
             found.setdefault(name, []).append((size, row))
             show = " ".join(f"{key} {row[key]:.2f} s" for key in ("prepare", "lower", "compile"))
             print(
-                f"{name} {size}: {show}, step {row['step'] * 1e3:.1f} ms, {row['bytes'] / 2**20:.1f} MiB",
+                f"{name} {size}: {show}, step {row['step'] * 1e3:.1f} ms, "
+                f"{row['bytes'] / 2**20:.1f} MiB",
                 flush=True,
             )
     return found
 
 
 def on_tpu() -> list[dict[str, Any]]:
-    """GPT-2 124M and deeper, compiled for v5e chips."""
+    """Return plans of GPT-2 124M and deeper models for v5e chips."""
     found = []
     for layers, scan, target in (
         (6, False, "2x4"),
@@ -137,7 +143,8 @@ def _planned(layers: int, scan: bool, target: str) -> dict[str, Any]:
         "step": seconds,
     }
     print(
-        f"v5e:{target}, {layers} layers{', scanned' if scan else ''}: compile {row['compile']:.1f} s, {row['peak'] / 2**30:.2f} GiB",
+        f"v5e:{target}, {layers} layers{', scanned' if scan else ''}: "
+        f"compilation {row['compile']:.1f} s, {row['peak'] / 2**30:.2f} GiB",
         flush=True,
     )
     return row
@@ -149,7 +156,8 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    keep_freed_memory()  # as the command line does
+    # As the command line does.
+    keep_freed_memory()
     use_cpu_devices(8)
     found = {"sizes": sizes(), "tpu": on_tpu()}
     if options.json:

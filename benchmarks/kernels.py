@@ -1,10 +1,13 @@
-"""Times of the kernels for GPUs one by one, in the shapes of GPT-2 124M with 64 x 1024 tokens, beside what they cannot beat:
-cuBLAS' bare product, or every byte moved once at the memory's speed.
+"""Time each GPU kernel in the shapes of GPT-2 124M with 64 x 1024 tokens, compared with a lower
+bound.
+
+The bound is cuBLAS's plain matmul, or moving every byte once at the memory bandwidth.
 
     python -m benchmarks.kernels
-    python -m benchmarks.kernels --set DEPTH=32 STAGES=6 SLOPES=4      with other constants of models/hopper.py or norm.py
+    python -m benchmarks.kernels --set DEPTH=32 STAGES=6 SLOPES=4
 
-The chip is kept warm by large products before each, as it is in a step: cold, its clock is higher.
+`--set` changes constants of kernels/hopper.py or kernels/norm.py. Large matmuls warm up the chip
+before each measurement, as in a training step. A cold chip has a higher clock.
 """
 
 import argparse
@@ -25,6 +28,7 @@ Array = jax.Array
 
 
 def normal(seed: int, shape: tuple[int, ...], scale: float = 1.0) -> Array:
+    """Return normally distributed bfloat16 values."""
     return (scale * jax.random.normal(jax.random.key(seed), shape, jnp.float32)).astype(
         jnp.bfloat16
     )
@@ -33,6 +37,7 @@ def normal(seed: int, shape: tuple[int, ...], scale: float = 1.0) -> Array:
 def milliseconds(
     function: Callable[..., Any], *args: Any, calls: int = 60, warm_s: float = 0.4
 ) -> float:
+    """Return the median milliseconds per call on a warm chip."""
     large, multiply = normal(9, (8192, 8192)), jax.jit(jnp.matmul)
     end = time.perf_counter() + warm_s
     while time.perf_counter() < end:
@@ -49,32 +54,36 @@ def milliseconds(
 
 
 def apart(found: Any, expected: Any) -> float:
-    """The largest difference of the first rows, relative to the largest number."""
+    """Return the largest difference in the first 1024 rows, relative to the largest value."""
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
     arrays = [[np.asarray(x[:1024].astype(jnp.float32)) for x in pair] for pair in pairs]
     return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in arrays)
 
 
 @jax.jit
-def gelu_as_jax_has_it(x: Array, up: Array, bias: Array) -> tuple[Array, Array]:
+def reference_gelu(x: Array, up: Array, bias: Array) -> tuple[Array, Array]:
+    """Return GELU of a matmul with bias, and its derivative."""
     y, pull = jax.vjp(partial(jax.nn.gelu, approximate=True), (x @ up).astype(jnp.float32) + bias)
     return y, pull(jnp.ones_like(y))[0]
 
 
 @jax.jit
-def slope_as_jax_has_it(g: Array, down: Array, slope: Array) -> tuple[Array, Array]:
+def reference_slope(g: Array, down: Array, slope: Array) -> tuple[Array, Array]:
+    """Return a matmul times the derivative of GELU, and its sum over tokens."""
     product = (g @ down.T).astype(jnp.float32) * slope
     return product, product.sum(0)
 
 
 @jax.jit
-def exp_as_jax_has_it(x: Array, table: Array) -> tuple[Array, Array]:
+def reference_exp(x: Array, table: Array) -> tuple[Array, Array]:
+    """Return exponentials of the logits, and their sums."""
     shares = jnp.exp((x @ table.T).astype(jnp.float32))
     return shares, shares.sum(1)
 
 
 @jax.jit
-def loss_as_jax_has_it(logits: Array, labels: Array) -> tuple[Array, Array]:
+def reference_loss(logits: Array, labels: Array) -> tuple[Array, Array]:
+    """Return the gradient of the loss by the logits, and the loss."""
     wide = logits.astype(jnp.float32)
     return jax.nn.softmax(wide) - jax.nn.one_hot(labels, logits.shape[1]), -jax.nn.log_softmax(
         wide
@@ -91,7 +100,7 @@ def main() -> None:
         nargs="*",
         default=[],
         metavar="NAME=VALUE",
-        help="of whole numbers, or several with commas",
+        help="an integer, or several separated by commas",
     )
     options = parser.parse_args()
     for change in options.set:
@@ -102,18 +111,20 @@ def main() -> None:
     rows, width, wide, vocab = options.rows, 768, 3072, 50304
     chip = find_chip(jax.devices()[0].device_kind)
     assert chip is not None, (
-        "this GPU is unknown: its memory's speed is to go into shardwise/hardware.py"
+        "This GPU is unknown. Add its memory bandwidth to shardwise/hardware.py."
     )
     speed = chip.bandwidth
     x, up, bias = normal(0, (rows, width)), normal(1, (width, wide), 0.03), normal(2, (wide,), 0.1)
     g, down = normal(3, (rows, width), 0.01), normal(4, (wide, width), 0.03)
     print(
-        f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {rows} tokens {' '.join(options.set)}"
+        f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {rows} tokens "
+        f"{' '.join(options.set)}"
     )
 
     def show(name: str, took: float, least: float, what: str, wrong: float) -> None:
         print(
-            f"{name:22s} {took:7.3f} ms, {took / least:5.2f} times {what} ({least:.3f}); differs by {wrong:.1e}",
+            f"{name:22s} {took:7.3f} ms, {took / least:5.2f} times {what} ({least:.3f} ms); "
+            f"relative error {wrong:.1e}",
             flush=True,
         )
 
@@ -124,15 +135,15 @@ def main() -> None:
         milliseconds(hopper.product_gelu, x, up, bias),
         bare,
         "cuBLAS",
-        apart((y, slope), gelu_as_jax_has_it(x, up, bias)),
+        apart((y, slope), reference_gelu(x, up, bias)),
     )
-    wrong = apart(hopper.product_slope(g, down, slope), slope_as_jax_has_it(g, down, slope))
+    wrong = apart(hopper.product_slope(g, down, slope), reference_slope(g, down, slope))
     bare = milliseconds(jax.jit(lambda g, down: g @ down.T), g, down)
     show("product_slope", milliseconds(hopper.product_slope, g, down, slope), bare, "cuBLAS", wrong)
 
     table = normal(10, (vocab, width), 0.03)
     less = jnp.zeros(rows, jnp.float32)
-    wrong = apart(hopper.product_exp(x, table, less), exp_as_jax_has_it(x[:1024], table))
+    wrong = apart(hopper.product_exp(x, table, less), reference_exp(x[:1024], table))
     bare = milliseconds(jax.jit(lambda x, table: x @ table.T), x, table, calls=20)
     show(
         "product_exp",
@@ -149,7 +160,7 @@ def main() -> None:
         "layer norm",
         milliseconds(forward, x, None, scale, shift),
         2 * x.nbytes / speed * 1e3,
-        "the memory",
+        "memory traffic",
         wrong,
     )
     backward = jax.jit(lambda x, scale, gx, gy: norm._backward(x, scale, gx, gy, 1e-5))
@@ -166,7 +177,7 @@ def main() -> None:
         "layer norm, backward",
         milliseconds(backward, x, scale, g, x),
         4 * x.nbytes / speed * 1e3,
-        "the memory",
+        "memory traffic",
         wrong,
     )
 
@@ -177,7 +188,7 @@ def main() -> None:
     loss = jax.jit(hopper.cross_entropy, donate_argnums=0)
     wrong = apart(
         jax.tree.map(lambda part: part[:1024], loss(logits + 0, labels)),
-        loss_as_jax_has_it(logits[:1024], labels[:1024]),
+        reference_loss(logits[:1024], labels[:1024]),
     )
     held = [logits]
 
@@ -186,7 +197,11 @@ def main() -> None:
         return nats
 
     show(
-        "loss", milliseconds(again, calls=20), 2 * logits.nbytes / speed * 1e3, "the memory", wrong
+        "loss",
+        milliseconds(again, calls=20),
+        2 * logits.nbytes / speed * 1e3,
+        "memory traffic",
+        wrong,
     )
 
 

@@ -1,14 +1,20 @@
-"""What the loop costs beside a hand-written one: `make bench-loop`.
+"""Compare the overhead of the training loop with a hand-written one: `make bench-loop`.
 
-The same model, loss, optimizer and batches, on one device: once as a jitted NNX step in a plain `for` loop, as one would
-write it by hand, once through `steps()`, once through all that `fit()` does for a step (finite check, gradient norm,
-metrics.jsonl). The three take turns, round after round, so that a noisy machine is noisy for all; each figure is the
-median over the rounds of a ratio within one round. `--cases gpt2`, for a GPU, runs `fit()` itself once more, with a checkpoint
-of 1.5 GB every 100 steps. The first one counts by itself: it makes the driver pin as much memory of the host, once.
+Model, loss, optimizer and batches are the same, on one device, in three loops:
 
-Goal: at most 1.02 times the time for steps of 5 ms or more, and at most 100 microseconds a step of extra host time. That is the
-time of the processor in the thread that runs the loop, which is all that an accelerator waits for: on a CPU the program itself, and the
-thread that reads ahead, want the same cores.
+- a jitted NNX step in a plain `for` loop, as one would write it by hand
+- `steps()`
+- `steps()` with everything that `fit()` does per step: finite check, gradient norm, metrics.jsonl
+
+The three run in turn, round after round, so that noise affects all of them. Each figure is the
+median over the rounds of a ratio within one round. `--cases gpt2`, for a GPU, also runs `fit()`
+with a checkpoint of 1.5 GB every 100 steps. The first checkpoint is counted separately, because the
+driver pins host memory for it once.
+
+Goal: at most 1.02 times the time for steps of 5 ms or more, and at most 100 microseconds of
+additional host time per step. Host time is the CPU time of the thread that runs the loop. An
+accelerator waits for nothing else. On a CPU, the program and the prefetching thread compete for the
+same cores.
 """
 
 import argparse
@@ -34,6 +40,7 @@ from shardwise.training.log import RunLog
 
 
 def loss(model, batch):
+    """Return the loss of every token."""
     return Mean(cross_entropy(model(batch["inputs"]), batch["labels"]))
 
 
@@ -47,6 +54,7 @@ def gpt(
     dtype: str | None = None,
     scan: bool = False,
 ):
+    """Return the model factory, the batches and the compute dtype of a case."""
     config = GPTConfig(
         vocab_size=vocab,
         max_length=length,
@@ -59,7 +67,8 @@ def gpt(
     return (lambda rngs: GPT(config, rngs)), Batches(Tokens(tokens, length), rows), dtype
 
 
-CASES = {  # name: model, data and dtype; from a step that is all overhead to one that is all arithmetic
+# Model, data and dtype of each case. The first step is all overhead, the last all arithmetic.
+CASES = {
     "tiny": gpt(width=8, layers=1, rows=2, length=8),
     "small": gpt(width=64, layers=1, rows=16, length=64),
     "medium": gpt(width=128, layers=2, rows=16, length=64),
@@ -78,7 +87,11 @@ CASES = {  # name: model, data and dtype; from a step that is all overhead to on
 
 @dataclass
 class ByHand:
-    """A good loop written by hand: plain arrays in nested dictionaries, jitted and donated, the loss read one step late."""
+    """A good hand-written loop.
+
+    It uses plain arrays in nested dictionaries, a jitted step with donation, and reads the loss one
+    step late.
+    """
 
     factory: Any
     batches: Batches
@@ -122,7 +135,7 @@ class ByHand:
 
 @dataclass
 class Ours:
-    """`steps()`, reading the loss one step late like the loop by hand."""
+    """`steps()`. It reads the loss one step late, like the hand-written loop."""
 
     run_: Run
 
@@ -144,7 +157,7 @@ class Ours:
 
 @dataclass
 class Whole(Ours):
-    """`steps()` with the bookkeeping of `fit()`: every metric of every step fetched and written to a file."""
+    """`steps()` with the log of `fit()`: all metrics of every step are written to a file."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -160,12 +173,16 @@ class Whole(Ours):
 
 
 def make_optimizer():
+    """Return AdamW with gradient clipping."""
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
 
 def whole_fit(run):
-    """Seconds of a step of `fit()` as it is used, by the times at which it asks for data: a log, and a save every hundred steps; and
-    the seconds that the first save costs."""
+    """Return the seconds per step of `fit()` with a log and a save every 100 steps.
+
+    The times are those at which `fit()` requests data. Also return the seconds that the first save
+    costs.
+    """
     asked = {}
 
     def data(n):
@@ -175,7 +192,7 @@ def whole_fit(run):
     fit(replace(run, data=data, steps=370, out=Path(tempfile.mkdtemp()), save_every=100))
     waits = {n: asked[n + 1] - asked[n] for n in range(60, 360)}
     print(
-        "longest: "
+        "longest steps: "
         + ", ".join(
             f"{waits[n] * 1e3:.0f} ms at step {n}" for n in sorted(waits, key=waits.get)[:-6:-1]
         ),
@@ -186,7 +203,7 @@ def whole_fit(run):
 
 
 def timed(loop, count):
-    """Seconds of a step, and those of this thread in it."""
+    """Return the wall seconds and the CPU seconds of this thread, per step."""
     start, own = time.perf_counter(), time.thread_time()
     loop.run(count)
     return (time.perf_counter() - start) / count, (time.thread_time() - own) / count
@@ -198,7 +215,7 @@ def main():
     )
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument(
-        "--seconds", type=float, default=0.4, help="of work for each loop in each round"
+        "--seconds", type=float, default=0.4, help="seconds of work per loop and round"
     )
     parser.add_argument(
         "--cases", nargs="+", choices=list(CASES), default=["tiny", "small", "medium"]
@@ -211,7 +228,8 @@ def main():
         f"{jax.devices()[0].device_kind}, jax {jax.__version__}; median of {options.rounds} rounds"
     )
     print(
-        f"{'step':8s} {'by hand':>12s} {'steps()':>20s} {'host':>11s} {'all of fit()':>22s} {'host':>11s}"
+        f"{'case':8s} {'hand-written':>12s} {'steps()':>20s} {'host':>11s} {'with log':>22s} "
+        f"{'host':>11s}"
     )
     for name in options.cases:
         factory, batches, dtype = CASES[name]
@@ -249,8 +267,9 @@ def main():
             each, row["first_save_s"] = whole_fit(run)
             row["with_checkpoint_ratio"] = each / hand
             print(
-                f"fit() with data, log and a checkpoint every 100 steps: {row['with_checkpoint_ratio']:.3f} x; "
-                f"the first one costs {row['first_save_s']:.2f} s",
+                f"fit() with data, log and a checkpoint every 100 steps: "
+                f"{row['with_checkpoint_ratio']:.3f} x; "
+                f"the first checkpoint costs {row['first_save_s']:.2f} s",
                 flush=True,
             )
         answer[name] = row

@@ -1,9 +1,10 @@
-"""Bytes for each parameter that a training step needs beside its activations, by the compiler's own figures.
+"""Measure the bytes per parameter of a training step without activations, as the compiler reports
+them.
 
     python -m benchmarks.memory --presets gpt2 gpt2-xl
 
-AdamW with float32 weights: 4 bytes for the weight, 8 for the two averages, and 4 for the gradient are 16. The batch is one row
-of 64 tokens, so that activations do not count.
+AdamW with float32 weights needs 16 bytes: 4 for the weight, 8 for the two moments and 4 for the
+gradient. The batch is one sequence of 64 tokens, so that activations are negligible.
 """
 
 import argparse
@@ -50,7 +51,8 @@ def main() -> None:
             )
             answer[f"{preset} {dtype}"] = row
             print(
-                f"{preset:10s} {dtype:8s} {row['state']:6.2f} of state + {row['temporary']:6.2f} beside = {row['total']:6.2f} a parameter",
+                f"{preset:10s} {dtype:8s} {row['state']:6.2f} of state + {row['temporary']:6.2f} "
+                f"of temporaries = {row['total']:6.2f} bytes per parameter",
                 flush=True,
             )
     if options.json:

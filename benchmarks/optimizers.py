@@ -1,10 +1,11 @@
-"""The time of one update of all of GPT-2 124M's float32 parameters, against what its memory traffic needs.
+"""Time one update of the float32 parameters of GPT-2 124M, relative to its memory traffic.
 
     python benchmarks/optimizers.py
     python benchmarks/optimizers.py --stacked --only adamw "muon, stacked"
 
-The bandwidth is that of copying an array of the same size in the same run. AdamW with clipping touches each parameter's
-gradient twice (its norm must be known before it is used), reads weight and two moments, and writes these three: 8 numbers.
+The bandwidth is measured in the same run, by copying an array of the same size. AdamW with clipping
+accesses 8 values per parameter. It reads the gradient twice, because the norm must be known before
+it is used. It reads and writes the weight and two moments.
 """
 
 import argparse
@@ -24,13 +25,16 @@ from shardwise.models.gpt import GPT, PRESETS
 from shardwise.optim.parts import norm
 
 TABLES = ("tokens", "positions")
-ROW = 20  # updates in one program
+# Updates in one program.
+UPDATES = 20
 
 
 def by_hand(lr):
+    """Return AdamW with clipping, written with Optax only."""
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(lr, b2=0.95, weight_decay=0.1))
 
 
+# The optimizer, and how many values per parameter it accesses.
 OPTIMIZERS = {
     "adamw": (lambda lr: optim.adamw(lr, b2=0.95, weight_decay=0.1, clip=1.0), 8),
     "adamw, optax by hand": (by_hand, 8),
@@ -69,7 +73,10 @@ OPTIMIZERS = {
 
 
 def seconds(function, state, rounds: int = 5, calls: int = 5) -> float:
-    """The median over rounds, after a second of warming up; `function` takes what it gave."""
+    """Return the median seconds per call, after one second of warm-up.
+
+    `function` maps a state to the next one.
+    """
     begun = time.perf_counter()
     while time.perf_counter() - begun < 1:
         state = jax.block_until_ready(function(state))
@@ -84,6 +91,7 @@ def seconds(function, state, rounds: int = 5, calls: int = 5) -> float:
 
 
 def random_like(abstract, scale: float, seed: int):
+    """Return a tree of normally distributed arrays with the shapes of `abstract`."""
     leaves, structure = jax.tree.flatten(abstract)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     return structure.unflatten(
@@ -92,25 +100,29 @@ def random_like(abstract, scale: float, seed: int):
 
 
 def time_of_update(tx: optax.GradientTransformation, abstract, with_norms: bool) -> float:
+    """Return the seconds of one update."""
     params, grads = random_like(abstract, 0.02, 0), random_like(abstract, 0.01, 1)
 
     @partial(jax.jit, donate_argnums=0)
-    def updates_in_a_row(carry, grads):
-        """One program, as an update is part of one program in training: no time for dispatching hundreds of buffers each time."""
+    def several_updates(carry, grads):
+        """Run several updates in one program.
+
+        In training, an update is part of a program too. Separate programs would dispatch hundreds
+        of buffers for each update.
+        """
 
         def update(i, carry):
             params, state, _ = carry
-            changed = jax.tree.map(
-                lambda g: g * (1 + 1e-6 * i), grads
-            )  # or the compiler would take the norm once for all
+            # The gradients change, otherwise the compiler would compute the norm only once.
+            changed = jax.tree.map(lambda g: g * (1 + 1e-6 * i), grads)
             updates, state = tx.update(changed, state, params)
             params = optax.apply_updates(params, updates)
             return params, state, (norm(updates), norm(params)) if with_norms else carry[2]
 
-        return jax.lax.fori_loop(0, ROW, update, carry)
+        return jax.lax.fori_loop(0, UPDATES, update, carry)
 
     carry = (params, jax.jit(tx.init)(params), (jnp.zeros([]), jnp.zeros([])))
-    return seconds(lambda carry: updates_in_a_row(carry, grads), carry) / ROW
+    return seconds(lambda carry: several_updates(carry, grads), carry) / UPDATES
 
 
 def main() -> None:
@@ -127,12 +139,12 @@ def main() -> None:
     parser.add_argument(
         "--norms",
         action="store_true",
-        help="with the norms of update and parameters, as the training step has them",
+        help="also compute the norms of update and parameters, as the training step does",
     )
     parser.add_argument(
         "--stacked",
         action="store_true",
-        help="the layers in stacked arrays (scan_layers): 16 large leaves, not 148",
+        help="stack the layers (scan_layers): 16 large leaves instead of 148",
     )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -144,12 +156,13 @@ def main() -> None:
     ).abstract.params
     count = sum(leaf.size for leaf in jax.tree.leaves(abstract))
 
-    copies_in_a_row = jax.jit(
-        lambda x: jax.lax.fori_loop(0, ROW, lambda _, x: x + 1, x), donate_argnums=0
+    several_copies = jax.jit(
+        lambda x: jax.lax.fori_loop(0, UPDATES, lambda _, x: x + 1, x), donate_argnums=0
     )
-    bandwidth = 2 * 4 * count * ROW / seconds(copies_in_a_row, jnp.zeros(count, jnp.float32))
+    bandwidth = 2 * 4 * count * UPDATES / seconds(several_copies, jnp.zeros(count, jnp.float32))
     print(
-        f"{jax.devices()[0].device_kind}, jax {jax.__version__}: {count:,} parameters, copies at {bandwidth / 1e9:,.0f} GB/s"
+        f"{jax.devices()[0].device_kind}, jax {jax.__version__}: {count:,} parameters, "
+        f"copies at {bandwidth / 1e9:,.0f} GB/s"
     )
     answers = {}
     for name in options.only:
@@ -157,8 +170,8 @@ def main() -> None:
         took = time_of_update(make(schedule), abstract, options.norms)
         needed = numbers * 4 * count / bandwidth
         answers[name] = {"ms": took * 1e3, "needed_ms": needed * 1e3, "ratio": took / needed}
-        of = f"{numbers} numbers a parameter need ({needed * 1e3:.3f} ms)"
-        print(f"{name:24} {took * 1e3:7.3f} ms, {took / needed:5.2f} times what {of}", flush=True)
+        bound = f"the traffic of {numbers} values per parameter ({needed * 1e3:.3f} ms)"
+        print(f"{name:24} {took * 1e3:7.3f} ms, {took / needed:5.2f} times {bound}", flush=True)
     if options.json:
         options.json.write_text(
             json.dumps(

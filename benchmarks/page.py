@@ -1,4 +1,7 @@
-"""docs/performance.md and its picture, from the records: `python -m benchmarks.page`. No figure there is written by hand."""
+"""Generate docs/performance.md and its pictures from the records: `python -m benchmarks.page`.
+
+No figure on the page is written by hand.
+"""
 
 import json
 from pathlib import Path
@@ -15,32 +18,36 @@ DOCS = RECORDS.parents[1] / "docs"
 
 
 def load(name: str) -> dict[str, Any]:
+    """Return the record `name`, or an empty one."""
     path = RECORDS / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
 
 def table(columns: list[str], rows: list[list[str]], align: str = "--:") -> str:
+    """Return a Markdown table. `align` is the alignment of all columns except the first."""
     lines = [columns, ["---", *[align] * (len(columns) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def measured(entry: dict[str, Any]) -> str:
-    """With what an entry was measured, for small print."""
+    """Return the hardware, versions and source of an entry, as small print."""
     versions = entry["versions"]
     names = [
         f"{name} {versions[name]}"
         for name in ("jax", "flax", "torch", "transformers")
         if name in versions
     ]
-    return f"<sub>{entry['hardware']}; Python {versions['python']}, {', '.join(names)}; source {entry['source']}, {entry['date']}</sub>"
+    software = f"Python {versions['python']}, {', '.join(names)}"
+    return f"<sub>{entry['hardware']}; {software}; source {entry['source']}, {entry['date']}</sub>"
 
 
 def gpt2(entry: dict[str, Any]) -> str:
+    """Return the comparison of GPT-2 124M with PyTorch."""
     rows = []
     best = entry[entry["best"]]["step_ms"]
     for name, title in (
         ("shardwise", "shardwise"),
-        ("compact", "PyTorch, a compact model"),
+        ("compact", "PyTorch, compact model"),
         ("transformers", "PyTorch, `transformers`"),
     ):
         one = entry[name]
@@ -60,16 +67,19 @@ def gpt2(entry: dict[str, Any]) -> str:
     ours, other = entry["shardwise"]["losses"], entry[entry["best"]]["losses"]
     hub = entry["transformers" if entry["best"] == "compact" else "compact"]["losses"]
 
-    def apart(a: list[float], b: list[float]) -> str:
+    def difference(a: list[float], b: list[float]) -> str:
         found = [abs(x - y) / y for x, y in zip(a, b, strict=True)]
-        return f"{sum(found) / len(found):.2%} (at most {max(found):.2%}; in the first 50 steps {max(found[:50]):.2%})"
+        return (
+            f"{sum(found) / len(found):.2%} on average (at most {max(found):.2%}; "
+            f"at most {max(found[:50]):.2%} in the first 50 steps)"
+        )
 
     head = table(
         [
-            "GPT-2 124M, 64 x 1024 tokens a step",
-            "a step",
+            "GPT-2 124M, 64 x 1024 tokens per step",
+            "step time",
             "tokens/s",
-            "times the faster PyTorch",
+            "relative to the faster PyTorch model",
             "MFU",
             "memory",
             "compilation",
@@ -78,20 +88,27 @@ def gpt2(entry: dict[str, Any]) -> str:
     )
     return f"""{head}
 
-All three compute in bfloat16 over float32 weights with AdamW and clipping, flash attention and no dropout; PyTorch with `torch.compile` and
-its fused AdamW. They begin with the same weights and see the same text. Over {len(ours)} steps the losses of shardwise and of the faster
-PyTorch model differ by {apart(ours, other)} on average; those of the two PyTorch models by {apart(hub, other)}.
+All three train with AdamW and gradient clipping, compute in bfloat16 with float32 weights, and use
+flash attention without dropout. PyTorch uses `torch.compile` and its fused AdamW. All start from
+the same weights and read the same text.
 
-The recipe's loss is `Mean(linear_cross_entropy(*model.features(inputs), labels))`, of `shardwise.models.loss`, which takes what goes
-into the output layer, (N, D), and its weights, (V, D), of any model.{power(entry)}
+Over {len(ours)} steps, the losses of shardwise and the faster PyTorch model differ by
+{difference(ours, other)}.
+The losses of the two PyTorch models differ by
+{difference(hub, other)}.
 
-![losses](performance.png)
+The loss of the recipe is `Mean(linear_cross_entropy(*model.features(inputs), labels))`, from
+`shardwise.models.loss`. It works with any model: its arguments are the inputs of the output layer,
+(N, D), and the weights of that layer, (V, D).{power(entry)}
+
+![Training losses of shardwise and PyTorch](performance.png)
 
 {measured(entry)}
 """
 
 
 def power(entry: dict[str, Any]) -> str:
+    """Return a paragraph on the power and clock of the GPU, if they were recorded."""
     ours = entry["shardwise"]
     if "power_w" not in ours:
         return ""
@@ -101,11 +118,13 @@ def power(entry: dict[str, Any]) -> str:
     )
     return f"""
 
-While shardwise trains, the card draws {ours["power_w"]:.0f} W at {ours["clock_mhz"]:.0f} MHz, medians of what nvidia-smi says; with the
-PyTorch models {others}. At the limit of its power, what makes a step faster is less work, not less waiting."""
+The GPU draws {ours["power_w"]:.0f} W at {ours["clock_mhz"]:.0f} MHz with shardwise,
+and {others} with the PyTorch models (medians reported by nvidia-smi). At the
+power limit, only less work makes a step faster. Less waiting does not."""
 
 
 def picture(entry: dict[str, Any], path: Path) -> None:
+    """Draw the losses of the comparison with PyTorch."""
     figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
     for name, label, style in (
         ("shardwise", "shardwise", "-"),
@@ -119,7 +138,7 @@ def picture(entry: dict[str, Any], path: Path) -> None:
             label=label,
             linewidth=1.3,
         )
-    axes.set(xlabel="step", ylabel="loss, nats a byte", ylim=(0, None))
+    axes.set(xlabel="step", ylabel="loss, nats per byte", ylim=(0, None))
     axes.legend(frameon=False)
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=130)
@@ -127,6 +146,7 @@ def picture(entry: dict[str, Any], path: Path) -> None:
 
 
 def growth(entry: dict[str, Any]) -> str:
+    """Return how time and memory grow with the model and the mesh."""
     parts = []
     for name, cases in entry["sizes"].items():
         rows = [
@@ -141,7 +161,15 @@ def growth(entry: dict[str, Any]) -> str:
         ]
         parts.append(
             table(
-                [name, "before XLA", "lowering", "compilation", "a step", "", "memory of a device"],
+                [
+                    name,
+                    "before XLA",
+                    "lowering",
+                    "compilation",
+                    "step time",
+                    "FLOP rate",
+                    "memory per device",
+                ],
                 rows,
             )
         )
@@ -157,22 +185,26 @@ def growth(entry: dict[str, Any]) -> str:
     parts.append(
         table(
             [
-                "GPT-2 compiled for TPU v5e, 4 rows a chip",
-                "trace and compilation",
-                "memory of a chip",
-                "a step, planned",
+                "GPT-2 compiled for TPU v5e, 4 sequences per chip",
+                "tracing and compilation",
+                "memory per chip",
+                "planned step time",
             ],
             rows,
         )
     )
-    words = (
-        "Left: what comes before the first step, against layers. Middle: time of a step against its arithmetic, from the smallest case of\n"
-        "each table; below the grey line it grows slower than the work. Right: memory of a device, likewise against what is doubled."
+    text = (
+        "Left: time before the first step, by number of layers. Middle: step time by FLOPs, "
+        "both relative to the\nsmallest case of each table. Below the grey line, time grows more "
+        "slowly than the work. Right: memory per device,\nrelative to the smallest case in the "
+        "same way."
     )
-    return f"![growth](growth.png)\n\n{words}\n\n" + "\n\n".join(parts) + f"\n\n{measured(entry)}\n"
+    image = "![Compilation time, step time and memory by model size](growth.png)"
+    return f"{image}\n\n{text}\n\n" + "\n\n".join(parts) + f"\n\n{measured(entry)}\n"
 
 
 def growth_picture(entry: dict[str, Any], path: Path) -> None:
+    """Draw how time and memory grow with the model and the mesh."""
     figure, (before, steps, memory) = plt.subplots(1, 3, figsize=(10, 3.4), layout="constrained")
     for (name, cases), style in zip(
         entry["sizes"].items(), ("-o", "--s", "-.^", ":v", "-D", "--x"), strict=False
@@ -196,7 +228,7 @@ def growth_picture(entry: dict[str, Any], path: Path) -> None:
             label=name,
         )
     for scan, style, label in (
-        (False, "-*", "layers, in a row, TPU"),
+        (False, "-*", "layers, unrolled, TPU"),
         (True, "--*", "layers, scanned, TPU"),
     ):
         found = sorted(
@@ -210,8 +242,8 @@ def growth_picture(entry: dict[str, Any], path: Path) -> None:
     ends = [1, max(line.get_xdata()[-1] for line in steps.lines)]
     steps.plot(ends, ends, color="lightgrey", linewidth=4, zorder=0)
     before.set(xlabel="layers", ylabel="seconds", title="tracing and compilation")
-    steps.set(xlabel="times the arithmetic", ylabel="times the time", title="a step")
-    memory.set(xlabel="times the size", ylabel="times the memory", title="memory of a device")
+    steps.set(xlabel="relative FLOPs", ylabel="relative time", title="step time")
+    memory.set(xlabel="relative size", ylabel="relative memory", title="memory per device")
     for axes, across, up in (
         (before, (2, 4, 8, 16, 32), (5, 10, 20, 50)),
         *((axes, (1, 2, 5, 10, 20), (1, 2, 5, 10, 20)) for axes in (steps, memory)),
@@ -229,6 +261,7 @@ def growth_picture(entry: dict[str, Any], path: Path) -> None:
 
 
 def torch(entry: dict[str, Any]) -> str:
+    """Return the comparison with PyTorch on a CPU."""
     names = {
         "shardwise": "shardwise",
         "eager": "PyTorch, eager",
@@ -239,16 +272,20 @@ def torch(entry: dict[str, Any]) -> str:
         times = "" if row["side"] == "shardwise" else f"{row['shardwise_over_it']:.2f}"
         rows.append([row["model"], names[row["side"]], f"{row['step_ms']:.1f} ms", times])
     head = [
-        "model of 16 x 128 bytes a step, width 128",
-        "",
-        "a step",
-        "shardwise takes, times that",
+        "GPT, width 128, 16 x 128 bytes per step",
+        "library",
+        "step time",
+        "shardwise, relative to this",
     ]
-    note = "Each takes its turn in every round; times are medians of the rounds, and so are the ratios, each of one round."
+    note = (
+        "All libraries run in every round, in turn. Times are medians over the rounds. Ratios are "
+        "medians of the\nratios within one round."
+    )
     return f"{table(head, rows)}\n\n{note}\n\n{measured(entry)}\n"
 
 
 def start(entry: dict[str, Any]) -> str:
+    """Return the time to the end of the first step, without and with a compilation cache."""
     names = list(entry["first"]["seconds"])
     rows = []
     for which in ("first", "second"):
@@ -257,17 +294,22 @@ def start(entry: dict[str, Any]) -> str:
             *(entry[which]["seconds"].get(name, 0.0) for name in names),
         ]
         rows.append([f"{which} start", *(f"{s:.1f} s" for s in seconds)])
-    note = f"The second takes {entry['ratio']:.2f} times as long as the first"
+    note = f"The second start takes {entry['ratio']:.2f} times as long as the first"
     if len(ratios := entry.get("ratios", ())) > 1:
-        note += f", the median of {len(ratios)} such pairs, which take {min(ratios):.2f} to {max(ratios):.2f}"
-    return f"{table(['to the end of the first step', 'in all', *names], rows)}\n\n{note}.\n\n{measured(entry)}\n"
+        note += (
+            f". This is the median of {len(ratios)} pairs of starts, which range from "
+            f"{min(ratios):.2f} to {max(ratios):.2f}"
+        )
+    head = table(["until the end of the first step", "total", *names], rows)
+    return f"{head}\n\n{note}.\n\n{measured(entry)}\n"
 
 
 def xl(entry: dict[str, Any]) -> str:
+    """Return the plan and the measurement of GPT-2 1.5B."""
     head = [
         "GPT-2 1.5B",
-        "rows of 1024 tokens, by `plan --largest-batch`",
-        "a step",
+        "sequences of 1024 tokens, from `plan --largest-batch`",
+        "step time",
         "tokens/s",
         "MFU",
         "memory",
@@ -294,31 +336,42 @@ def xl(entry: dict[str, Any]) -> str:
 
 
 def long(entry: dict[str, Any]) -> str:
+    """Return the comparison with PyTorch for long sequences."""
     ours, theirs = entry["shardwise"], entry["compact"]
     row = [
-        "GPT-2 124M, 65,536 tokens a step",
+        "GPT-2 124M, 65,536 tokens per step",
         f"{ours['tokens_per_s']:,.0f}",
         f"{theirs['tokens_per_s']:,.0f}",
         f"{entry['ratio']:.2f}",
         f"{ours['peak_gib']:.1f} and {theirs['peak_gib']:.1f} GiB",
     ]
-    head = ["", "tokens/s", "PyTorch's, flash attention", "ratio", "memory"]
+    head = [
+        "model",
+        "shardwise, tokens/s",
+        "PyTorch with flash attention, tokens/s",
+        "ratio",
+        "memory",
+    ]
     return f"{table(head, [row])}\n\n{measured(entry)}\n"
 
 
 def memory(entry: dict[str, Any]) -> str:
+    """Return the bytes per parameter of a training step."""
     cases = {name: row for name, row in entry.items() if isinstance(row, dict) and "total" in row}
     rows = [
         [name, *(f"{row[key]:.2f}" for key in ("state", "temporary", "total"))]
         for name, row in cases.items()
     ]
     head = [
-        "bytes a parameter, by the compiler",
-        "weights and AdamW's averages",
-        "gradient and all else",
-        "in all",
+        "bytes per parameter, from the compiler",
+        "weights and AdamW moments",
+        "gradient and temporaries",
+        "total",
     ]
-    note = "AdamW over float32 weights needs 4 + 8 + 4. Blocks are computed again, of one row of 64 tokens. "
+    note = (
+        "AdamW with float32 weights needs 4 bytes for the weight, 8 for the moments and 4 for the "
+        "gradient. Blocks are\nrematerialized, and the batch is one sequence of 64 tokens. "
+    )
     added = []
     for dtype in ("float32", "bfloat16"):
         (small, few), (large, many) = (
@@ -326,43 +379,54 @@ def memory(entry: dict[str, Any]) -> str:
             for row in (cases[f"gpt2 {dtype}"], cases[f"gpt2-xl {dtype}"])
         )
         added.append(
-            f"{(large * many - small * few) / (many - few):.2f} bytes with products in {dtype}"
+            f"{(large * many - small * few) / (many - few):.2f} bytes with matmuls in {dtype}"
         )
-    note += f"What a parameter more adds, from the smaller model to the larger one: {' and '.join(added)}."
+    note += (
+        "From the smaller to the larger model, each additional\n"
+        f"parameter needs {' and '.join(added)}."
+    )
     return f"{table(head, rows)}\n\n{note}\n\n{measured(entry)}\n"
 
 
 def chunks(entry: dict[str, Any]) -> str:
+    """Return the cost of a chunked loss."""
     whole, parts = entry["whole"], entry["parts"]
     rows = [
         ["all logits at once", f"{whole['step_ms']:.1f} ms", "1", f"{whole['peak_gib']:.1f} GiB"],
         [
-            "an eighth of the logits at a time",
+            "one eighth of the logits at a time",
             f"{parts['step_ms']:.1f} ms",
             f"{entry['ratio']:.3f}",
             f"{parts['peak_gib']:.1f} GiB",
         ],
     ]
-    return f"{table(['the loss of GPT-2 124M, 64 x 1024 tokens', 'a step', 'times', 'memory'], rows)}\n\n{measured(entry)}\n"
+    head = ["loss of GPT-2 124M, 64 x 1024 tokens", "step time", "relative", "memory"]
+    return f"{table(head, rows)}\n\n{measured(entry)}\n"
 
 
 def loop(entry: dict[str, Any]) -> str:
+    """Return the overhead of the training loop on a GPU."""
     row = entry["gpt2"]
     rows = [
-        ["written by hand", f"{row['by_hand_s'] * 1e3:.1f} ms", "1"],
+        ["hand-written loop", f"{row['by_hand_s'] * 1e3:.1f} ms", "1"],
         ["`steps()`", "", f"{row['steps_ratio']:.3f}"],
-        ["with the log of `fit()`", "", f"{row['fit_ratio']:.3f}"],
+        ["`steps()` with the log of `fit()`", "", f"{row['fit_ratio']:.3f}"],
         [
-            "all of `fit()`, a save of 1.5 GB every 100 steps",
+            "`fit()` with a checkpoint of 1.5 GB every 100 steps",
             "",
             f"{row['with_checkpoint_ratio']:.3f}",
         ],
     ]
-    note = f"The first save costs {row['first_save_s']:.1f} s more: the driver pins memory of the host for it, once."
-    return f"{table(['loop around GPT-2 124M, 32 x 1024 tokens', 'a step', 'times'], rows)}\n\n{note}\n\n{measured(entry)}\n"
+    note = (
+        f"The first checkpoint costs {row['first_save_s']:.1f} s more, because the driver pins "
+        "host memory for it once."
+    )
+    head = ["loop for GPT-2 124M, 32 x 1024 tokens", "step time", "relative"]
+    return f"{table(head, rows)}\n\n{note}\n\n{measured(entry)}\n"
 
 
 def cpu_loop(entry: dict[str, Any]) -> str:
+    """Return the overhead of the training loop on a CPU."""
     rows = [
         [
             f"{row['by_hand_s'] * 1e3:.1f} ms",
@@ -375,38 +439,44 @@ def cpu_loop(entry: dict[str, Any]) -> str:
         for row in (entry[name] for name in ("tiny", "small", "medium"))
     ]
     head = [
-        "a step by hand",
-        "`steps()`, times",
-        "its own thread",
-        "with the log of `fit()`, times",
-        "its own thread",
+        "hand-written step",
+        "`steps()`, relative",
+        "CPU time of its thread",
+        "with the log of `fit()`, relative",
+        "CPU time of its thread",
     ]
-    note = "The program, and the thread that reads ahead, share two cores with the loop; for an accelerator its own thread is what counts."
+    note = (
+        "CPU times are differences from the hand-written loop, per step. The XLA program and the "
+        "prefetching thread share two\ncores with the loop. With an accelerator, only the CPU time "
+        "of the loop's thread matters."
+    )
     return f"{table(head, rows)}\n\n{note}\n\n{measured(entry)}\n"
 
 
 SECTIONS = [
     ("GPT-2 124M on one GPU", "gpu", "gpt2", gpt2),
     ("GPT-2 1.5B on one GPU", "gpu", "xl", xl),
-    ("Rows of 16,384 tokens", "gpu", "16k", long),
-    ("Rows of 65,536 tokens", "gpu", "64k", long),
-    ("Memory", "gpu", "memory", memory),
-    ("The loss in parts", "gpu", "chunks", chunks),
-    ("The loop", "gpu", "loop", loop),
-    ("On the CPU, beside PyTorch", "cpu", "torch", torch),
-    ("The loop on the CPU", "cpu", "loop", cpu_loop),
-    ("Starting: the default recipe on the CPU", "cpu", "start", start),
-    ("Starting: GPT-2 124M on one GPU, one scanned layer", "gpu", "start", start),
-    ("Starting: GPT-2 124M on one GPU, all layers in a row", "gpu", "start_in_a_row", start),
-    ("How it grows", "cpu", "growth", growth),
+    ("Sequences of 16,384 tokens", "gpu", "16k", long),
+    ("Sequences of 65,536 tokens", "gpu", "64k", long),
+    ("Memory per parameter", "gpu", "memory", memory),
+    ("Chunked loss", "gpu", "chunks", chunks),
+    ("Training loop on one GPU", "gpu", "loop", loop),
+    ("Comparison with PyTorch on a CPU", "cpu", "torch", torch),
+    ("Training loop on a CPU", "cpu", "loop", cpu_loop),
+    ("Startup time: default recipe on a CPU", "cpu", "start", start),
+    ("Startup time: GPT-2 124M on one GPU, scanned layers", "gpu", "start", start),
+    ("Startup time: GPT-2 124M on one GPU, unrolled layers", "gpu", "start_unrolled", start),
+    ("Scaling with model size and devices", "cpu", "growth", growth),
 ]
 
 
 def main() -> None:
+    """Write the page and its pictures."""
     parts = [
         "# Performance",
-        "Made by `python -m benchmarks.page` from the records in benchmarks/records, which `make bench` and,\n"
-        "on a machine with a GPU, `python -m benchmarks.gpu` write. Ratios are measured in one run on one machine.",
+        "`python -m benchmarks.page` generates this page from the records in benchmarks/records. "
+        "`make bench` writes the records\nof a CPU, `python -m benchmarks.gpu` those of a GPU. "
+        "Both sides of a ratio are measured in one run on one machine.",
     ]
     records = {name: load(name) for name in ("gpu", "cpu")}
     for title, record, name, show in SECTIONS:
@@ -424,7 +494,10 @@ def main() -> None:
         for c in changes
     ]
     parts.append(
-        f"## What changes brought\n\n{table(['', 'change', 'predicted', 'measured', ''], rows, '---')}"
+        "## Optimizations: predicted and measured\n\n"
+        "Each row is one change to the code, with the effect that was predicted before it was "
+        "measured. Times are per step\nunless a row says otherwise.\n\n"
+        + table(["case", "change", "predicted", "measured", "result"], rows, "---")
     )
     if "gpt2" in records["gpu"]:
         picture(records["gpu"]["gpt2"], DOCS / "performance.png")

@@ -1,4 +1,5 @@
-"""What benchmarks/cpu.py and benchmarks/gpu.py share: parts that run in processes of their own, and one record of what they found."""
+"""Run the parts of benchmarks/cpu.py and benchmarks/gpu.py in separate processes, and record
+results."""
 
 import argparse
 import json
@@ -18,7 +19,7 @@ Part = Callable[[Path, argparse.Namespace], dict[str, Any]]
 
 
 def child(folder: Path, name: str, module: str, *args: object) -> dict[str, Any]:
-    """Runs `python -m module args --json FILE` and reads FILE; what it prints passes through."""
+    """Run `python -m module args --json FILE` and return the content of FILE."""
     path = folder / f"{name}.json"
     print(f"# {name}", flush=True)
     subprocess.run([sys.executable, "-m", module, *map(str, args), "--json", str(path)], check=True)
@@ -26,7 +27,18 @@ def child(folder: Path, name: str, module: str, *args: object) -> dict[str, Any]
 
 
 def start(folder: Path, *words: str, pairs: int = 1) -> dict[str, Any]:
-    """The same run started twice, each to the end of its first step: of several such pairs the one in the middle, and all ratios."""
+    """Start the same run twice and time each start to the end of its first step.
+
+    The second start finds the compilation cache of the first.
+
+    Args:
+        folder: directory for runs and caches.
+        words: the recipe and its arguments.
+        pairs: how many pairs of starts to measure.
+
+    Returns:
+        The pair with the median ratio, and the ratios of all pairs.
+    """
     found = sorted(
         (_pair(folder / str(n), *words) for n in range(pairs)), key=lambda pair: pair["ratio"]
     )
@@ -60,26 +72,33 @@ def run_parts(
     parts: dict[str, Part],
     ratios: Callable[[dict[str, Any]], list[tuple[str, float, str]]],
 ) -> None:
-    """Runs the parts that are asked for; the others stay as they are in the record. Ends with one table of ratios."""
+    """Run the selected parts, update their entries of the record, and print a table of ratios.
+
+    Args:
+        about: the description of the command.
+        kind: "cpu" or "gpu"; the name of the record.
+        parts: the function that measures each part.
+        ratios: returns (description, ratio, goal) of all ratios of a record.
+    """
     parser = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--parts", nargs="+", choices=list(parts), default=list(parts))
     parser.add_argument(
-        "--torch", metavar="PYTHON", help="an interpreter that has PyTorch, if it is another one"
+        "--torch", metavar="PYTHON", help="a Python interpreter with PyTorch, if this one has none"
     )
     parser.add_argument("--record", type=Path, default=RECORDS / f"{kind}.json")
     options = parser.parse_args()
-    about_it = describe(
-        kind, options.torch
-    )  # now: a record that has changed is a change of the source
+    # Before the record changes: a changed record makes the source dirty.
+    about_it = describe(kind, options.torch)
     for name in options.parts:
         began = time.time()
         with tempfile.TemporaryDirectory() as folder:
             try:
                 found = parts[name](Path(folder), options)
             except Exception:
-                traceback.print_exc()  # the other parts still count
+                # Continue with the other parts.
+                traceback.print_exc()
                 continue
         if found:
             save(options.record, name, {**found, **about_it, "seconds": round(time.time() - began)})

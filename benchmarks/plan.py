@@ -1,9 +1,10 @@
-"""What `plan` says of a run beside what the run takes, on the accelerator at hand.
+"""Compare plans of GPT-2 with measured time and memory, on the accelerator of this machine.
 
-    python benchmarks/plan.py                 the configurations that nothing was fitted to
-    python benchmarks/plan.py --fitted        those to which the shares in hardware.py were fitted (H200)
+    python benchmarks/plan.py                 configurations that nothing was fitted to
+    python benchmarks/plan.py --fitted        configurations that hardware.py was fitted to (H200)
 
-Each runs in a process of its own: planned first (nothing is allocated), then trained for some steps.
+Each configuration runs in a separate process. It is planned first, without allocating memory, and
+then trained for a few steps.
 """
 
 import argparse
@@ -18,42 +19,47 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
 
 FITTED = {
-    "124M, 32 rows": {"preset": "gpt2", "batch_size": 32, "scan_layers": False},
-    "124M, 64 rows, block": {"preset": "gpt2", "batch_size": 64, "remat": "block"},
-    "124M, 128 rows in 4 parts": {"preset": "gpt2", "batch_size": 128, "accumulate": 4},
-    "355M, 16 rows, dots": {"preset": "gpt2-medium", "batch_size": 16, "remat": "dots"},
-    "774M, 16 rows, block, 8 chunks": {
+    "124M, 32 sequences": {"preset": "gpt2", "batch_size": 32, "scan_layers": False},
+    "124M, 64 sequences, block": {"preset": "gpt2", "batch_size": 64, "remat": "block"},
+    "124M, 128 sequences in 4 parts": {"preset": "gpt2", "batch_size": 128, "accumulate": 4},
+    "355M, 16 sequences, dots": {"preset": "gpt2-medium", "batch_size": 16, "remat": "dots"},
+    "774M, 16 sequences, block, 8 chunks": {
         "preset": "gpt2-large",
         "batch_size": 16,
         "remat": "block",
         "loss_chunks": 8,
     },
-    "1.5B, 8 rows, block": {"preset": "gpt2-xl", "batch_size": 8, "remat": "block"},
-    "1.5B, 32 rows, block, 16 chunks": {
+    "1.5B, 8 sequences, block": {"preset": "gpt2-xl", "batch_size": 8, "remat": "block"},
+    "1.5B, 32 sequences, block, 16 chunks": {
         "preset": "gpt2-xl",
         "batch_size": 32,
         "remat": "block",
         "loss_chunks": 16,
     },
-    "124M, 64 rows, 16 chunks": {"preset": "gpt2", "batch_size": 64, "loss_chunks": 16},
+    "124M, 64 sequences, 16 chunks": {"preset": "gpt2", "batch_size": 64, "loss_chunks": 16},
 }
 OTHERS = {
-    "124M, 16 rows": {"preset": "gpt2", "batch_size": 16, "scan_layers": False},
-    "124M, 32 rows, one scanned layer": {"preset": "gpt2", "batch_size": 32},
-    "124M, 48 rows, dots": {"preset": "gpt2", "batch_size": 48, "remat": "dots"},
-    "124M, 8 rows of 4096": {"preset": "gpt2", "batch_size": 8, "length": 4096},
-    "355M, 32 rows, block": {"preset": "gpt2-medium", "batch_size": 32, "remat": "block"},
-    "355M, 32 rows in 2 parts, 8 chunks": {"preset": "gpt2-medium", "batch_size": 32, "accumulate": 2, "loss_chunks": 8},
-    "774M, 8 rows": {"preset": "gpt2-large", "batch_size": 8},
-    "774M, 64 rows in 4 parts, dots": {"preset": "gpt2-large", "batch_size": 64, "accumulate": 4, "remat": "dots"},
-    "1.5B, 16 rows, dots": {"preset": "gpt2-xl", "batch_size": 16, "remat": "dots"},
-    "1.5B, 64 rows in 4 parts, block, 8 chunks": {
+    "124M, 16 sequences": {"preset": "gpt2", "batch_size": 16, "scan_layers": False},
+    "124M, 32 sequences, scanned layers": {"preset": "gpt2", "batch_size": 32},
+    "124M, 48 sequences, dots": {"preset": "gpt2", "batch_size": 48, "remat": "dots"},
+    "124M, 8 sequences of 4096": {"preset": "gpt2", "batch_size": 8, "length": 4096},
+    "355M, 32 sequences, block": {"preset": "gpt2-medium", "batch_size": 32, "remat": "block"},
+    "355M, 32 sequences in 2 parts, 8 chunks": {
+        "preset": "gpt2-medium", "batch_size": 32, "accumulate": 2, "loss_chunks": 8,
+    },
+    "774M, 8 sequences": {"preset": "gpt2-large", "batch_size": 8},
+    "774M, 64 sequences in 4 parts, dots": {
+        "preset": "gpt2-large", "batch_size": 64, "accumulate": 4, "remat": "dots",
+    },
+    "1.5B, 16 sequences, dots": {"preset": "gpt2-xl", "batch_size": 16, "remat": "dots"},
+    "1.5B, 64 sequences in 4 parts, block, 8 chunks": {
         "preset": "gpt2-xl", "batch_size": 64, "accumulate": 4, "remat": "block", "loss_chunks": 8,
     },
 }  # fmt: skip
 
 
 def measure(arguments: dict) -> dict:
+    """Return planned and measured time and memory of one configuration."""
     import jax
     from gpt2 import recipe
 
@@ -92,7 +98,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--fitted", action="store_true")
-    parser.add_argument("--one", help="(used by itself)")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.one:
@@ -100,7 +106,8 @@ def main() -> None:
         return
     rows = []
     print(
-        f"{'':44} {'planned':>10} {'measured':>10} {'ratio':>6}   {'planned':>9} {'measured':>9} {'ratio':>6}"
+        f"{'':44} {'planned':>10} {'measured':>10} {'ratio':>6}   "
+        f"{'planned':>9} {'measured':>9} {'ratio':>6}"
     )
     for name, arguments in (FITTED if options.fitted else OTHERS).items():
         done = subprocess.run(
@@ -141,7 +148,8 @@ def main() -> None:
         if (a["planned_ms"] < b["planned_ms"]) != (a["measured_ms"] < b["measured_ms"])
     ]
     print(
-        f"of {len(pairs)} pairs that take times more than 2 % apart, {len(wrong)} are planned in the wrong order {' '.join(wrong)}"
+        f"{len(pairs)} pairs have step times that differ by more than 2 %; "
+        f"{len(wrong)} of them are planned in the wrong order {' '.join(wrong)}"
     )
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2) + "\n")

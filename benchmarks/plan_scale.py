@@ -1,10 +1,11 @@
-"""What it takes to plan large runs for many chips, on this machine: seconds and memory of the planning process.
+"""Measure the time and memory of planning large runs for many chips, on this machine.
 
-    python benchmarks/plan_scale.py                     GPT with 7 and 70 billion parameters for 8 to 512 TPU v5p chips
+    python benchmarks/plan_scale.py                     all presets and numbers of chips
     python benchmarks/plan_scale.py --chips 8 --presets gpt-7b
 
-A row of 2048 tokens for each chip, parameters and optimizer cut over all of them, layers scanned, blocks rematerialized.
-Needs libtpu, no TPU.
+The runs are GPTs with 7 and 70 billion parameters on 8 to 512 TPU v5p chips. Each chip has one
+sequence of 2048 tokens. Parameters and optimizer state are sharded over all chips, layers are
+scanned and blocks are rematerialized. This needs libtpu, but no TPU.
 """
 
 import argparse
@@ -22,6 +23,7 @@ RECIPE = Path(__file__).parent.parent / "recipes" / "gpt2.py"
 
 
 def plan(preset: str, chips: int, folder: str) -> dict:
+    """Run `shardwise plan` in a process, and return its result and the wall seconds."""
     answer = Path(folder) / f"{preset}-{chips}.json"
     words = [
         "--preset",
@@ -76,7 +78,8 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     print(
-        f"{'':8} {'chips':>5} {'planned in':>11} {'with':>9}   {'peak of a chip':>15} {'step':>9} {'tokens/s':>11} {'MFU':>6}"
+        f"{'':8} {'chips':>5} {'planned in':>11} {'memory':>9}   {'peak per chip':>15} "
+        f"{'step':>9} {'tokens/s':>11} {'MFU':>6}"
     )
     for preset, chips in itertools.product(options.presets, options.chips):
         with tempfile.TemporaryDirectory() as folder:
@@ -84,7 +87,8 @@ def main() -> None:
             rows.append(row)
             peak = f"{row['peak'] / 2**30:.1f} GiB" + ("" if row["fits"] else " (!)")
             print(
-                f"{preset:8} {chips:5d} {row['wall_s']:9.1f} s {row['compile_memory'] / 2**30:5.1f} GiB   {peak:>15} "
+                f"{preset:8} {chips:5d} {row['wall_s']:9.1f} s "
+                f"{row['compile_memory'] / 2**30:5.1f} GiB   {peak:>15} "
                 f"{row['seconds']:7.3f} s {row['items_per_second']:11,.0f} {row['mfu']:6.1%}",
                 flush=True,
             )

@@ -1,9 +1,10 @@
-"""The search for a mesh beside compiling every candidate: is the chosen one the best, and how many compilations did it take?
+"""Compare the mesh search with compiling every candidate.
 
-    python benchmarks/plan_search.py                    GPT-2 1.5B on v5e:4x4; about half an hour on 2 cores
+    python benchmarks/plan_search.py                 GPT-2 1.5B on v5e:4x4; 30 minutes on 2 cores
     python benchmarks/plan_search.py --only-search
 
-Compiled answers are kept in --cache, so an interrupted run goes on. Needs libtpu, no TPU.
+This shows whether the search finds the best mesh, and how many compilations it needs. Plans are
+cached in `--cache`, so an interrupted run resumes. This needs libtpu, but no TPU.
 """
 
 import argparse
@@ -50,9 +51,12 @@ def main() -> None:
     def compile_one(candidate, run):
         begun = time.perf_counter()
         plan = plan_run(run, target, dict(candidate.options), options.cache)
-        about = f"{plan.times.total * 1e3:8.1f} ms, {plan.memory.peak / 2**30:5.1f} GiB{'' if plan.fits else ' too large'}"
+        about = f"{plan.times.total * 1e3:8.1f} ms, {plan.memory.peak / 2**30:5.1f} GiB"
+        too_large = "" if plan.fits else " too large"
+        seconds = time.perf_counter() - begun
         print(
-            f"{candidate.mesh:18} {dict(candidate.options)!s:38} {about} ({time.perf_counter() - begun:.0f} s)",
+            f"{candidate.mesh:18} {dict(candidate.options)!s:38} {about}{too_large} "
+            f"({seconds:.0f} s)",
             flush=True,
         )
         return plan
@@ -62,10 +66,12 @@ def main() -> None:
     best = found.best
     for entry in found.ranking:
         print(
-            f"  {entry.candidate.mesh:22} {dict(entry.candidate.options)!s:38} {entry.status:13} {entry.why}"
+            f"  {entry.candidate.mesh:22} {dict(entry.candidate.options)!s:38} "
+            f"{entry.status:13} {entry.why}"
         )
     print(
-        f"search: {best.candidate if best else None}, {found.num_compiled} of {found.num_candidates} compiled"
+        f"search: {best.candidate if best else None}, "
+        f"{found.num_compiled} of {found.num_candidates} compiled"
     )
     if options.only_search:
         return
@@ -83,10 +89,12 @@ def main() -> None:
     fastest = min(times, key=times.get)
     ratio = times[best.candidate] / times[fastest]
     print(
-        f"of all {len(possible) * 6} compiled, {len(times)} fit; the best is {fastest}: {times[fastest] * 1e3:.1f} ms"
+        f"{len(times)} of all {len(possible) * 6} candidates fit; "
+        f"the fastest is {fastest}: {times[fastest] * 1e3:.1f} ms"
     )
     print(
-        f"the search chose {best.candidate}: {ratio:.4f} times that, with {found.num_compiled} compilations"
+        f"the search selected {best.candidate}: {ratio:.4f} times as long, "
+        f"with {found.num_compiled} compilations"
     )
     if options.json:
         rows = [

@@ -1,4 +1,4 @@
-"""Records of measurements: what was found, with which versions, on what, from which source."""
+"""Records of measurements, with hardware, versions and source."""
 
 import json
 import os
@@ -24,7 +24,12 @@ PACKAGES = (
 
 
 def describe(kind: str, torch: str | None = None) -> dict[str, Any]:
-    """When, where and with what; `kind` is "gpu" or "cpu", and `torch` an interpreter that has PyTorch, if this one has not."""
+    """Return date, hardware, versions and source of a measurement.
+
+    Args:
+        kind: "gpu" or "cpu".
+        torch: a Python interpreter with PyTorch, if this one has none.
+    """
     versions = _versions()
     if torch is not None:
         words = [torch, "-c", "import torch; print(torch.__version__)"]
@@ -40,7 +45,7 @@ def describe(kind: str, torch: str | None = None) -> dict[str, Any]:
 
 
 def save(path: Path, name: str, entry: dict[str, Any]) -> None:
-    """The record with this entry new or replaced."""
+    """Add or replace one entry of a record."""
     record = json.loads(path.read_text()) if path.exists() else {}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**record, name: entry}, indent=1) + "\n")
@@ -78,7 +83,7 @@ def _hardware(kind: str) -> str:
 
 
 def _source() -> str:
-    """The commit, if git is here; SHARDWISE_SOURCE elsewhere."""
+    """Return `SHARDWISE_SOURCE` if it is set, otherwise the commit."""
     if given := os.environ.get("SHARDWISE_SOURCE"):
         return given
     words = ["git", "describe", "--always", "--dirty"]

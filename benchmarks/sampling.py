@@ -1,8 +1,10 @@
-"""How fast `stream` writes, with keys and values kept and without: `python -m benchmarks.sampling`.
+"""Measure how fast `stream` generates text, with and without a KV cache: `python -m
+benchmarks.sampling`.
 
-Presets of the GPT-2 family with random weights in float32, one text, a prompt of 16 tokens; the arithmetic does not depend on the
-weights. Each figure is of the tokens after the first two, which wait for the compiler; both ways take turns, and the best of the
-rounds is shown, because whatever else the machine does only makes it slower. Both write the same tokens, which is checked.
+Models are presets of the GPT-2 family with random float32 weights. They generate one text from a
+prompt of 16 tokens. The FLOPs do not depend on the weights. The first two tokens are not counted,
+because they wait for the compiler. Both ways run in turn, and the best round counts, because other
+load on the machine only makes it slower. The benchmark checks that both generate the same tokens.
 """
 
 import argparse
@@ -21,7 +23,7 @@ PROMPT = 16
 
 
 def measure(model: GPT, new: int, cached: bool) -> tuple[float, list[int]]:
-    """Tokens a second, and the tokens."""
+    """Return the tokens per second, and the tokens."""
     prompt = np.random.default_rng(0).integers(0, 256, (1, PROMPT))
     times, tokens = [], []
     for token in stream(model, prompt, new, jax.random.key(0), Sampling(0.0), cached=cached):
@@ -36,13 +38,13 @@ def main() -> None:
     )
     parser.add_argument("--presets", nargs="+", choices=list(PRESETS), default=["byte", "gpt2"])
     parser.add_argument(
-        "--tokens", nargs="+", type=int, default=[64, 240], help="how many are written"
+        "--tokens", nargs="+", type=int, default=[64, 240], help="tokens to generate"
     )
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     about = describe(jax.default_backend())
     print(f"{about['hardware']}; jax {about['versions']['jax']}\n")
-    print("| preset | tokens | tokens/s | without cache | times |\n| --- | --- | --- | --- | --- |")
+    print("| preset | tokens | tokens/s | without cache | ratio |\n| --- | --- | --- | --- | --- |")
     for preset in options.presets:
         config = replace(
             PRESETS[preset],

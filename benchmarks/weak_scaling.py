@@ -1,15 +1,21 @@
-"""Weak scaling on paper: GPT 7B planned for 8 to 2,048 TPU v5p chips, the mesh chosen at each size, bytes over links, efficiency.
+"""Plan weak scaling: GPT 7B on 8 to 2,048 TPU v5p chips, with the best mesh at each size.
 
-    python benchmarks/weak_scaling.py                   all sizes; up to an hour on 2 cores, then a minute from --cache
+    python benchmarks/weak_scaling.py                   all sizes; up to an hour on 2 cores
     python benchmarks/weak_scaling.py --chips 8 64 --rows 4
 
-Each chip keeps its rows of 2048 tokens while chips are added; layers are scanned, blocks rematerialized. At each size a handful of
-meshes is compiled, and the one with the shortest estimated step that fits is chosen. "Sent" is what one chip hands to others in a step,
-by mesh axes: of an array that n chips exchange (n - 1) / n of its bytes, twice that for an all-reduce; in parentheses what of it goes over
-each link of the chip that these axes use. Links are those within a slice, the network is between slices. "Waits" is the part of the step
-in which nothing is computed. Efficiency is tokens a second and chip beside those of the smallest size, which may be more than 1: a torus
-as small as 2x2x2 does not close, and its chips have fewer links. Bytes and memory are the compiler's, times are from a model of the
-hardware (docs/plan.md). Compiled answers are kept in --cache, so an interrupted run goes on. Needs libtpu, no TPU.
+The sequences per chip, of 2048 tokens, stay the same while chips are added. Layers are scanned and
+blocks are rematerialized. At each size several meshes are compiled. The one with the shortest
+estimated step that fits is selected.
+
+"sent over links" is what one chip sends to others in a step, by mesh axes. For an array that n
+chips communicate, it is (n - 1) / n of its bytes, and twice that for an all-reduce. The value in
+parentheses is the part that uses each link of the chip. Links are within a slice, the network is
+between slices. "waits" is the part of the step in which nothing is computed.
+
+Efficiency is tokens per second and chip, relative to the smallest size. It may exceed 1: a torus as
+small as 2x2x2 has no wrap-around links, so its chips have fewer links. Bytes and memory are from
+the compiler. Times are from a model of the hardware (docs/plan.md). Plans are cached in `--cache`,
+so an interrupted run resumes, and a second run takes a minute. This needs libtpu, but no TPU.
 """
 
 import argparse
@@ -33,7 +39,9 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.roofline import HOP
 from shardwise.plan.target import Target, find_target
 
-MESHES = {  # FSDP over all of a slice, half of it, a plane of its torus, a few chips; half of the heads where there are few chips
+# FSDP over a complete slice, half of it, a plane of its torus, or a few chips; tensor parallelism
+# for few chips.
+MESHES = {
     "v5p:2x2x2": ["fsdp=8", "data=2,fsdp=4", "fsdp=4,model=2"],
     "v5p:4x4x4": [
         "fsdp=64",
@@ -52,24 +60,35 @@ MESHES = {  # FSDP over all of a slice, half of it, a plane of its torus, a few 
         "data=32,fsdp=64",
         "data=256,fsdp=8",
     ],
+    # Only the data axis crosses slices.
     "2*v5p:8x8x16": [
         "data=2,fsdp=1024",
         "data=32,fsdp=64",
         "data=256,fsdp=8",
-    ],  # only data crosses the slices
+    ],
     "4*v5p:8x8x8": ["data=4,fsdp=512", "data=32,fsdp=64"],
 }
-HEAD = "chips | target | mesh | peak | step | bound by | waits | sent over links (each) | over the network | tokens/s | MFU | efficiency"
-KEPT = "chips target mesh is_chosen fits peak seconds times sent traffic items_per_second mfu efficiency compile_seconds compile_memory"
+HEAD = (
+    "chips | target | mesh | peak | step | bound by | waits | sent over links (each) | "
+    "over the network | tokens/s | MFU | efficiency"
+)
+KEPT = (
+    "chips target mesh is_chosen fits peak seconds times sent traffic items_per_second mfu "
+    "efficiency compile_seconds compile_memory"
+)
 
 
 def num_chips(target: str) -> int:
+    """Return the number of chips of a target."""
     slices, _, shape = target.rpartition("*")
     return int(slices or 1) * math.prod(map(int, shape.partition(":")[2].split("x")))
 
 
 def sent(plan: Plan, target: Target) -> dict[str, dict[str, tuple[float, float]]]:
-    """By link and mesh axes: bytes that one chip hands to others in a step, and those of them that go over one of its links."""
+    """Return the bytes that one chip sends in a step, by link and mesh axes.
+
+    Each entry also has the bytes that use one link of the chip.
+    """
     assert target.chip is not None
     mesh = make_mesh(show_sizes(plan.mesh), target.devices)
     slice_of = np.vectorize(lambda device: getattr(device, "slice_index", 0))(mesh.devices)
@@ -96,7 +115,7 @@ def sent(plan: Plan, target: Target) -> dict[str, dict[str, tuple[float, float]]
 
 
 def plan_all(name: str, rows: int, cache: Path) -> list[dict[str, Any]]:
-    """Every mesh of a target, the shortest step that fits first."""
+    """Return the plans of all meshes of a target, the shortest step that fits first."""
     target, found = find_target(name), []
     for mesh in MESHES[name]:
         chips = len(target.devices)
@@ -118,6 +137,8 @@ def plan_all(name: str, rows: int, cache: Path) -> list[dict[str, Any]]:
 
 
 def line(row: dict[str, Any]) -> str:
+    """Return a row of the Markdown table."""
+
     def show(link: str) -> str:
         found = [
             (axes, total / 1e9, each / 1e9)
@@ -158,12 +179,12 @@ def main() -> None:
     parser.add_argument(
         "--chips", nargs="+", type=int, default=sorted({num_chips(name) for name in MESHES})
     )
-    parser.add_argument("--rows", type=int, default=1, help="of each chip")
+    parser.add_argument("--rows", type=int, default=1, help="sequences per chip")
     parser.add_argument("--cache", type=Path, default=Path("plan_search_cache"))
     parser.add_argument(
         "--all",
         action="store_true",
-        help="every mesh that was compiled, not only the best of each size",
+        help="print every mesh, not only the best of each size",
     )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

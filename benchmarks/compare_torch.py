@@ -1,10 +1,11 @@
-"""Training on this machine's CPU: the step that `shardwise train` runs, beside the same model in PyTorch.
+"""Compare the training step of `shardwise train` on a CPU with the same model in PyTorch.
 
-    python -m benchmarks.beside_torch --torch /path/to/python [--json FILE]
+    python -m benchmarks.compare_torch --torch /path/to/python [--json FILE]
 
-`--torch` names an interpreter that has PyTorch, usually of another virtual environment. Each side is a process of its own
-that answers "go N" with the seconds a step takes. The sides take turns, and a ratio is that of two times of one round, so
-that a busy machine is busy for all of them.
+`--torch` is a Python interpreter with PyTorch, usually of another virtual environment. Each library
+runs in a separate process that answers "go N" with the seconds per step. All libraries run in every
+round, in turn, and a ratio compares two times of one round. So other load on the machine affects
+all of them.
 """
 
 import argparse
@@ -21,13 +22,16 @@ from typing import Any
 
 THREADS = 2
 ROWS, LENGTH, VOCAB, HEADS, WIDTH = 16, 128, 256, 4, 128
-MODELS = {"4 layers": 4, "the default recipe's": 2}  # layers
+# The number of layers of each model.
+MODELS = {"4 layers": 4, "2 layers (default recipe)": 2}
 
 
 def shardwise_step(layers: int) -> Callable[[int], None]:
+    """Return a function that runs a number of steps in shardwise."""
     from shardwise.runtime import keep_freed_memory
 
-    keep_freed_memory()  # as the command line does, before JAX is imported
+    # As the command line does, before JAX is imported.
+    keep_freed_memory()
     import jax
 
     from recipes.stdlib_gpt import recipe
@@ -57,6 +61,7 @@ def shardwise_step(layers: int) -> Callable[[int], None]:
 
 
 def torch_step(layers: int, compiled: bool) -> Callable[[int], None]:
+    """Return a function that runs a number of steps in PyTorch."""
     import torch
 
     from benchmarks.gpt2_torch import GPT
@@ -80,6 +85,7 @@ def torch_step(layers: int, compiled: bool) -> Callable[[int], None]:
 
 
 def answer(side: str, layers: int) -> None:
+    """Answer each line "go N" of standard input with the seconds per step."""
     steps = shardwise_step(layers) if side == "shardwise" else torch_step(layers, side == "compile")
     for line in sys.stdin:
         count, start = int(line.split()[1]), time.perf_counter()
@@ -88,20 +94,22 @@ def answer(side: str, layers: int) -> None:
 
 
 def ask(child: Any, count: int) -> float:
+    """Return the seconds per step of `count` steps in a child process."""
     print("go", count, file=child.stdin, flush=True)
     return float(child.stdout.readline())
 
 
 def measure(layers: int, sides: dict[str, str], rounds: int, count: int) -> dict[str, list[float]]:
-    """Seconds a step of each side, one for each round."""
+    """Return the seconds per step of each library, one value per round."""
     env = os.environ | {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": str(THREADS)}
-    words = ["-m", "benchmarks.beside_torch", "--layers", str(layers), "--answer"]
+    words = ["-m", "benchmarks.compare_torch", "--layers", str(layers), "--answer"]
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": env}
     children = {
         side: subprocess.Popen([python, *words, side], **pipes) for side, python in sides.items()
     }
     for child in children.values():
-        ask(child, 3)  # compiles
+        # The first steps compile.
+        ask(child, 3)
     found = [{side: ask(child, count) for side, child in children.items()} for _ in range(rounds)]
     for child in children.values():
         child.communicate()
@@ -112,9 +120,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--torch", metavar="PYTHON", help="an interpreter with PyTorch")
+    parser.add_argument("--torch", metavar="PYTHON", help="a Python interpreter with PyTorch")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=5, help="of a side in a round")
+    parser.add_argument("--steps", type=int, default=5, help="steps of each library per round")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--answer", help=argparse.SUPPRESS)
     parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
@@ -141,7 +149,8 @@ def main() -> None:
                 }
             )
             print(
-                f"{name:22} {side:10} {rows[-1]['step_ms']:7.1f} ms a step; shardwise takes {ratio:.2f} x that",
+                f"{name:26} {side:10} {rows[-1]['step_ms']:7.1f} ms per step; "
+                f"shardwise takes {ratio:.2f} times as long",
                 flush=True,
             )
     if options.json:
