@@ -1,4 +1,4 @@
-"""The page on fine-tuning tells the truth: its code and its commands run, in order, and print what is shown."""
+"""The code and commands of the page on fine-tuning run in order and print what it shows."""
 
 import re
 
