@@ -58,7 +58,10 @@ def main() -> None:
     # Random moments, because zeros would compress to almost nothing.
     fill = jax.jit(
         lambda tree: jax.tree.map(
-            lambda x: x if x.ndim == 0 else jax.random.normal(jax.random.key(1), x.shape), tree
+            lambda x: (
+                x if x.ndim == 0 else jax.random.normal(jax.random.key(1), x.shape)
+            ),
+            tree,
         )
     )
     state = replace(state, opt_state=fill(state.opt_state))
@@ -103,9 +106,10 @@ def main() -> None:
                 def plain():
                     stall, _ = measure(
                         lambda: orbax.save(
-                            folder / "orbax" / str(n), args=ocp.args.StandardSave(tree)
+                            folder / "orbax" / str(n),  # noqa: B023
+                            args=ocp.args.StandardSave(tree),
                         )
-                    )  # noqa: B023
+                    )
                     return stall, stall + measure(orbax.wait_until_finished)[0]
 
                 # The order alternates: the second save competes with the writeback of the first.
@@ -118,13 +122,22 @@ def main() -> None:
                 restore, _ = measure(lambda: checkpoints.restore(spec, n))  # noqa: B023
                 orbax_restore, _ = measure(
                     lambda: orbax.restore(
-                        folder / "orbax" / str(n), args=ocp.args.StandardRestore(wanted)
+                        folder / "orbax" / str(n),  # noqa: B023
+                        args=ocp.args.StandardRestore(wanted),
                     )
-                )  # noqa: B023
+                )
                 shutil.rmtree(folder / "orbax" / str(n))
                 # The first round is a warm-up.
                 if n:
-                    row = (stall, orbax_stall, save, orbax_save, verify, restore, orbax_restore)
+                    row = (
+                        stall,
+                        orbax_stall,
+                        save,
+                        orbax_save,
+                        verify,
+                        restore,
+                        orbax_restore,
+                    )
                     for name, seconds in zip(times, row, strict=True):
                         times[name].append(seconds)
     finally:
@@ -136,8 +149,10 @@ def main() -> None:
             f"{' '.join(f'{value * 1e3:.0f}' for value in times[name])}"
         )
     ratios = {
-        "stall of a save, relative to Orbax alone": medians["stall"] / medians["orbax stall"],
-        "complete save, relative to Orbax alone": medians["complete save"] / medians["orbax save"],
+        "stall of a save, relative to Orbax alone": medians["stall"]
+        / medians["orbax stall"],
+        "complete save, relative to Orbax alone": medians["complete save"]
+        / medians["orbax save"],
         "verification, relative to a restore": medians["verify"] / medians["restore"],
         "verification, relative to a restore by Orbax alone": medians["verify"]
         / medians["orbax restore"],
@@ -146,7 +161,8 @@ def main() -> None:
         print(f"  {ratio:6.3f}  {name}")
     if options.json:
         options.json.write_text(
-            json.dumps({"bytes": size, "seconds": medians, "ratios": ratios}, indent=2) + "\n"
+            json.dumps({"bytes": size, "seconds": medians, "ratios": ratios}, indent=2)
+            + "\n"
         )
 
 

@@ -47,9 +47,14 @@ def shardwise_step(layers: int) -> Callable[[int], None]:
         WIDTH,
     )
     prepared = prepare(
-        replace(recipe(batch_size=ROWS, length=LENGTH), model=lambda rngs: GPT(config, rngs))
+        replace(
+            recipe(batch_size=ROWS, length=LENGTH), model=lambda rngs: GPT(config, rngs)
+        )
     )
-    state, batch = init_state(prepared.spec, 0), prepared.step.place(prepared.batches(0))
+    state, batch = (
+        init_state(prepared.spec, 0),
+        prepared.step.place(prepared.batches(0)),
+    )
 
     def steps(count: int) -> None:
         nonlocal state
@@ -86,7 +91,11 @@ def torch_step(layers: int, compiled: bool) -> Callable[[int], None]:
 
 def answer(side: str, layers: int) -> None:
     """Answer each line "go N" of standard input with the seconds per step."""
-    steps = shardwise_step(layers) if side == "shardwise" else torch_step(layers, side == "compile")
+    steps = (
+        shardwise_step(layers)
+        if side == "shardwise"
+        else torch_step(layers, side == "compile")
+    )
     for line in sys.stdin:
         count, start = int(line.split()[1]), time.perf_counter()
         steps(count)
@@ -99,18 +108,29 @@ def ask(child: Any, count: int) -> float:
     return float(child.stdout.readline())
 
 
-def measure(layers: int, sides: dict[str, str], rounds: int, count: int) -> dict[str, list[float]]:
+def measure(
+    layers: int, sides: dict[str, str], rounds: int, count: int
+) -> dict[str, list[float]]:
     """Return the seconds per step of each library, one value per round."""
     env = os.environ | {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": str(THREADS)}
     words = ["-m", "benchmarks.compare_torch", "--layers", str(layers), "--answer"]
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": env}
+    pipes: Any = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "text": True,
+        "env": env,
+    }
     children = {
-        side: subprocess.Popen([python, *words, side], **pipes) for side, python in sides.items()
+        side: subprocess.Popen([python, *words, side], **pipes)
+        for side, python in sides.items()
     }
     for child in children.values():
         # The first steps compile.
         ask(child, 3)
-    found = [{side: ask(child, count) for side, child in children.items()} for _ in range(rounds)]
+    found = [
+        {side: ask(child, count) for side, child in children.items()}
+        for _ in range(rounds)
+    ]
     for child in children.values():
         child.communicate()
     return {side: [times[side] for times in found] for side in sides}
@@ -120,9 +140,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--torch", metavar="PYTHON", help="a Python interpreter with PyTorch")
+    parser.add_argument(
+        "--torch", metavar="PYTHON", help="a Python interpreter with PyTorch"
+    )
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=5, help="steps of each library per round")
+    parser.add_argument(
+        "--steps", type=int, default=5, help="steps of each library per round"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--answer", help=argparse.SUPPRESS)
     parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
@@ -138,7 +162,8 @@ def main() -> None:
         times = measure(layers, sides, options.rounds, options.steps)
         for side, seconds in times.items():
             ratio = statistics.median(
-                ours / other for ours, other in zip(times["shardwise"], seconds, strict=True)
+                ours / other
+                for ours, other in zip(times["shardwise"], seconds, strict=True)
             )
             rows.append(
                 {

@@ -32,7 +32,9 @@ PARTS: dict[str, Part] = {
         folder, "optimizers", "benchmarks.optimizers", "--preset", "byte"
     ),
     "data": lambda folder, _: child(folder, "data", "benchmarks.data"),
-    "checkpoints": lambda folder, _: child(folder, "checkpoints", "benchmarks.checkpoint"),
+    "checkpoints": lambda folder, _: child(
+        folder, "checkpoints", "benchmarks.checkpoint"
+    ),
     "growth": lambda folder, _: child(folder, "growth", "benchmarks.growth"),
 }
 

@@ -54,7 +54,9 @@ def compare(file, length, rounds, count):
     """Return tokens per second of each loop, and ratios to the first loop."""
     tokens = Tokens(file, length)
     batches = Batches(tokens, ROWS)
-    packed = Batches(Packed(file, length, np.append(np.arange(0, len(file), 700), len(file))), ROWS)
+    packed = Batches(
+        Packed(file, length, np.append(np.arange(0, len(file), 700), len(file))), ROWS
+    )
     memory_map = np.asarray(np.memmap(file.path, np.uint16, "r"))
     windows = sliding_window_view(memory_map, length + 1)[::length]
 
@@ -63,7 +65,10 @@ def compare(file, length, rounds, count):
         return {"inputs": rows[:, :-1], "labels": rows[:, 1:]}
 
     pieces = np.ndarray(
-        len(tokens), np.dtype((np.void, 2 * length + 2)), memory_map, strides=(2 * length,)
+        len(tokens),
+        np.dtype((np.void, 2 * length + 2)),
+        memory_map,
+        strides=(2 * length,),
     )
 
     def by_trick(step):
@@ -127,15 +132,17 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--count", type=int, default=1024, help="batches of each loop per round")
+    parser.add_argument(
+        "--count", type=int, default=1024, help="batches of each loop per round"
+    )
     parser.add_argument("--megabytes", type=int, default=256, help="size of the file")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tokens.bin"
-        np.random.default_rng(0).integers(0, 50257, options.megabytes * 2**19, np.uint16).tofile(
-            path
-        )
+        np.random.default_rng(0).integers(
+            0, 50257, options.megabytes * 2**19, np.uint16
+        ).tofile(path)
         file = open_tokens(path, "uint16")
         answer = {"shuffle": shuffle_costs()}
         print(
@@ -152,13 +159,16 @@ def main():
             f"{'Packed':>18s} {'Prefetch, 1 thread':>18s}"
         )
         for length in (128, 1024):
-            row = answer[str(length)] = compare(file, length, options.rounds, options.count)
+            row = answer[str(length)] = compare(
+                file, length, options.rounds, options.count
+            )
             parts = [
                 f"{row['tokens_s'][name] / 1e6:9.0f} {row['ratio'][name]:6.2f} x"
                 for name in ("trick", "batches", "packed", "prefetch")
             ]
             print(
-                f"{length:6d} {row['tokens_s']['by hand'] / 1e6:9.0f} {' '.join(parts)}", flush=True
+                f"{length:6d} {row['tokens_s']['by hand'] / 1e6:9.0f} {' '.join(parts)}",
+                flush=True,
             )
     if options.json:
         options.json.write_text(json.dumps(answer, indent=2) + "\n")

@@ -19,7 +19,14 @@ import jax
 import numpy as np
 import optax
 
-from benchmarks.text import FIRST_RATE, RATE, WARMUP, batch, stdlib_tokens, steps_between_looks
+from benchmarks.text import (
+    FIRST_RATE,
+    RATE,
+    WARMUP,
+    batch,
+    stdlib_tokens,
+    steps_between_looks,
+)
 from shardwise import Mean, Run, init_state, steps
 from shardwise.models.gpt import GPT, PRESETS, GPTConfig
 from shardwise.models.loss import chunked_cross_entropy, linear_cross_entropy
@@ -36,7 +43,8 @@ def make_run(config: GPTConfig, rows: int, length: int, chunks: int = 1) -> Run:
         if chunks == 1:
             return Mean(linear_cross_entropy(*model.features(inputs), labels))
         return Mean(
-            chunked_cross_entropy(*model.features(inputs), labels.reshape(-1), chunks), labels.size
+            chunked_cross_entropy(*model.features(inputs), labels.reshape(-1), chunks),
+            labels.size,
         )
 
     rate = optax.linear_schedule(FIRST_RATE, RATE, WARMUP)
@@ -53,7 +61,9 @@ def make_run(config: GPTConfig, rows: int, length: int, chunks: int = 1) -> Run:
     )
 
 
-def measure(run: Run, config: GPTConfig, count: int, share: Path | None = None) -> dict[str, Any]:
+def measure(
+    run: Run, config: GPTConfig, count: int, share: Path | None = None
+) -> dict[str, Any]:
     """Return the median step time over groups of steps, without the first two groups, and the
     losses.
 
@@ -88,7 +98,9 @@ def measure(run: Run, config: GPTConfig, count: int, share: Path | None = None) 
     return {
         "step_ms": seconds * 1e3,
         "tokens_per_s": float(metrics["weight"]) / seconds,
-        "mfu": prepared.flops / seconds / prepared.peak_flops if prepared.peak_flops else None,
+        "mfu": prepared.flops / seconds / prepared.peak_flops
+        if prepared.peak_flops
+        else None,
         "compile_s": compile_s,
         "peak_gib": stats.get("peak_bytes_in_use", 0) / 2**30,
         "losses": [float(x) for x in losses],
@@ -110,7 +122,9 @@ def profile(run: Run, folder: Path, top: int = 60) -> None:
             jax.profiler.start_trace(folder / "trace")
     jax.block_until_ready(metrics)
     jax.profiler.stop_trace()
-    data = jax.profiler.ProfileData.from_file(str(next((folder / "trace").rglob("*.xplane.pb"))))
+    data = jax.profiler.ProfileData.from_file(
+        str(next((folder / "trace").rglob("*.xplane.pb")))
+    )
     kernels: dict[str, list[float]] = {}
     first, last = float("inf"), 0.0
     for plane in data.planes:
@@ -122,7 +136,8 @@ def profile(run: Run, folder: Path, top: int = 60) -> None:
                     max(last, event.start_ns + event.duration_ns),
                 )
     rows = sorted(
-        ((sum(times) / 5, len(times) // 5, key) for key, times in kernels.items()), reverse=True
+        ((sum(times) / 5, len(times) // 5, key) for key, times in kernels.items()),
+        reverse=True,
     )
     print(
         f"all kernels: {sum(row[0] for row in rows):.2f} ms per step; "

@@ -49,10 +49,18 @@ class GPT(nn.Module):
     """A compact GPT-2."""
 
     def __init__(
-        self, length: int, vocab: int = 50304, layers: int = 12, heads: int = 12, width: int = 768
+        self,
+        length: int,
+        vocab: int = 50304,
+        layers: int = 12,
+        heads: int = 12,
+        width: int = 768,
     ):
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocab, width), nn.Embedding(length, width)
+        self.tokens, self.positions = (
+            nn.Embedding(vocab, width),
+            nn.Embedding(length, width),
+        )
         self.blocks = nn.ModuleList([Block(width, heads) for _ in range(layers)])
         self.norm = nn.LayerNorm(width)
 
@@ -94,7 +102,9 @@ def compact(length: int, weights: dict[str, torch.Tensor]) -> nn.Module:
             _, layer, rest = name.split(".", 2)
             part, kind = rest.rsplit(".", 1)
             linear = kind == "weight" and "ln" not in part
-            state[f"blocks.{layer}.{PARTS[part]}.{kind}"] = tensor.T if linear else tensor
+            state[f"blocks.{layer}.{PARTS[part]}.{kind}"] = (
+                tensor.T if linear else tensor
+            )
     model.load_state_dict(state)
     return model
 
@@ -126,7 +136,12 @@ class Hub(nn.Module):
 
 
 def measure(
-    model: nn.Module, tokens: np.ndarray, rows: int, length: int, count: int, device: str
+    model: nn.Module,
+    tokens: np.ndarray,
+    rows: int,
+    length: int,
+    count: int,
+    device: str,
 ) -> dict[str, Any]:
     """Return step time, losses and memory, measured as benchmarks/gpt2.py does."""
     torch.set_float32_matmul_precision("high")
@@ -134,7 +149,12 @@ def measure(
     compiled = torch.compile(model)
     fused = device == "cuda"
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=fused
+        model.parameters(),
+        lr=RATE,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        weight_decay=0.1,
+        fused=fused,
     )
     wait = torch.cuda.synchronize if fused else lambda: None
 
@@ -188,7 +208,9 @@ def main() -> None:
     )
     parser.add_argument("--rows", type=int, default=32, help="sequences per step")
     parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--model", choices=["compact", "transformers"], default="compact")
+    parser.add_argument(
+        "--model", choices=["compact", "transformers"], default="compact"
+    )
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--share", type=Path, required=True)
     parser.add_argument("--json", type=Path)
@@ -218,7 +240,9 @@ def main() -> None:
         flush=True,
     )
     if options.json:
-        options.json.write_text(json.dumps({**answer, "torch": torch.__version__}) + "\n")
+        options.json.write_text(
+            json.dumps({**answer, "torch": torch.__version__}) + "\n"
+        )
 
 
 if __name__ == "__main__":

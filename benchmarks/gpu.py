@@ -35,7 +35,9 @@ def gpt2(folder: Path, _: argparse.Namespace) -> dict[str, Any]:
     answer: dict[str, Any] = {"shardwise": ours, **theirs}
     best = min(theirs, key=lambda model: theirs[model]["step_ms"])
     answer |= {"best": best, "ratio": theirs[best]["step_ms"] / ours["step_ms"]}
-    answer["largest_loss_difference"], answer["mean_loss_difference"] = apart(ours, theirs[best])
+    answer["largest_loss_difference"], answer["mean_loss_difference"] = apart(
+        ours, theirs[best]
+    )
     answer["between_pytorch"] = apart(theirs["compact"], theirs["transformers"])
     print(
         f"# {answer['ratio']:.3f} times the tokens/s of {best}; "
@@ -59,34 +61,72 @@ def watched(folder: Path, name: str, module: str, *args: object) -> dict[str, An
         finally:
             smi.terminate()
         seen = [line.split(", ") for line in smi.communicate()[0].splitlines()]
-    busy = [(float(moment[1]), float(moment[2])) for moment in seen if moment[0] in ("99", "100")]
+    busy = [
+        (float(moment[1]), float(moment[2]))
+        for moment in seen
+        if moment[0] in ("99", "100")
+    ]
     if busy:
-        answer["clock_mhz"], answer["power_w"] = map(statistics.median, zip(*busy, strict=True))
-        print(f"# GPU: {answer['clock_mhz']:.0f} MHz, {answer['power_w']:.0f} W", flush=True)
+        answer["clock_mhz"], answer["power_w"] = map(
+            statistics.median, zip(*busy, strict=True)
+        )
+        print(
+            f"# GPU: {answer['clock_mhz']:.0f} MHz, {answer['power_w']:.0f} W",
+            flush=True,
+        )
     return answer
 
 
 def apart(one: dict[str, Any], other: dict[str, Any]) -> tuple[float, float]:
     """Return the largest and the mean relative difference of the losses of two runs."""
-    differences = [abs(a - b) / b for a, b in zip(one["losses"], other["losses"], strict=True)]
+    differences = [
+        abs(a - b) / b for a, b in zip(one["losses"], other["losses"], strict=True)
+    ]
     return max(differences), sum(differences) / len(differences)
 
 
 def chunks(folder: Path, _: argparse.Namespace) -> dict[str, Any]:
     """Compare a loss in 8 chunks with a loss of all logits at once."""
     whole, parts = (
-        child(folder, f"chunks{n}", "benchmarks.gpt2", "--rows", 64, "--steps", 60, "--chunks", n)
+        child(
+            folder,
+            f"chunks{n}",
+            "benchmarks.gpt2",
+            "--rows",
+            64,
+            "--steps",
+            60,
+            "--chunks",
+            n,
+        )
         for n in (1, 8)
     )
-    return {"whole": whole, "parts": parts, "ratio": parts["step_ms"] / whole["step_ms"]}
+    return {
+        "whole": whole,
+        "parts": parts,
+        "ratio": parts["step_ms"] / whole["step_ms"],
+    }
 
 
 def long(folder: Path, _: argparse.Namespace, rows: int, length: int) -> dict[str, Any]:
     """Compare GPT-2 124M with PyTorch on long sequences."""
-    size = ("--rows", rows, "--length", length, "--steps", 24, "--share", folder / "share")
+    size = (
+        "--rows",
+        rows,
+        "--length",
+        length,
+        "--steps",
+        24,
+        "--share",
+        folder / "share",
+    )
     ours = child(folder, "shardwise", "benchmarks.gpt2", *size)
     theirs = child(folder, "compact", "benchmarks.gpt2_torch", *size)
-    return {"shardwise": ours, "compact": theirs, "ratio": theirs["step_ms"] / ours["step_ms"]}
+    return {
+        "shardwise": ours,
+        "compact": theirs,
+        "ratio": theirs["step_ms"] / ours["step_ms"],
+    }
 
 
 def xl(folder: Path, _: argparse.Namespace) -> dict[str, Any]:
@@ -107,11 +147,29 @@ def xl(folder: Path, _: argparse.Namespace) -> dict[str, Any]:
         56,
     )
     path = folder / "plan.json"
-    words = ["plan", "recipes/gpt2.py", *map(str, options), "--largest-batch", "--json", str(path)]
+    words = [
+        "plan",
+        "recipes/gpt2.py",
+        *map(str, options),
+        "--largest-batch",
+        "--json",
+        str(path),
+    ]
     subprocess.run([sys.executable, "-m", "shardwise.cli", *words], check=True)
     plan = json.loads(path.read_text())["plan"]
     rows = plan["batch"]["inputs"][0]
-    size = ("--preset", "gpt2-xl", "--remat", "dots", "--chunks", 8, "--rows", rows, "--steps", 24)
+    size = (
+        "--preset",
+        "gpt2-xl",
+        "--remat",
+        "dots",
+        "--chunks",
+        8,
+        "--rows",
+        rows,
+        "--steps",
+        24,
+    )
     ran = child(folder, "xl", "benchmarks.gpt2", *size)
     return {
         "rows": rows,
@@ -126,7 +184,10 @@ PARTS: dict[str, Part] = {
     "gpt2": gpt2,
     "chunks": chunks,
     "xl": xl,
-    **{name: partial(long, rows=rows, length=length) for name, (rows, length) in LONG.items()},
+    **{
+        name: partial(long, rows=rows, length=length)
+        for name, (rows, length) in LONG.items()
+    },
     "loop": lambda folder, _: child(
         folder, "loop", "benchmarks.loop", "--cases", "gpt2", "--rounds", 5
     ),
@@ -166,11 +227,19 @@ def ratios(record: dict[str, Any]) -> list[tuple[str, float, str]]:
             )
     if entry := record.get("chunks"):
         found.append(
-            ("step time with the loss in 8 chunks, relative", entry["ratio"], "at most 1.05")
+            (
+                "step time with the loss in 8 chunks, relative",
+                entry["ratio"],
+                "at most 1.05",
+            )
         )
     if entry := record.get("xl"):
         found.append(
-            (f"MFU of GPT-2 1.5B with {entry['rows']} sequences", entry["mfu"], "at least 0.5")
+            (
+                f"MFU of GPT-2 1.5B with {entry['rows']} sequences",
+                entry["mfu"],
+                "at least 0.5",
+            )
         )
     for name in LONG:
         if entry := record.get(name):
@@ -189,7 +258,10 @@ def ratios(record: dict[str, Any]) -> list[tuple[str, float, str]]:
                 "at most 1.01",
             )
         )
-    for name, layers in (("start", "scanned layers"), ("start_unrolled", "unrolled layers")):
+    for name, layers in (
+        ("start", "scanned layers"),
+        ("start_unrolled", "unrolled layers"),
+    ):
         if entry := record.get(name):
             found.append(
                 (

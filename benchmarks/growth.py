@@ -61,7 +61,10 @@ def measure(config: GPTConfig, rows: int = ROWS, devices: int = 1) -> dict[str, 
     moments.append(time.perf_counter())
     program = lowered.compile()
     moments.append(time.perf_counter())
-    state, batch = init_state(prepared.spec, 0), prepared.step.place(prepared.batches(0))
+    state, batch = (
+        init_state(prepared.spec, 0),
+        prepared.step.place(prepared.batches(0)),
+    )
     times = []
     for _ in range(12):
         begun = time.perf_counter()
@@ -69,7 +72,9 @@ def measure(config: GPTConfig, rows: int = ROWS, devices: int = 1) -> dict[str, 
         jax.block_until_ready(metrics)
         times.append(time.perf_counter() - begun)
     m = program.memory_analysis()
-    seconds = dict(zip(("prepare", "lower", "compile"), np.diff(moments).tolist(), strict=True))
+    seconds = dict(
+        zip(("prepare", "lower", "compile"), np.diff(moments).tolist(), strict=True)
+    )
     flops = prepared.flops
     return {
         **seconds,
@@ -90,7 +95,9 @@ def sizes() -> dict[str, list[tuple[int, dict[str, float]]]]:
             (n, {"config": replace(SMALL, num_layers=n, scan_layers=True)})
             for n in (2, 4, 8, 16, 32)
         ],
-        "width": [(n, {"config": replace(SMALL, width=n)}) for n in (64, 128, 256, 512)],
+        "width": [
+            (n, {"config": replace(SMALL, width=n)}) for n in (64, 128, 256, 512)
+        ],
         "length": [
             (n, {"config": replace(SMALL, max_length=n), "rows": 2048 // n})
             for n in (64, 128, 256, 512, 1024)
@@ -105,7 +112,9 @@ def sizes() -> dict[str, list[tuple[int, dict[str, float]]]]:
         for size, arguments in cases:
             row = measure(**arguments)
             found.setdefault(name, []).append((size, row))
-            show = " ".join(f"{key} {row[key]:.2f} s" for key in ("prepare", "lower", "compile"))
+            show = " ".join(
+                f"{key} {row[key]:.2f} s" for key in ("prepare", "lower", "compile")
+            )
             print(
                 f"{name} {size}: {show}, step {row['step'] * 1e3:.1f} ms, "
                 f"{row['bytes'] / 2**20:.1f} MiB",
@@ -124,7 +133,9 @@ def on_tpu() -> list[dict[str, Any]]:
         *((n, True, "2x4") for n in (6, 12, 24, 48)),
     ):
         found.append(_planned(layers, scan, target))
-    found += [_planned(12, True, target) for target in ("1x1", "2x2", "4x4", "8x8", "16x16")]
+    found += [
+        _planned(12, True, target) for target in ("1x1", "2x2", "4x4", "8x8", "16x16")
+    ]
     return found
 
 

@@ -56,14 +56,18 @@ def milliseconds(
 def apart(found: Any, expected: Any) -> float:
     """Return the largest difference in the first 1024 rows, relative to the largest value."""
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
-    arrays = [[np.asarray(x[:1024].astype(jnp.float32)) for x in pair] for pair in pairs]
+    arrays = [
+        [np.asarray(x[:1024].astype(jnp.float32)) for x in pair] for pair in pairs
+    ]
     return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in arrays)
 
 
 @jax.jit
 def reference_gelu(x: Array, up: Array, bias: Array) -> tuple[Array, Array]:
     """Return GELU of a matmul with bias, and its derivative."""
-    y, pull = jax.vjp(partial(jax.nn.gelu, approximate=True), (x @ up).astype(jnp.float32) + bias)
+    y, pull = jax.vjp(
+        partial(jax.nn.gelu, approximate=True), (x @ up).astype(jnp.float32) + bias
+    )
     return y, pull(jnp.ones_like(y))[0]
 
 
@@ -85,9 +89,9 @@ def reference_exp(x: Array, table: Array) -> tuple[Array, Array]:
 def reference_loss(logits: Array, labels: Array) -> tuple[Array, Array]:
     """Return the gradient of the loss by the logits, and the loss."""
     wide = logits.astype(jnp.float32)
-    return jax.nn.softmax(wide) - jax.nn.one_hot(labels, logits.shape[1]), -jax.nn.log_softmax(
-        wide
-    )[jnp.arange(len(labels)), labels]
+    return jax.nn.softmax(wide) - jax.nn.one_hot(
+        labels, logits.shape[1]
+    ), -jax.nn.log_softmax(wide)[jnp.arange(len(labels)), labels]
 
 
 def main() -> None:
@@ -114,7 +118,11 @@ def main() -> None:
         "This GPU is unknown. Add its memory bandwidth to shardwise/hardware.py."
     )
     speed = chip.bandwidth
-    x, up, bias = normal(0, (rows, width)), normal(1, (width, wide), 0.03), normal(2, (wide,), 0.1)
+    x, up, bias = (
+        normal(0, (rows, width)),
+        normal(1, (width, wide), 0.03),
+        normal(2, (wide,), 0.1),
+    )
     g, down = normal(3, (rows, width), 0.01), normal(4, (wide, width), 0.03)
     print(
         f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {rows} tokens "
@@ -139,7 +147,13 @@ def main() -> None:
     )
     wrong = apart(hopper.product_slope(g, down, slope), reference_slope(g, down, slope))
     bare = milliseconds(jax.jit(lambda g, down: g @ down.T), g, down)
-    show("product_slope", milliseconds(hopper.product_slope, g, down, slope), bare, "cuBLAS", wrong)
+    show(
+        "product_slope",
+        milliseconds(hopper.product_slope, g, down, slope),
+        bare,
+        "cuBLAS",
+        wrong,
+    )
 
     table = normal(10, (vocab, width), 0.03)
     less = jnp.zeros(rows, jnp.float32)
@@ -155,7 +169,9 @@ def main() -> None:
 
     scale, shift = normal(5, (width,)), normal(6, (width,))
     forward = jax.jit(lambda *args: norm.fused_layer_norm(*args, 1e-5)[1])
-    wrong = apart(forward(x, None, scale, shift), norm.plain_layer_norm(x, scale, shift, 1e-5)[1])
+    wrong = apart(
+        forward(x, None, scale, shift), norm.plain_layer_norm(x, scale, shift, 1e-5)[1]
+    )
     show(
         "layer norm",
         milliseconds(forward, x, None, scale, shift),

@@ -64,7 +64,11 @@ def gpt(
         scan_layers=scan,
     )
     tokens = np.random.default_rng(0).integers(0, 256, 200_000)
-    return (lambda rngs: GPT(config, rngs)), Batches(Tokens(tokens, length), rows), dtype
+    return (
+        (lambda rngs: GPT(config, rngs)),
+        Batches(Tokens(tokens, length), rows),
+        dtype,
+    )
 
 
 # Model, data and dtype of each case. The first step is all overhead, the last all arithmetic.
@@ -99,7 +103,9 @@ class ByHand:
 
     def __post_init__(self):
         with nnx.use_eager_sharding(False):
-            graphdef, params, rest = nnx.split(self.factory(nnx.Rngs(0)), nnx.Param, ...)
+            graphdef, params, rest = nnx.split(
+                self.factory(nnx.Rngs(0)), nnx.Param, ...
+            )
         optimizer = make_optimizer()
         params, rest = nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
         self.state = params, optimizer.init(params)
@@ -120,7 +126,9 @@ class ByHand:
             return (optax.apply_updates(params, updates), opt_state), value
 
         self.step = jax.jit(
-            step, donate_argnums=0, compiler_options=COMPILER_OPTIONS.get(jax.default_backend())
+            step,
+            donate_argnums=0,
+            compiler_options=COMPILER_OPTIONS.get(jax.default_backend()),
         )
 
     def run(self, count):
@@ -189,12 +197,15 @@ def whole_fit(run):
         asked[n] = time.perf_counter()
         return run.data(n)
 
-    fit(replace(run, data=data, steps=370, out=Path(tempfile.mkdtemp()), save_every=100))
+    fit(
+        replace(run, data=data, steps=370, out=Path(tempfile.mkdtemp()), save_every=100)
+    )
     waits = {n: asked[n + 1] - asked[n] for n in range(60, 360)}
     print(
         "longest steps: "
         + ", ".join(
-            f"{waits[n] * 1e3:.0f} ms at step {n}" for n in sorted(waits, key=waits.get)[:-6:-1]
+            f"{waits[n] * 1e3:.0f} ms at step {n}"
+            for n in sorted(waits, key=waits.get)[:-6:-1]
         ),
         flush=True,
     )
@@ -244,12 +255,17 @@ def main():
             out=out,
             compute_dtype=dtype,
         )
-        loops = {"by hand": ByHand(factory, batches, dtype), "steps": Ours(run), "fit": Whole(run)}
+        loops = {
+            "by hand": ByHand(factory, batches, dtype),
+            "steps": Ours(run),
+            "fit": Whole(run),
+        }
         for loop in loops.values():
             loop.run(3)
         count = max(20, int(options.seconds / timed(loops["by hand"], 20)[0]))
         rounds = [
-            {key: timed(loop, count) for key, loop in loops.items()} for _ in range(options.rounds)
+            {key: timed(loop, count) for key, loop in loops.items()}
+            for _ in range(options.rounds)
         ]
         hand = statistics.median(r["by hand"][0] for r in rounds)
         row = {"by_hand_s": hand}
@@ -257,9 +273,14 @@ def main():
         for key in ("steps", "fit"):
             ratio = statistics.median(r[key][0] / r["by hand"][0] for r in rounds)
             extra, host = (
-                statistics.median(r[key][i] - r["by hand"][i] for r in rounds) for i in (0, 1)
+                statistics.median(r[key][i] - r["by hand"][i] for r in rounds)
+                for i in (0, 1)
             )
-            row |= {f"{key}_ratio": ratio, f"{key}_extra_s": extra, f"{key}_host_s": host}
+            row |= {
+                f"{key}_ratio": ratio,
+                f"{key}_extra_s": extra,
+                f"{key}_host_s": host,
+            }
             text += f"   {ratio:6.3f} x {extra * 1e6:+7.0f} us {host * 1e6:+8.0f} us"
         print(text, flush=True)
         if name == "gpt2":

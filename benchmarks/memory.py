@@ -32,9 +32,12 @@ def main() -> None:
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
     for preset in options.presets:
         for dtype in ("float32", "bfloat16"):
-            config = replace(PRESETS[preset], max_length=64, scan_layers=True, remat="block")
+            config = replace(
+                PRESETS[preset], max_length=64, scan_layers=True, remat="block"
+            )
             run = replace(
-                make_run(config, 1, 64), compute_dtype=None if dtype == "float32" else dtype
+                make_run(config, 1, 64),
+                compute_dtype=None if dtype == "float32" else dtype,
             )
             prepared = prepare(run)
             found = prepared.step.lower().compile().memory_analysis()

@@ -31,7 +31,9 @@ UPDATES = 20
 
 def by_hand(lr):
     """Return AdamW with clipping, written with Optax only."""
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(lr, b2=0.95, weight_decay=0.1))
+    return optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(lr, b2=0.95, weight_decay=0.1)
+    )
 
 
 # The optimizer, and how many values per parameter it accesses.
@@ -39,7 +41,9 @@ OPTIMIZERS = {
     "adamw": (lambda lr: optim.adamw(lr, b2=0.95, weight_decay=0.1, clip=1.0), 8),
     "adamw, optax by hand": (by_hand, 8),
     "adamw, bfloat16 moment": (
-        lambda lr: optim.adamw(lr, b2=0.95, weight_decay=0.1, clip=1.0, moment_dtype="bfloat16"),
+        lambda lr: optim.adamw(
+            lr, b2=0.95, weight_decay=0.1, clip=1.0, moment_dtype="bfloat16"
+        ),
         7,
     ),
     "adamw, average kept": (
@@ -51,11 +55,15 @@ OPTIMIZERS = {
     "adafactor": (lambda lr: optim.adafactor(lr, clip=1.0), 5),
     "muon": (lambda lr: optim.muon(lr, adam=TABLES, weight_decay=0.1, clip=1.0), 6),
     "muon, bfloat16": (
-        lambda lr: optim.muon(lr, adam=TABLES, weight_decay=0.1, clip=1.0, iterate_in="bfloat16"),
+        lambda lr: optim.muon(
+            lr, adam=TABLES, weight_decay=0.1, clip=1.0, iterate_in="bfloat16"
+        ),
         6,
     ),
     "muon, stacked": (
-        lambda lr: optim.muon(lr, adam=TABLES, stacked=("blocks/*",), weight_decay=0.1, clip=1.0),
+        lambda lr: optim.muon(
+            lr, adam=TABLES, stacked=("blocks/*",), weight_decay=0.1, clip=1.0
+        ),
         6,
     ),
     "muon, stacked, bfloat16": (
@@ -95,11 +103,16 @@ def random_like(abstract, scale: float, seed: int):
     leaves, structure = jax.tree.flatten(abstract)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     return structure.unflatten(
-        [scale * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
+        [
+            scale * jax.random.normal(key, leaf.shape)
+            for key, leaf in zip(keys, leaves, strict=True)
+        ]
     )
 
 
-def time_of_update(tx: optax.GradientTransformation, abstract, with_norms: bool) -> float:
+def time_of_update(
+    tx: optax.GradientTransformation, abstract, with_norms: bool
+) -> float:
     """Return the seconds of one update."""
     params, grads = random_like(abstract, 0.02, 0), random_like(abstract, 0.01, 1)
 
@@ -117,7 +130,11 @@ def time_of_update(tx: optax.GradientTransformation, abstract, with_norms: bool)
             changed = jax.tree.map(lambda g: g * (1 + 1e-6 * i), grads)
             updates, state = tx.update(changed, state, params)
             params = optax.apply_updates(params, updates)
-            return params, state, (norm(updates), norm(params)) if with_norms else carry[2]
+            return (
+                params,
+                state,
+                (norm(updates), norm(params)) if with_norms else carry[2],
+            )
 
         return jax.lax.fori_loop(0, UPDATES, update, carry)
 
@@ -159,7 +176,9 @@ def main() -> None:
     several_copies = jax.jit(
         lambda x: jax.lax.fori_loop(0, UPDATES, lambda _, x: x + 1, x), donate_argnums=0
     )
-    bandwidth = 2 * 4 * count * UPDATES / seconds(several_copies, jnp.zeros(count, jnp.float32))
+    bandwidth = (
+        2 * 4 * count * UPDATES / seconds(several_copies, jnp.zeros(count, jnp.float32))
+    )
     print(
         f"{jax.devices()[0].device_kind}, jax {jax.__version__}: {count:,} parameters, "
         f"copies at {bandwidth / 1e9:,.0f} GB/s"
@@ -169,13 +188,21 @@ def main() -> None:
         make, numbers = OPTIMIZERS[name]
         took = time_of_update(make(schedule), abstract, options.norms)
         needed = numbers * 4 * count / bandwidth
-        answers[name] = {"ms": took * 1e3, "needed_ms": needed * 1e3, "ratio": took / needed}
+        answers[name] = {
+            "ms": took * 1e3,
+            "needed_ms": needed * 1e3,
+            "ratio": took / needed,
+        }
         bound = f"the traffic of {numbers} values per parameter ({needed * 1e3:.3f} ms)"
-        print(f"{name:24} {took * 1e3:7.3f} ms, {took / needed:5.2f} times {bound}", flush=True)
+        print(
+            f"{name:24} {took * 1e3:7.3f} ms, {took / needed:5.2f} times {bound}",
+            flush=True,
+        )
     if options.json:
         options.json.write_text(
             json.dumps(
-                {"bandwidth": bandwidth, "parameters": count, "optimizers": answers}, indent=2
+                {"bandwidth": bandwidth, "parameters": count, "optimizers": answers},
+                indent=2,
             )
             + "\n"
         )

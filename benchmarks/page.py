@@ -205,7 +205,9 @@ def growth(entry: dict[str, Any]) -> str:
 
 def growth_picture(entry: dict[str, Any], path: Path) -> None:
     """Draw how time and memory grow with the model and the mesh."""
-    figure, (before, steps, memory) = plt.subplots(1, 3, figsize=(10, 3.4), layout="constrained")
+    figure, (before, steps, memory) = plt.subplots(
+        1, 3, figsize=(10, 3.4), layout="constrained"
+    )
     for (name, cases), style in zip(
         entry["sizes"].items(), ("-o", "--s", "-.^", ":v", "-D", "--x"), strict=False
     ):
@@ -218,7 +220,9 @@ def growth_picture(entry: dict[str, Any], path: Path) -> None:
                 markersize=4,
                 label=f"{name}, CPU",
             )
-        work, time = ([row[key] / rows[0][key] for row in rows] for key in ("flops", "step"))
+        work, time = (
+            [row[key] / rows[0][key] for row in rows] for key in ("flops", "step")
+        )
         steps.plot(work, time, style, markersize=4, label=name)
         memory.plot(
             [size / sizes[0] for size in sizes],
@@ -243,7 +247,9 @@ def growth_picture(entry: dict[str, Any], path: Path) -> None:
     steps.plot(ends, ends, color="lightgrey", linewidth=4, zorder=0)
     before.set(xlabel="layers", ylabel="seconds", title="tracing and compilation")
     steps.set(xlabel="relative FLOPs", ylabel="relative time", title="step time")
-    memory.set(xlabel="relative size", ylabel="relative memory", title="memory per device")
+    memory.set(
+        xlabel="relative size", ylabel="relative memory", title="memory per device"
+    )
     for axes, across, up in (
         (before, (2, 4, 8, 16, 32), (5, 10, 20, 50)),
         *((axes, (1, 2, 5, 10, 20), (1, 2, 5, 10, 20)) for axes in (steps, memory)),
@@ -270,7 +276,9 @@ def torch(entry: dict[str, Any]) -> str:
     rows = []
     for row in entry["rows"]:
         times = "" if row["side"] == "shardwise" else f"{row['shardwise_over_it']:.2f}"
-        rows.append([row["model"], names[row["side"]], f"{row['step_ms']:.1f} ms", times])
+        rows.append(
+            [row["model"], names[row["side"]], f"{row['step_ms']:.1f} ms", times]
+        )
     head = [
         "GPT, width 128, 16 x 128 bytes per step",
         "library",
@@ -357,7 +365,11 @@ def long(entry: dict[str, Any]) -> str:
 
 def memory(entry: dict[str, Any]) -> str:
     """Return the bytes per parameter of a training step."""
-    cases = {name: row for name, row in entry.items() if isinstance(row, dict) and "total" in row}
+    cases = {
+        name: row
+        for name, row in entry.items()
+        if isinstance(row, dict) and "total" in row
+    }
     rows = [
         [name, *(f"{row[key]:.2f}" for key in ("state", "temporary", "total"))]
         for name, row in cases.items()
@@ -392,7 +404,12 @@ def chunks(entry: dict[str, Any]) -> str:
     """Return the cost of a chunked loss."""
     whole, parts = entry["whole"], entry["parts"]
     rows = [
-        ["all logits at once", f"{whole['step_ms']:.1f} ms", "1", f"{whole['peak_gib']:.1f} GiB"],
+        [
+            "all logits at once",
+            f"{whole['step_ms']:.1f} ms",
+            "1",
+            f"{whole['peak_gib']:.1f} GiB",
+        ],
         [
             "one eighth of the logits at a time",
             f"{parts['step_ms']:.1f} ms",
@@ -433,7 +450,10 @@ def cpu_loop(entry: dict[str, Any]) -> str:
             *(
                 cell
                 for key in ("steps", "fit")
-                for cell in (f"{row[f'{key}_ratio']:.3f}", f"{row[f'{key}_host_s'] * 1e6:+.0f} us")
+                for cell in (
+                    f"{row[f'{key}_ratio']:.3f}",
+                    f"{row[f'{key}_host_s'] * 1e6:+.0f} us",
+                )
             ),
         ]
         for row in (entry[name] for name in ("tiny", "small", "medium"))
@@ -465,7 +485,12 @@ SECTIONS = [
     ("Training loop on a CPU", "cpu", "loop", cpu_loop),
     ("Startup time: default recipe on a CPU", "cpu", "start", start),
     ("Startup time: GPT-2 124M on one GPU, scanned layers", "gpu", "start", start),
-    ("Startup time: GPT-2 124M on one GPU, unrolled layers", "gpu", "start_unrolled", start),
+    (
+        "Startup time: GPT-2 124M on one GPU, unrolled layers",
+        "gpu",
+        "start_unrolled",
+        start,
+    ),
     ("Scaling with model size and devices", "cpu", "growth", growth),
 ]
 

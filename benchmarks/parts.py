@@ -22,7 +22,9 @@ def child(folder: Path, name: str, module: str, *args: object) -> dict[str, Any]
     """Run `python -m module args --json FILE` and return the content of FILE."""
     path = folder / f"{name}.json"
     print(f"# {name}", flush=True)
-    subprocess.run([sys.executable, "-m", module, *map(str, args), "--json", str(path)], check=True)
+    subprocess.run(
+        [sys.executable, "-m", module, *map(str, args), "--json", str(path)], check=True
+    )
     return json.loads(path.read_text())
 
 
@@ -40,7 +42,8 @@ def start(folder: Path, *words: str, pairs: int = 1) -> dict[str, Any]:
         The pair with the median ratio, and the ratios of all pairs.
     """
     found = sorted(
-        (_pair(folder / str(n), *words) for n in range(pairs)), key=lambda pair: pair["ratio"]
+        (_pair(folder / str(n), *words) for n in range(pairs)),
+        key=lambda pair: pair["ratio"],
     )
     return {**found[pairs // 2], "ratios": [pair["ratio"] for pair in found]}
 
@@ -60,7 +63,9 @@ def _pair(folder: Path, *words: str) -> dict[str, Any]:
             str(folder / name),
         ]
         subprocess.run(
-            command, check=True, env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
+            command,
+            check=True,
+            env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache")},
         )
         found[name] = json.loads((folder / name / "starting.jsonl").read_text())
     return {**found, "ratio": found["second"]["total"] / found["first"]["total"]}
@@ -85,7 +90,9 @@ def run_parts(
     )
     parser.add_argument("--parts", nargs="+", choices=list(parts), default=list(parts))
     parser.add_argument(
-        "--torch", metavar="PYTHON", help="a Python interpreter with PyTorch, if this one has none"
+        "--torch",
+        metavar="PYTHON",
+        help="a Python interpreter with PyTorch, if this one has none",
     )
     parser.add_argument("--record", type=Path, default=RECORDS / f"{kind}.json")
     options = parser.parse_args()
@@ -101,7 +108,11 @@ def run_parts(
                 traceback.print_exc()
                 continue
         if found:
-            save(options.record, name, {**found, **about_it, "seconds": round(time.time() - began)})
+            save(
+                options.record,
+                name,
+                {**found, **about_it, "seconds": round(time.time() - began)},
+            )
         print(f"# {name}: {time.time() - began:.0f} s", flush=True)
     for what, ratio, goal in ratios(json.loads(options.record.read_text())):
         print(f"{ratio:8.3f}  {what} (goal: {goal})")

@@ -21,22 +21,38 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
 FITTED = {
     "124M, 32 sequences": {"preset": "gpt2", "batch_size": 32, "scan_layers": False},
     "124M, 64 sequences, block": {"preset": "gpt2", "batch_size": 64, "remat": "block"},
-    "124M, 128 sequences in 4 parts": {"preset": "gpt2", "batch_size": 128, "accumulate": 4},
-    "355M, 16 sequences, dots": {"preset": "gpt2-medium", "batch_size": 16, "remat": "dots"},
+    "124M, 128 sequences in 4 parts": {
+        "preset": "gpt2",
+        "batch_size": 128,
+        "accumulate": 4,
+    },
+    "355M, 16 sequences, dots": {
+        "preset": "gpt2-medium",
+        "batch_size": 16,
+        "remat": "dots",
+    },
     "774M, 16 sequences, block, 8 chunks": {
         "preset": "gpt2-large",
         "batch_size": 16,
         "remat": "block",
         "loss_chunks": 8,
     },
-    "1.5B, 8 sequences, block": {"preset": "gpt2-xl", "batch_size": 8, "remat": "block"},
+    "1.5B, 8 sequences, block": {
+        "preset": "gpt2-xl",
+        "batch_size": 8,
+        "remat": "block",
+    },
     "1.5B, 32 sequences, block, 16 chunks": {
         "preset": "gpt2-xl",
         "batch_size": 32,
         "remat": "block",
         "loss_chunks": 16,
     },
-    "124M, 64 sequences, 16 chunks": {"preset": "gpt2", "batch_size": 64, "loss_chunks": 16},
+    "124M, 64 sequences, 16 chunks": {
+        "preset": "gpt2",
+        "batch_size": 64,
+        "loss_chunks": 16,
+    },
 }
 OTHERS = {
     "124M, 16 sequences": {"preset": "gpt2", "batch_size": 16, "scan_layers": False},
@@ -122,7 +138,11 @@ def main() -> None:
         row = {"name": name, **json.loads(done.stdout.splitlines()[-1])}
         rows.append(row)
         times = (
-            (row["planned_ms"], row["measured_ms"], row["planned_ms"] / row["measured_ms"])
+            (
+                row["planned_ms"],
+                row["measured_ms"],
+                row["planned_ms"] / row["measured_ms"],
+            )
             if row["planned_ms"]
             else (0, row["measured_ms"], 0)
         )

@@ -72,7 +72,11 @@ def main() -> None:
     )
     parser.add_argument("--presets", nargs="+", default=["gpt-7b", "gpt-70b"])
     parser.add_argument(
-        "--chips", nargs="+", type=int, default=list(TOPOLOGIES), choices=list(TOPOLOGIES)
+        "--chips",
+        nargs="+",
+        type=int,
+        default=list(TOPOLOGIES),
+        choices=list(TOPOLOGIES),
     )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -107,7 +111,8 @@ def main() -> None:
             "traffic",
         )
         options.json.write_text(
-            json.dumps([{name: row[name] for name in kept} for row in rows], indent=2) + "\n"
+            json.dumps([{name: row[name] for name in kept} for row in rows], indent=2)
+            + "\n"
         )
 
 

@@ -81,7 +81,9 @@ def main() -> None:
         if entry.status not in ("pruned", "refused")
     }
     times = {}
-    for mesh, *values in itertools.product([m for m in meshes if m in possible], *OPTIONS.values()):
+    for mesh, *values in itertools.product(
+        [m for m in meshes if m in possible], *OPTIONS.values()
+    ):
         candidate = Candidate(mesh, tuple(zip(OPTIONS, values, strict=True)))
         plan = compile_one(candidate, make(candidate))
         if plan.fits:
@@ -102,7 +104,10 @@ def main() -> None:
             for c, s in sorted(times.items(), key=lambda item: item[1])
         ]
         options.json.write_text(
-            json.dumps({"ratio": ratio, "compiled": found.num_compiled, "fitting": rows}, indent=2)
+            json.dumps(
+                {"ratio": ratio, "compiled": found.num_compiled, "fitting": rows},
+                indent=2,
+            )
             + "\n"
         )
 

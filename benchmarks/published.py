@@ -82,7 +82,11 @@ class Published:
 
     def recipe_arguments(self) -> dict[str, Any]:
         """Return the arguments of the recipe."""
-        return {"mesh": self.mesh, "batch_size": self.rows * self.chips, **self.arguments}
+        return {
+            "mesh": self.mesh,
+            "batch_size": self.rows * self.chips,
+            **self.arguments,
+        }
 
 
 MAXTEXT = "AI-Hypercomputer/maxtext"
@@ -93,14 +97,21 @@ SAME_AS_LOG = (
 )
 
 
-def trillium_8b(chips: int, shape: str, rows: int, seconds: float, tflops: float) -> Published:
+def trillium_8b(
+    chips: int, shape: str, rows: int, seconds: float, tflops: float
+) -> Published:
     """Return a result of Llama 3.1 8B on v6e."""
     return Published(
         f"llama3.1-8b-v6e-{chips}",
         f"v6e:{shape}",
         f"fsdp={chips}",
         rows,
-        {"size": "8b", "length": 8192, "remat": "block", "offload": ("input", "qkv", "out")},
+        {
+            "size": "8b",
+            "length": 8192,
+            "remat": "block",
+            "offload": ("input", "qkv", "out"),
+        },
         seconds,
         tflops / 918,
         "full",
@@ -110,7 +121,12 @@ def trillium_8b(chips: int, shape: str, rows: int, seconds: float, tflops: float
 
 
 def trillium_70b(
-    chips: int, shape: str, rows: int, seconds: float, tflops: float, dtype: str = "float32"
+    chips: int,
+    shape: str,
+    rows: int,
+    seconds: float,
+    tflops: float,
+    dtype: str = "float32",
 ) -> Published:
     """Return a result of Llama 3.1 70B on v6e."""
     return Published(
@@ -178,7 +194,12 @@ PUBLISHED = [
         "v5p:8x8x8",
         "fsdp=512",
         4,
-        {"size": "70b-llama2", "length": 4096, "remat": "block", "keep": ("qkv", "out", "down")},
+        {
+            "size": "70b-llama2",
+            "length": 4096,
+            "remat": "block",
+            "keep": ("qkv", "out", "down"),
+        },
         4 * 4096 / 692,
         0.654,
         "causal",
@@ -252,7 +273,12 @@ PUBLISHED = [
         "h100:8",
         "fsdp=8",
         2,
-        {"size": "8b", "length": 8192, "remat": "block", "keep": ("qkv", "attention", "out")},
+        {
+            "size": "8b",
+            "length": 8192,
+            "remat": "block",
+            "keep": ("qkv", "attention", "out"),
+        },
         2 * 8192 / 6667,
         None,
         "full",
@@ -265,7 +291,12 @@ PUBLISHED = [
 ]
 
 
-CHOSEN = ["llama3.1-8b-v6e-8", "fuji-7b-4xv5e-256", "llama2-70b-v5p-512", "fuji-70b-4xv5e-256"]
+CHOSEN = [
+    "llama3.1-8b-v6e-8",
+    "fuji-7b-4xv5e-256",
+    "llama2-70b-v5p-512",
+    "fuji-70b-4xv5e-256",
+]
 
 
 def estimate(config: Published) -> Any:
@@ -286,14 +317,18 @@ def main(args: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", choices=[[], *(config.name for config in PUBLISHED)])
+    parser.add_argument(
+        "names", nargs="*", choices=[[], *(config.name for config in PUBLISHED)]
+    )
     parser.add_argument("--chosen", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(args)
     names = CHOSEN if options.chosen else options.names
     if not names:
         for config in PUBLISHED:
-            mfu = f"{config.mfu:.1%} {config.counting}" if config.mfu else "not published"
+            mfu = (
+                f"{config.mfu:.1%} {config.counting}" if config.mfu else "not published"
+            )
             speed = f"{config.seconds:8.3f} s  {config.tokens_per_second:7,.0f} tokens/s/chip"
             print(f"{config.name:26}{config.topology:14}{config.mesh:18}{speed}  {mfu}")
         return

@@ -68,7 +68,9 @@ def _hardware(kind: str) -> str:
             "--query-gpu=name,power.limit,driver_version",
             "--format=csv,noheader",
         ]
-        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            words, capture_output=True, text=True, check=True
+        ).stdout.strip()
     cpuinfo = Path("/proc/cpuinfo")
     names = (
         [
@@ -88,6 +90,8 @@ def _source() -> str:
         return given
     words = ["git", "describe", "--always", "--dirty"]
     return (
-        subprocess.run(words, capture_output=True, text=True, cwd=RECORDS.parent).stdout.strip()
+        subprocess.run(
+            words, capture_output=True, text=True, cwd=RECORDS.parent
+        ).stdout.strip()
         or "unknown"
     )

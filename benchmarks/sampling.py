@@ -26,7 +26,9 @@ def measure(model: GPT, new: int, cached: bool) -> tuple[float, list[int]]:
     """Return the tokens per second, and the tokens."""
     prompt = np.random.default_rng(0).integers(0, 256, (1, PROMPT))
     times, tokens = [], []
-    for token in stream(model, prompt, new, jax.random.key(0), Sampling(0.0), cached=cached):
+    for token in stream(
+        model, prompt, new, jax.random.key(0), Sampling(0.0), cached=cached
+    ):
         times.append(time.perf_counter())
         tokens.append(int(token[0]))
     return (len(times) - 2) / (times[-1] - times[1]), tokens
@@ -36,7 +38,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--presets", nargs="+", choices=list(PRESETS), default=["byte", "gpt2"])
+    parser.add_argument(
+        "--presets", nargs="+", choices=list(PRESETS), default=["byte", "gpt2"]
+    )
     parser.add_argument(
         "--tokens", nargs="+", type=int, default=[64, 240], help="tokens to generate"
     )
@@ -44,7 +48,9 @@ def main() -> None:
     options = parser.parse_args()
     about = describe(jax.default_backend())
     print(f"{about['hardware']}; jax {about['versions']['jax']}\n")
-    print("| preset | tokens | tokens/s | without cache | ratio |\n| --- | --- | --- | --- | --- |")
+    print(
+        "| preset | tokens | tokens/s | without cache | ratio |\n| --- | --- | --- | --- | --- |"
+    )
     for preset in options.presets:
         config = replace(
             PRESETS[preset],

@@ -91,11 +91,16 @@ def sent(plan: Plan, target: Target) -> dict[str, dict[str, tuple[float, float]]
     """
     assert target.chip is not None
     mesh = make_mesh(show_sizes(plan.mesh), target.devices)
-    slice_of = np.vectorize(lambda device: getattr(device, "slice_index", 0))(mesh.devices)
+    slice_of = np.vectorize(lambda device: getattr(device, "slice_index", 0))(
+        mesh.devices
+    )
     found: dict[str, dict[str, tuple[float, float]]] = {}
     for t in plan.traffic:
         along = slice_of[
-            tuple(slice(None) if name in t.axes.split("*") else 0 for name in mesh.axis_names)
+            tuple(
+                slice(None) if name in t.axes.split("*") else 0
+                for name in mesh.axis_names
+            )
         ]
         size = (
             len(np.unique(slice_of))
@@ -109,7 +114,8 @@ def sent(plan: Plan, target: Target) -> dict[str, dict[str, tuple[float, float]]
         total, each = found.setdefault(t.link, {}).get(t.axes, (0.0, 0.0))
         found[t.link][t.axes] = (
             total + share * t.bytes,
-            each + moving * (target.chip.link if t.link == "links" else target.chip.network),
+            each
+            + moving * (target.chip.link if t.link == "links" else target.chip.network),
         )
     return found
 
@@ -120,7 +126,11 @@ def plan_all(name: str, rows: int, cache: Path) -> list[dict[str, Any]]:
     for mesh in MESHES[name]:
         chips = len(target.devices)
         run = recipe(
-            preset="gpt-7b", batch_size=rows * chips, length=2048, mesh=mesh, remat="block"
+            preset="gpt-7b",
+            batch_size=rows * chips,
+            length=2048,
+            mesh=mesh,
+            remat="block",
         )
         try:
             plan = plan_run(run, target, {"remat": "block"}, cache)
@@ -128,11 +138,12 @@ def plan_all(name: str, rows: int, cache: Path) -> list[dict[str, Any]]:
             print(f"{name} {mesh}: {error}", file=sys.stderr, flush=True)
             continue
         assert plan.times is not None
-        words = (
-            f"{plan.line()}, bound by {plan.times.bound}, planned in {plan.compile_seconds:.0f} s"
-        )
+        seconds = f"{plan.compile_seconds:.0f} s"
+        words = f"{plan.line()}, bound by {plan.times.bound}, planned in {seconds}"
         print(f"{name} {mesh}: {words}", file=sys.stderr, flush=True)
-        found.append({**plan.as_json(), "chips": chips, "mesh": mesh, "sent": sent(plan, target)})
+        found.append(
+            {**plan.as_json(), "chips": chips, "mesh": mesh, "sent": sent(plan, target)}
+        )
     return sorted(found, key=lambda row: (not row["fits"], row["seconds"]))
 
 
@@ -146,7 +157,9 @@ def line(row: dict[str, Any]) -> str:
             if total >= 1e6
         ]
         return ", ".join(
-            f"{axes} {total:.1f} GB ({each:.1f})" if link == "links" else f"{axes} {total:.3f} GB"
+            f"{axes} {total:.1f} GB ({each:.1f})"
+            if link == "links"
+            else f"{axes} {total:.3f} GB"
             for axes, total, each in found
         )
 
@@ -177,7 +190,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--chips", nargs="+", type=int, default=sorted({num_chips(name) for name in MESHES})
+        "--chips",
+        nargs="+",
+        type=int,
+        default=sorted({num_chips(name) for name in MESHES}),
     )
     parser.add_argument("--rows", type=int, default=1, help="sequences per chip")
     parser.add_argument("--cache", type=Path, default=Path("plan_search_cache"))
@@ -193,13 +209,17 @@ def main() -> None:
     for name in (name for name in MESHES if num_chips(name) in options.chips):
         for number, row in enumerate(plan_all(name, options.rows, options.cache)):
             speed = row["items_per_second"] / row["chips"]
-            rows.append({**row, "is_chosen": number == 0 and row["fits"], "speed": speed})
+            rows.append(
+                {**row, "is_chosen": number == 0 and row["fits"], "speed": speed}
+            )
             rows[-1]["efficiency"] = speed / rows[0]["speed"]
             if rows[-1]["is_chosen"] or options.all:
                 print(line(rows[-1]), flush=True)
     if options.json:
         options.json.write_text(
-            json.dumps([{name: row[name] for name in KEPT.split()} for row in rows], indent=2)
+            json.dumps(
+                [{name: row[name] for name in KEPT.split()} for row in rows], indent=2
+            )
             + "\n"
         )
 

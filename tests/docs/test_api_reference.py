@@ -147,6 +147,9 @@ def test_a_public_name_documents_its_parameters(path):
 
 
 def test_the_parser_of_docstrings_can_fail():
-    text = "Summary.\n\nArgs:\n    a: one: two\n        continued: here.\n    b, c: both.\n\nReturns:\n    d: x.\n"
+    text = (
+        "Summary.\n\nArgs:\n    a: one: two\n        continued: here.\n    b, c: both.\n\n"
+        "Returns:\n    d: x.\n"
+    )
     assert entries(text, "Args") == {"a", "b", "c"}
     assert entries(text, "Attributes") == set()
