@@ -1,7 +1,12 @@
 """Look at a page in a real browser."""
 
+from collections.abc import Callable
+
 from selenium.webdriver import ActionChains
+from selenium.webdriver.chromium.webdriver import ChromiumDriver
 from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webdriver import WebDriver
+from selenium.webdriver.remote.webelement import WebElement
 
 HOSTILE = (
     "</script><script>window.hacked=1</script>\"'><img src=x onerror=window.hacked=1>"
@@ -9,25 +14,28 @@ HOSTILE = (
 )
 
 
-def text(browser, selector):
+def text(browser: WebDriver, selector: str) -> str:
     """Return the visible text of an element."""
     return browser.find_element(By.CSS_SELECTOR, selector).text
 
 
-def texts(browser, selector):
+def texts(browser: WebDriver, selector: str) -> list[str]:
     """Return the text content of all elements, visible or not."""
-    return browser.execute_script(
+    found: list[str] = browser.execute_script(
         "return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent)",
         selector,
     )
+    return found
 
 
-def press(browser, *keys):
+def press(browser: WebDriver, *keys: str) -> None:
     """Press keys on the focused element."""
     ActionChains(browser).send_keys(*keys).perform()
 
 
-def press_tab_until(browser, is_reached, limit=60):
+def press_tab_until(
+    browser: WebDriver, is_reached: Callable[[WebElement], bool], limit: int = 60
+) -> WebElement:
     """Press Tab until `is_reached` accepts the focused element, and return that element."""
     for _ in range(limit):
         ActionChains(browser).send_keys("\ue004").perform()
@@ -37,16 +45,17 @@ def press_tab_until(browser, is_reached, limit=60):
     raise AssertionError(f"not reached by pressing Tab {limit} times")
 
 
-def too_wide(browser):
+def too_wide(browser: WebDriver) -> int:
     """Return by how many pixels the page is wider than the window."""
-    return browser.execute_script(
+    pixels: int = browser.execute_script(
         "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
     )
+    return pixels
 
 
-def overlapping(browser):
+def overlapping(browser: WebDriver) -> list[list[str]]:
     """Return pairs of texts in drawings that overlap each other."""
-    return browser.execute_script("""
+    pairs: list[list[str]] = browser.execute_script("""
         const texts = [...document.querySelectorAll("svg text")]
             .map((e) => [e.textContent, e.getBoundingClientRect()]);
         const overlap = (a, b) => a.width && b.width
@@ -54,9 +63,10 @@ def overlapping(browser):
             && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 0.5;
         return texts.flatMap(([t, a], i) =>
             texts.slice(i + 1).filter(([, b]) => overlap(a, b)).map(([u]) => [t, u]));""")
+    return pairs
 
 
-def contrast(one, other):
+def contrast(one: str, other: str) -> float:
     """Return the contrast ratio of two colors like "#1c2126", as WCAG defines it."""
     luminances = []
     for color in (one, other):
@@ -71,7 +81,9 @@ def contrast(one, other):
     return max(luminances) / min(luminances)
 
 
-def set_screen(browser, width=1280, dark=False, media=""):
+def set_screen(
+    browser: ChromiumDriver, width: int = 1280, dark: bool = False, media: str = ""
+) -> None:
     """Emulate a screen: its width in pixels, its color scheme, and "print" for paper."""
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)

@@ -1,19 +1,23 @@
-"""Runs a page of the documents: its code and its commands, in order, in one folder; what they print must be what is shown.
+"""Run the code and the commands of a documentation page, and compare their output with the page.
 
-    ```python     run in one namespace for the whole page
-    ```console    commands, each after "$ "; "# exit code 2" after one says how it must end (else 0), and
-                  "# stop it" that Ctrl-C comes after 20 steps of its --out
-    ```text       right after one of these: what it prints, word by word, "..." for anything
+All blocks of a page run in order, in one folder:
 
-A comment on the line before a block says what is special about it:
+    ```python     Python code; all blocks of a page share one namespace
+    ```console    commands, each after "$ "; a command must end with exit code 0, or with
+                  the 2 of "# exit code 2" after it; "# stop it" after a command sends
+                  Ctrl-C after 20 steps of the run in its --out
+    ```text       the output of the block before it, word by word; "..." matches anything
 
-    <!-- file: first.py -->      written to that file, not run
-    <!-- shown: why -->          not run: another library, other hardware, a network
-    <!-- output not shown -->    it prints something that is left out
-    <!-- figures differ -->      numbers of the output may be others, and how wide they make a table
-    <!-- standard error -->      the output is some lines of standard error; "standard error, figures differ" is both
+A comment on the line before a block changes how it runs:
 
-Blocks of other languages only show something.
+    <!-- file: first.py -->      write the block to that file and do not run it
+    <!-- shown: why -->          do not run it: another library, other hardware, a network
+    <!-- output not shown -->    the page omits the output
+    <!-- figures differ -->      numbers in the output may differ, and so may table widths
+    <!-- standard error -->      the output shows some lines of standard error
+    <!-- standard error, figures differ -->      both
+
+Blocks in other languages do not run.
 """
 
 import contextlib
@@ -35,7 +39,8 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 LANGUAGES = ("python", "console")
 MARK = re.compile(
-    r"|file: [\w./]+|output not shown|figures differ|standard error|standard error, figures differ|shown: .{5,}"
+    r"|file: [\w./]+|output not shown|figures differ|standard error"
+    r"|standard error, figures differ|shown: .{5,}"
 )
 FENCE = re.compile(
     r"^(?:<!-- (?P<mark>[^\n]*?) -->\n\n?)?```(?P<language>python|console)\n(?P<text>.*?)^```\n"
@@ -50,7 +55,18 @@ RULE = re.compile(r"[━┏┓┳┡┩╇└┘┴─]+")
 
 @dataclass(frozen=True)
 class Block:
-    line: int  # of the page, counted from 1: the first of its text
+    """A block of code or commands.
+
+    Attributes:
+        line: the line of the page on which its text begins, counted from 1.
+        language: "python" or "console".
+        mark: the comment before the block, or "".
+        text: the code or the commands.
+        shown: the output that the page shows after it, if any.
+        shown_mark: the comment before that output, or "".
+    """
+
+    line: int
     language: str
     mark: str
     text: str
@@ -68,21 +84,36 @@ class Block:
 
 @dataclass(frozen=True)
 class Done:
-    """A command that has ended as it should."""
+    """A command that ended with the expected exit code.
+
+    Attributes:
+        line: the command, as the page shows it.
+        printed: its standard output.
+        said: its standard error.
+    """
 
     line: str
-    printed: str  # to standard output
-    said: str  # to standard error
+    printed: str
+    said: str
 
 
 @dataclass(frozen=True)
 class Ran:
-    names: dict  # that the page's Python has made
-    printed: list[str]  # by each block of Python
+    """A page that has run.
+
+    Attributes:
+        names: the namespace of its Python code.
+        printed: the output of each Python block.
+        commands: its commands, in order.
+    """
+
+    names: dict[str, object]
+    printed: list[str]
     commands: list[Done]
 
 
 def blocks_of(page: Path) -> list[Block]:
+    """Return the blocks of Python and commands on a page."""
     text = page.read_text()
     found = []
     for match in FENCE.finditer(text):
@@ -104,6 +135,7 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def commands_of(page: Path) -> list[str]:
+    """Return the lines of all blocks of commands on a page."""
     return [
         line
         for block in blocks_of(page)
@@ -113,7 +145,7 @@ def commands_of(page: Path) -> list[str]:
 
 
 def same_words(printed: str, shown: str, figures_differ: bool) -> bool:
-    """Lines are wrapped on pages; "..." stands for any words."""
+    """Return whether the words are the same, however lines are wrapped; "..." matches any words."""
     if figures_differ:
         printed, shown = (
             FIGURE.sub("#", RULE.sub(" ", text)) for text in (printed, shown)
@@ -125,7 +157,7 @@ def same_words(printed: str, shown: str, figures_differ: bool) -> bool:
 
 
 def same_lines(said: str, shown: str, figures_differ: bool) -> bool:
-    """Whether every line that is shown is one of those that were said."""
+    """Return whether every line of `shown` is among the lines of `said`."""
     return all(
         any(same_words(line, wanted, figures_differ) for line in said.splitlines())
         for wanted in shown.splitlines()
@@ -135,13 +167,18 @@ def same_lines(said: str, shown: str, figures_differ: bool) -> bool:
 def run_page(
     page: Path,
     folder: Path,
-    names: dict | None = None,
+    names: dict[str, object] | None = None,
     stdin: str = "",
     languages: tuple[str, ...] = LANGUAGES,
 ) -> Ran:
-    """Runs everything on the page that is in these languages, with `folder` as the working directory.
+    """Run the blocks of a page, with `folder` as the working directory.
 
-    Its Python finds `names`, and its commands `stdin` as their standard input.
+    Args:
+        page: the page.
+        folder: the working directory, which gets links to the folders that pages mention.
+        names: the initial namespace of the Python code.
+        stdin: the standard input of the commands.
+        languages: the languages to run; other blocks are skipped.
     """
     for name in ("recipes", "examples", "tests"):
         if not (folder / name).exists():
@@ -172,7 +209,8 @@ def _run_block(page: Path, block: Block, ran: Ran, stdin: str) -> None:
         return
     done = [run_command(line, stdin) for line in block.text.splitlines()]
     ran.commands.extend(done)
-    if block.shown is None:  # commands may print more than a page wants to show
+    # A page need not show the output of its commands.
+    if block.shown is None:
         return
     printed = "".join(
         one.said if block.of_standard_error else one.printed for one in done
@@ -184,7 +222,7 @@ def _run_block(page: Path, block: Block, ran: Ran, stdin: str) -> None:
 
 
 def run_command(line: str, stdin: str = "") -> Done:
-    """In this process, which has eight devices, unless it wants another number of them."""
+    """Run a command in this process with its 8 devices, or in a new one with another number."""
     text, _, comment = line.removeprefix("$ ").partition("  #")
     words = shlex.split(text)
     assert words[0] == "shardwise", line

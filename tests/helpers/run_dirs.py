@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 T0 = 1_800_000_000.0
 
@@ -15,12 +17,12 @@ PHASES = {
 }
 
 
-def lines(path, records):
+def lines(path: Path, records: Iterable[object]) -> None:
     """Write records as a file of JSON lines."""
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-def step(n, begun=T0, **more):
+def step(n: int, begun: float = T0, **more: object) -> dict[str, object]:
     """Return the record of a step of a start that began at `begun` and took 10 s to start up."""
     known = {
         "loss": 5 / n,
@@ -34,7 +36,9 @@ def step(n, begun=T0, **more):
     return {"step": n, **known, **more}
 
 
-def plan(mesh, leaves):
+def plan(
+    mesh: Mapping[str, int], leaves: Sequence[Mapping[str, object]]
+) -> dict[str, object]:
     """Return a plan as JSON: 0.25 s per step, 1,024 tokens/s, MFU 0.4, 708 B of 1 GB."""
     memory = {
         "parameters": 100.0,
@@ -86,13 +90,13 @@ LEAF = {
 }
 
 
-def make_run(path, steps=40, again=True):
+def make_run(path: Path, steps: int = 40, again: bool = True) -> Path:
     """Make a run with two starts: the first reached step 25, the second resumed from step 20.
 
     Args:
         path: the directory to make.
         steps: the last step.
-        again: whether phases.jsonl exists, which tells how many steps were repeated.
+        again: whether phases.jsonl exists, which records how many steps were repeated.
     """
     path.mkdir()
     records = [step(n) if n <= 20 else step(n, T0 + 100) for n in range(1, steps + 1)]
@@ -172,7 +176,7 @@ def make_run(path, steps=40, again=True):
     return path
 
 
-def damage_run(path):
+def damage_run(path: Path) -> None:
     """Damage every file of a run directory: seven bad lines and a partial one in its metrics."""
     good = (path / "metrics.jsonl").read_text()
     deep = '{"step": 1, "x": ' + "[" * 100_000 + "]" * 100_000 + "}"

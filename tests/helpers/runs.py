@@ -1,7 +1,10 @@
 """Small runs that the tests of several packages share."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
+import jax
 import numpy as np
 import optax
 
@@ -10,13 +13,16 @@ from shardwise.models.gpt import GPT, PRESETS
 from shardwise.models.loss import cross_entropy
 
 
-def loss(model, batch):
+def loss(model: GPT, batch: Mapping[str, jax.Array]) -> Mean:
     """Return the cross entropy of the next token."""
     return Mean(cross_entropy(model(batch["inputs"]), batch["labels"]))
 
 
-def make_run(mesh="data=8", rows=16, **changes):
-    """Return a run of a tiny GPT on `rows` sequences of 32 tokens; `changes` go to its config."""
+def make_run(mesh: str = "data=8", rows: int = 16, **changes: Any) -> Run:
+    """Return a run of a tiny GPT on `rows` sequences of 32 tokens.
+
+    `changes` are fields of its config. They are `Any` because the fields differ in type.
+    """
     config = replace(
         PRESETS["byte"],
         **{"max_length": 32, "width": 64, "vocab_size": 64, "num_layers": 2, **changes},

@@ -15,8 +15,8 @@ def definition_and_shapes(
     """Return the definition of a model and the shapes of its parameters. Nothing is computed."""
     definitions = []
 
-    def build():
-        definition, params, _ = split_module(build_module(factory, 0))
+    def build() -> PyTree:
+        definition, params, _ = split_module(build_module(factory, jax.random.key(0)))
         definitions.append(definition)
         return params
 
