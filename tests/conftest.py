@@ -5,7 +5,8 @@ import tempfile
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Commands that tests start find compiled programs here, those of an earlier run too, and leave the user's own alone.
+# Commands that tests start reuse compiled programs from this folder, also those of an earlier
+# test run. The user's own cache stays untouched.
 os.environ["XDG_CACHE_HOME"] = str(
     Path(tempfile.gettempdir()) / f"shardwise-tests-{os.getuid()}"
 )
@@ -18,9 +19,8 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from shardwise import use_cpu_devices
 
 use_cpu_devices(8)
-hypothesis.settings.register_profile(
-    "shardwise", deadline=None, derandomize=True
-)  # compiling takes its time
+# No deadline: an example may have to compile.
+hypothesis.settings.register_profile("shardwise", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("shardwise")
 
 
@@ -31,8 +31,8 @@ def pytest_sessionstart(session):
 
 
 @pytest.fixture(autouse=True)
-def _programs_of_its_own():
-    """A command that runs within a test lets JAX keep its programs; the next test begins without."""
+def _reset_compilation_cache():
+    """Undo the compilation cache that a command sets when it runs inside a test."""
     before = jax.config.jax_compilation_cache_dir
     yield
     if jax.config.jax_compilation_cache_dir != before:
@@ -48,5 +48,5 @@ LONGEST_FIRST = (
 
 
 def pytest_collection_modifyitems(items):
-    """Tests of a minute or more begin first, so that no worker is left alone with one at the end."""
+    """Start the tests that take a minute or more first, so that no worker ends alone with one."""
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST_FIRST))

@@ -110,7 +110,10 @@ def test_one_device_reads_what_eight_have_written(run, tmp_path):
     }
 
     def fresh(*args):
-        code = "import sys, jax; from shardwise.cli import main; code = main(sys.argv[1:]); assert jax.device_count() == 1; sys.exit(code)"
+        code = (
+            "import sys, jax; from shardwise.cli import main; "
+            "code = main(sys.argv[1:]); assert jax.device_count() == 1; sys.exit(code)"
+        )
         command = [
             sys.executable,
             "-W",
@@ -186,7 +189,10 @@ def test_ls_lists_what_there_is_without_jax(run, tmp_path, shardwise):
         == "verified"
     )
     for args in (["ls", "a", "--verify"], ["verify", "a"]):
-        code = f"import sys; from shardwise.cli import main; main({['checkpoint', *args]}); sys.exit('jax' in sys.modules)"
+        code = (
+            "import sys; from shardwise.cli import main; "
+            f"main({['checkpoint', *args]}); sys.exit('jax' in sys.modules)"
+        )
         subprocess.run(
             [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, check=True
         )

@@ -21,19 +21,40 @@ import numpy as np, optax
 from flax import nnx
 from shardwise import Batches, Run
 
-def recipe(steps: int = 6, mesh: str = "data=-1", out: Path | None = None, batch_size: int = 8, lr: float = 0.1,
-           pause: float = 0.0, save_every: int = 0, poison: int = -1, skip: bool = False) -> Run:
+def recipe(
+    steps: int = 6,
+    mesh: str = "data=-1",
+    out: Path | None = None,
+    batch_size: int = 8,
+    lr: float = 0.1,
+    pause: float = 0.0,
+    save_every: int = 0,
+    poison: int = -1,
+    skip: bool = False,
+) -> Run:
     rng = np.random.default_rng(0)
-    data = {"x": rng.normal(size=(64, 4)).astype("f4"), "y": rng.normal(size=(64, 2)).astype("f4")}
+    data = {
+        "x": rng.normal(size=(64, 4)).astype("f4"),
+        "y": rng.normal(size=(64, 2)).astype("f4"),
+    }
     inner = Batches(data, batch_size)
     def batches(step):
         time.sleep(pause)
         batch = inner(step)
         return {**batch, "x": batch["x"] * np.nan} if step == poison else batch
     return Run(
-        model=lambda rngs: nnx.Linear(4, 2, rngs=rngs), loss=lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean(),
-        optimizer=optax.sgd(lr), data=batches, eval_data=Batches(data, 5), steps=steps, mesh=mesh, out=out, save_every=save_every,
-        on_nonfinite="skip" if skip else "stop", unit="rows")
+        model=lambda rngs: nnx.Linear(4, 2, rngs=rngs),
+        loss=lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean(),
+        optimizer=optax.sgd(lr),
+        data=batches,
+        eval_data=Batches(data, 5),
+        steps=steps,
+        mesh=mesh,
+        out=out,
+        save_every=save_every,
+        on_nonfinite="skip" if skip else "stop",
+        unit="rows",
+    )
 
 def broken() -> Run:
     raise ValueError("no such corpus")
@@ -127,7 +148,10 @@ def test_mistakes_that_need_no_recipe_are_answered_without_waiting_for_jax(folde
         ["--cpu-devices", "x", "train", "tiny.py"],
         ["--help"],
     ):
-        code = f"import sys; from shardwise.cli import main; code = main({args}); sys.exit(9 if 'jax' in sys.modules else code)"
+        code = (
+            f"import sys; from shardwise.cli import main; code = main({args}); "
+            "sys.exit(9 if 'jax' in sys.modules else code)"
+        )
         assert subprocess.run(
             [sys.executable, "-c", code], cwd=folder, capture_output=True
         ).returncode == (0 if args == ["--help"] else 2)
@@ -163,9 +187,10 @@ def test_train_leaves_a_run_directory_and_resumes_it_exactly(folder):
     code, _, err = shardwise(folder, "train", "tiny.py", "--out", "a")
     assert code == 0
     assert "resuming a at step 4" in err
-    losses = lambda run: [
-        (r["step"], r["loss"]) for r in records(folder, run) if "loss" in r
-    ]  # noqa: E731
+
+    def losses(run):
+        return [(r["step"], r["loss"]) for r in records(folder, run) if "loss" in r]
+
     assert losses("a") == losses("straight")
     code, _, err = shardwise(folder, "train", "tiny.py", "--out", "a")
     assert code == 0

@@ -1,4 +1,4 @@
-"""The second start of a run finds its programs compiled, in a folder that nobody else can write to."""
+"""A second start reuses compiled programs from a folder that only the user can write to."""
 
 import json
 import os
@@ -63,7 +63,8 @@ def test_programs_that_others_could_have_written_are_not_run(tmp_path, monkeypat
     programs.chmod(0o777)
     before = jax.config.jax_compilation_cache_dir
     assert use_compilation_cache() == (
-        f"{programs} is writable by other users, so compiled programs are not read from it; run chmod 700 on it, or remove it"
+        f"{programs} is writable by other users, so compiled programs are not read "
+        "from it; run chmod 700 on it, or remove it"
     )
     assert jax.config.jax_compilation_cache_dir == before
 

@@ -182,7 +182,7 @@ def test_a_tokenizer_with_its_end_token(tmp_path, tokenizer_json):
 
 
 def test_pieces_of_a_long_text_are_whole_lines_or_characters(tmp_path, tokenizer_json):
-    """Longer than what is encoded at once; one of them is a single line of characters of three bytes."""
+    """Encode two texts longer than one piece; one is a single line of 3-byte characters."""
     lines = "".join(
         f"the quick brown fox jumps over the lazy dog {n}\n" for n in range(30_000)
     )
@@ -498,7 +498,10 @@ def test_show_tells_of_the_batch_of_a_step(tmp_path):
 
 
 def test_the_recipe_for_token_files_trains(tmp_path):
-    """The real command, packed and with held-out rows, on two devices; and again with another number of workers."""
+    """Train on packed documents with validation data on 2 devices, also with more workers.
+
+    Both runs start the real command.
+    """
     (tmp_path / "code.txt").write_text(
         Path(ROOT / "src" / "shardwise" / "step.py").read_text() * 3
     )

@@ -1,4 +1,4 @@
-"""`shardwise sample`: what it writes, what it refuses, and that it executes nothing that it was not told to."""
+"""`shardwise sample` writes text, refuses bad input and executes only the code it was given."""
 
 import io
 import json
@@ -39,8 +39,13 @@ class Model(nnx.Module):
         return self.out(self.dropout(self.table(tokens)))
 
 def recipe(width: int = 4) -> Run:
-    return Run(model=lambda rngs: Model(rngs, width), loss=lambda model, batch: model(batch["inputs"]).mean(), optimizer=optax.sgd(0.1),
-               data=Batches(Tokens(np.arange(99, dtype=np.uint8), 8), 2), steps=1)
+    return Run(
+        model=lambda rngs: Model(rngs, width),
+        loss=lambda model, batch: model(batch["inputs"]).mean(),
+        optimizer=optax.sgd(0.1),
+        data=Batches(Tokens(np.arange(99, dtype=np.uint8), 8), 2),
+        steps=1,
+    )
 """
 
 
@@ -72,8 +77,13 @@ class Silent(nnx.Module):
     __init__ = Fixed.__init__
 
 def recipe(kind: str = "Fixed") -> Run:
-    return Run(model=globals()[kind], loss=lambda model, batch: model(batch["inputs"]).mean(), optimizer=optax.sgd(0.1),
-               data=Batches(Tokens(np.arange(99, dtype=np.uint8), 32), 2), steps=1)
+    return Run(
+        model=globals()[kind],
+        loss=lambda model, batch: model(batch["inputs"]).mean(),
+        optimizer=optax.sgd(0.1),
+        data=Batches(Tokens(np.arange(99, dtype=np.uint8), 32), 2),
+        steps=1,
+    )
 """
 
 
@@ -130,7 +140,10 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def sample(folder, monkeypatch, capsysbinary):
-    """Runs the command there; gives exit code, text, words on standard error, and the answer for programs."""
+    """Return a function that runs the command in `folder`.
+
+    It returns the exit code, the text, the words on standard error and the JSON answer.
+    """
     monkeypatch.chdir(folder)
 
     def call(*args, stdin=b""):
@@ -311,14 +324,18 @@ def test_mistakes_are_told_in_a_line(sample, args, code, words):
 
 def test_help_does_not_wait_for_jax_and_the_real_command_ends_with_its_reader(folder):
     began = time.monotonic()
-    code = "import sys; from shardwise.cli import main\ntry: main(['sample', '--help'])\nfinally: sys.exit('jax' in sys.modules)"
+    code = (
+        "import sys; from shardwise.cli import main\n"
+        "try: main(['sample', '--help'])\n"
+        "finally: sys.exit('jax' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, "--top-p" in done.stdout) == (0, True), done.stderr
     assert time.monotonic() - began < 3
     command = f"{sys.executable} -m shardwise.cli sample run --prompt abc --tokens 3000 | head -c 3"
     done = subprocess.run(
         command, shell=True, cwd=folder, capture_output=True, text=True, timeout=120
-    )  # noqa: S602
+    )
     assert (done.stdout, done.stderr) == ("abc", "")
 
 

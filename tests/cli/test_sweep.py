@@ -28,18 +28,38 @@ import numpy as np, optax
 from flax import nnx
 from shardwise import Batches, Run
 
-def recipe(steps: int = 6, out: Path | None = None, lr: float = 0.1, seed: int = 0, pause: float = 0.0, widths: tuple[int, ...] = (2,),
-           bias: bool = True, mesh: str = "data=-1") -> Run:
+def recipe(
+    steps: int = 6,
+    out: Path | None = None,
+    lr: float = 0.1,
+    seed: int = 0,
+    pause: float = 0.0,
+    widths: tuple[int, ...] = (2,),
+    bias: bool = True,
+    mesh: str = "data=-1",
+) -> Run:
     rng = np.random.default_rng(0)
-    data = {"x": rng.normal(size=(64, 4)).astype("f4"), "y": rng.normal(size=(64, 2)).astype("f4")}
+    data = {
+        "x": rng.normal(size=(64, 4)).astype("f4"),
+        "y": rng.normal(size=(64, 2)).astype("f4"),
+    }
     inner = Batches(data, 8, seed=seed)
     def batches(step):
         time.sleep(pause)
         return inner(step)
     return Run(
-        model=lambda rngs: nnx.Linear(4, 2, rngs=rngs), loss=lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean(),
-        optimizer=optax.sgd(lr), data=batches, eval_data=Batches(data, 16), steps=steps, seed=seed, out=out, save_every=2, mesh=mesh,
-        unit="rows")
+        model=lambda rngs: nnx.Linear(4, 2, rngs=rngs),
+        loss=lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean(),
+        optimizer=optax.sgd(lr),
+        data=batches,
+        eval_data=Batches(data, 16),
+        steps=steps,
+        seed=seed,
+        out=out,
+        save_every=2,
+        mesh=mesh,
+        unit="rows",
+    )
 
 def bare(lr: float = 0.1) -> Run: ...
 '''

@@ -1,4 +1,4 @@
-"""The page on checkpoints tells the truth: its code and its commands run, in order, and do what is shown."""
+"""The code and commands of docs/checkpoints.md run in order and do what the page shows."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The page on data tells the truth: its code and its commands run, in order, and print what is shown."""
+"""The code and commands of docs/data.md run in order and print what the page shows."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The pages on the doctor and on sweeps tell the truth: their commands run, in order, and leave what is shown."""
+"""The commands of the pages on doctor and sweeps run in order and leave the files shown."""
 
 import re
 

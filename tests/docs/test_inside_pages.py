@@ -1,4 +1,4 @@
-"""The pages on tracking and on looking inside tell the truth: their code and commands run, in order, and print what is shown."""
+"""The pages on tracking and inspection run in order and print what they show."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom in a fresh kernel, and are kept without what they printed."""
+"""The notebooks run from top to bottom in a fresh kernel and are stored without outputs."""
 
 from pathlib import Path
 

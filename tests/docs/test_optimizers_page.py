@@ -1,4 +1,4 @@
-"""The page on optimizers tells the truth: its code runs and prints what it shows, and it has every finding that explain can make."""
+"""The page on optimizers prints what it shows and lists every finding of `explain`."""
 
 import inspect
 import re

@@ -1,4 +1,4 @@
-"""Every page tells the truth: each is run by a test of its own (`test_..._page.py` that names it), or here (see pages.py)."""
+"""Every page runs: in a test that names it (`test_..._page.py`), or here (see pages.py)."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The page on planning tells the truth: its command for this machine prints what is shown, its code runs, its links lead somewhere."""
+"""The page on plans: its local command prints what it shows, its code runs, its links exist."""
 
 import contextlib
 import re

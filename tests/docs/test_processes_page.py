@@ -1,4 +1,4 @@
-"""The page on many processes tells the truth: its commands run and print what is shown, but for the figures."""
+"""The commands of docs/processes.md run and print what the page shows, except for figures."""
 
 import pytest
 

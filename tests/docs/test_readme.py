@@ -1,4 +1,4 @@
-"""The documents tell the truth: code blocks run, commands parse, links lead somewhere, the map matches the tree."""
+"""README and other documents: code runs, commands parse, links exist, the map matches the tree."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""The page on reports tells the truth: its commands and its code run, in order, and print what is shown."""
+"""The commands and code of docs/report.md run in order and print what the page shows."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The page on sampling tells the truth: its code and its commands run, in order, and print what is shown."""
+"""The code and commands of the page on sampling run in order and print what it shows."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The page on verifying tells the truth: its commands print what is shown, but for the figures of rounding, and its code runs."""
+"""The code of docs/verify.md runs; its commands print what it shows, except rounding figures."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""What is shipped: the wheel and the source distribution hold what they should, and the wheel works in an empty environment."""
+"""The wheel and the sdist hold the right files; the wheel works in an empty environment."""
 
 import email
 import json
@@ -16,7 +16,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-BACKEND = "import sys; from setuptools import build_meta as b; to = sys.argv[1]; b.build_sdist(to); b.build_wheel(to)"
+BACKEND = (
+    "import sys; from setuptools import build_meta as b; to = sys.argv[1]; "
+    "b.build_sdist(to); b.build_wheel(to)"
+)
 EXTRAS = {
     "tensorboard",
     "wandb",
@@ -33,7 +36,11 @@ EXTRAS = {
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory):
-    """Both, built from a copy of what git would commit, so that nothing else on this machine can slip in or help."""
+    """Build the wheel and the sdist, and return their folder.
+
+    The build uses a copy of the files that git would commit, so that no other file of this
+    machine gets in or helps.
+    """
     copy, dist = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("dist")
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard", "-z"],

@@ -21,7 +21,10 @@ from shardwise.text import did_you_mean
 from shardwise.trackers.base import TRACKERS
 
 ABOUT = "shardwise trains any Flax NNX model on any device mesh."
-RECIPE_NOTE = "RECIPE is file.py or file.py:function; `shardwise train RECIPE --help` shows its arguments."
+RECIPE_NOTE = (
+    "RECIPE is file.py or file.py:function; `shardwise train RECIPE --help` shows its "
+    "arguments."
+)
 
 
 class Parser(argparse.ArgumentParser):

@@ -221,7 +221,10 @@ def _cuda(environment: Mapping[str, str]) -> Iterator[CheckResult]:
     ]
     has_wheels = version_of("nvidia-cudnn-cu12") or version_of("nvidia-cudnn-cu13")
     if libraries and has_wheels:
-        text = f"{libraries[0]} takes precedence over the CUDA libraries that JAX was installed with"
+        text = (
+            f"{libraries[0]} takes precedence over the CUDA libraries that JAX was "
+            "installed with"
+        )
         yield _variable("LD_LIBRARY_PATH", ":".join(libraries), "warning", text)
 
 

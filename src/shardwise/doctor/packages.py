@@ -89,7 +89,10 @@ def _plugin_result(name: str, version: str) -> CheckResult:
             return warning(name, text, 'pip install -U "jax[tpu]"')
         return ok(name, version if has_tpu() else f"{version}; used for plans")
     if jaxlib is not None and version != jaxlib:
-        text = f"{version} with jaxlib {jaxlib}: JAX ignores such a plugin with a warning, or crashes"
+        text = (
+            f"{version} with jaxlib {jaxlib}: JAX ignores such a plugin with a warning, "
+            "or crashes"
+        )
         report = problem if has_gpu() else warning
         kind = name.split("-")[1]
         return report(name, text, f'pip install -U "jax[{kind}]", or {name}=={jaxlib}.')

@@ -187,7 +187,10 @@ class _RunChecks:
                 remedy = "No complete step is left: restore a backup, or start with another --out."
                 yield problem(name, text, remedy)
             else:
-                remedy = "`shardwise train` sets it aside and uses the previous one. Check the disk."
+                remedy = (
+                    "`shardwise train` sets it aside and uses the previous one. "
+                    "Check the disk."
+                )
                 yield warning(name, text, remedy)
         if not self.steps:
             yield ok(name, "none yet")

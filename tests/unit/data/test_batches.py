@@ -70,7 +70,7 @@ def chi_squared(counts):
 
 
 def test_the_order_is_fixed_for_all_time():
-    """A resumed run must find the order that the first part of it had, whatever releases lie between."""
+    """A resumed run must see the order of its first part, also after an update of shardwise."""
     assert order(1000, 0, 8, seed=0).tolist() == ORDER_OF_1000
     assert order(10**9 + 7, 10**12, 10**12 + 4, seed=3).tolist() == ORDER_OF_MANY
 

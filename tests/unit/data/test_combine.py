@@ -1,4 +1,4 @@
-"""Sources made of sources: mixes, splits, filters and packed documents are functions of the index."""
+"""Combined sources (mixes, splits, filters, packed documents) are functions of the index."""
 
 import time
 

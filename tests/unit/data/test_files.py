@@ -1,4 +1,4 @@
-"""Sources on disk: what they give, what they say when they are damaged, and how they are known again."""
+"""Sources on disk: their records, their errors when damaged, and their fingerprints."""
 
 import json
 import os
@@ -292,7 +292,8 @@ def test_what_decode_raises_is_told_with_the_record(folder):
     write_json_lines(folder / "a.jsonl", 3)
     with pytest.raises(
         BadRecord,
-        match=r"'a.jsonl', record 2: it cannot be decoded: KeyError: 'there is no y; there are x, name'",
+        match=r"'a.jsonl', record 2: it cannot be decoded: "
+        r"KeyError: 'there is no y; there are x, name'",
     ):
         json_lines("a.jsonl", columns=["y"]).rows(np.array([2]))
     (folder / "ragged.jsonl").write_text('{"x": [1]}\n\n   \n{"x": [1, 2]}\n')

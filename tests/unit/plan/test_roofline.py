@@ -110,7 +110,10 @@ ENTRY %main (p: f32[1000,1000], q: f32[1000,1000]) -> (f32[8000,1000], f32[1000,
 
 def test_a_transfer_between_slices_counts_along_the_axis_that_connects_them():
     """Between slices, TPU programs send and receive through the hosts, without a collective."""
-    transfer = '_xla_host_transfer_rendezvous="all-reduce.1",_xla_megascale_transfer_type="ALL_REDUCE"'
+    transfer = (
+        '_xla_host_transfer_rendezvous="all-reduce.1",'
+        '_xla_megascale_transfer_type="ALL_REDUCE"'
+    )
     text = f"""HloModule m, is_scheduled=true
 
 ENTRY %main (p: f32[1000,1000]) -> f32[1000,1000] {{

@@ -15,7 +15,10 @@ from shardwise.rundir.summary import summarize
 from shardwise.text import NONE, TIMES
 from tests.helpers.run_dirs import LEAF, T0, damage_run, lines, make_run, plan, step
 
-HOSTILE = "</script><script>window.hacked=1</script>\"'><img src=x onerror=window.hacked=1>&amp;<!--"
+HOSTILE = (
+    "</script><script>window.hacked=1</script>\"'>"
+    "<img src=x onerror=window.hacked=1>&amp;<!--"
+)
 
 
 class Markup(HTMLParser):
