@@ -1,4 +1,4 @@
-"""Flips bits of a checkpoint, one at a time, and reads it with plain Orbax: how many raise, are the same, are wrong?"""
+"""Flip bits of a checkpoint one at a time, and count how plain Orbax reads each result."""
 
 import json
 import shutil
@@ -10,6 +10,7 @@ from harness import flip_bit, leaves, pick_bit, seeded
 
 
 def main(source: Path, flips: int, seed: int) -> None:
+    """Print how many of the flips raised, had no effect, or gave wrong values."""
     counts, rng = {"raised": 0, "same": 0, "wrong": 0}, seeded(seed)
     with tempfile.TemporaryDirectory() as folder:
         step = shutil.copytree(source, Path(folder) / "checkpoints" / "0")

@@ -1,4 +1,4 @@
-"""Starts the real command, breaks it from outside, and compares what is left with a run that was never disturbed."""
+"""Start the real command, break it from outside, and compare it with an undisturbed run."""
 
 import json
 import os
@@ -23,10 +23,12 @@ from blake3 import blake3
 HERE = Path(__file__).parent
 RECIPE = HERE / "recipe.py"
 DEVICES = ("--cpu-devices", "2", "--mesh", "fsdp=2")
-PAIR = ("--cpu-devices", "1", "--mesh", "fsdp=2")  # each of two processes
+# Arguments of each of two processes.
+PAIR = ("--cpu-devices", "1", "--mesh", "fsdp=2")
 SHORT = ("--steps", "20", "--save-every", "4", "--eval-every", "10")
 PLAIN_SHORT = ("--steps", "20", "--save-every", "4")
-LIMIT = 240  # seconds that anything may take before it counts as hung; far more than a loaded machine needs
+# Seconds until a command counts as hung. A busy machine needs far less.
+LIMIT = 240
 
 
 # Processes
@@ -34,19 +36,21 @@ LIMIT = 240  # seconds that anything may take before it counts as hung; far more
 
 @dataclass(frozen=True)
 class Ended:
+    """A command that has ended: its exit code, its output and its run time in seconds."""
+
     code: int
     err: str
     seconds: float
 
     @property
     def message(self) -> str:
-        """What the command says at the end, and the end of what a traceback would be."""
+        """Return the end of the output: the final message, or the last lines of a traceback."""
         return self.err.strip()[-450:]
 
 
 @dataclass
 class Started:
-    """A command in a process group of its own, its output in a file."""
+    """A running command in a separate process group. Its output goes to the file `log`."""
 
     process: subprocess.Popen
     out: Path
@@ -55,34 +59,43 @@ class Started:
 
     @property
     def err(self) -> str:
+        """Return the output so far."""
         return self.log.read_text(errors="replace")
 
     def wait_for(self, condition: Callable[[], object], what: str) -> None:
-        """Until the condition holds; an assertion fails if the command ends before."""
+        """Wait until the condition holds. Fail if the command ends first or LIMIT passes."""
         deadline = time.monotonic() + LIMIT
         while not condition():
             assert self.process.poll() is None, (
                 f"ended with {self.process.returncode} before {what}: {self.err[-800:]}"
             )
             assert time.monotonic() < deadline, (
-                f"{what} did not come in {LIMIT} s: {self.err[-800:]}"
+                f"{what} not reached within {LIMIT} s: {self.err[-800:]}"
             )
             time.sleep(0.01)
 
     def wait_for_line(self, text: str) -> None:
+        """Wait until the output contains `text`."""
         self.wait_for(lambda: text in self.err, f"the line '{text}'")
 
     def wait_for_step(self, step: int) -> None:
+        """Wait until `step` is logged."""
         self.wait_for(lambda: last_step(self.out) >= step, f"step {step}")
 
     def wait_for_file(self, path: Path) -> None:
+        """Wait until the file exists."""
         self.wait_for(path.exists, str(path))
 
     def signal(self, number: int) -> None:
+        """Send a signal to the process, not to its group."""
         self.process.send_signal(number)
 
     def watch(self) -> tuple[int, set[str]]:
-        """(bytes held at most, addresses listened on), looked at until the process ends."""
+        """Watch the process until it ends.
+
+        Returns:
+            Its peak memory in bytes, and the addresses on which it listened.
+        """
         peak, addresses = 0, set()
         while self.process.poll() is None:
             found = re.search(
@@ -98,7 +111,7 @@ class Started:
         return peak, addresses
 
     def end(self, limit: float = LIMIT) -> Ended:
-        """Waits for the end, and makes sure that nothing of the process is left."""
+        """Wait for the end, and check that no process of the group is left."""
         try:
             self.process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -107,10 +120,11 @@ class Started:
                 f"still running after {limit} s: {self.err[-800:]}"
             ) from None
         seconds = time.monotonic() - self.began
-        assert not self.is_group_alive(), "a process of the command is left"
+        assert not self.is_group_alive(), "a process of the command is still running"
         return Ended(self.process.returncode, self.err, seconds)
 
     def is_group_alive(self) -> bool:
+        """Return whether a process of the group is still alive after 1 s."""
         for _ in range(50):
             try:
                 os.killpg(self.process.pid, 0)
@@ -120,7 +134,7 @@ class Started:
         return True
 
     def kill(self) -> Ended:
-        """SIGKILL to all of it."""
+        """Send SIGKILL to the process group, and wait for its end."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(LIMIT)
@@ -134,31 +148,35 @@ class Processes:
     started: list[Started]
 
     def wait_for_step(self, step: int) -> None:
+        """Wait until process 0 has logged `step`."""
         self.started[0].wait_for_step(step)
 
     def signal(self, index: int, number: int) -> None:
+        """Send a signal to one process."""
         self.started[index].signal(number)
 
     def end(self, limit: float = LIMIT) -> list[Ended]:
-        """When all have ended; the rest of them is killed when that takes too long."""
+        """Wait for the end of all processes. Kill the rest if one exceeds the limit."""
         try:
             return [one.end(limit) for one in self.started]
         finally:
             self.kill()
 
     def kill(self) -> None:
+        """Kill all processes."""
         for one in self.started:
             one.kill()
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A directory for runs, and a cache of compiled steps that they share."""
+    """A folder for runs, and the cache of compiled steps that they share."""
 
     folder: Path
     cache: Path
 
     def environment(self, **more: str) -> dict[str, str]:
+        """Return the environment of a command, without settings of the current process."""
         inherited = {
             k: v
             for k, v in os.environ.items()
@@ -180,7 +198,7 @@ class Bench:
         wrap: tuple[str, ...] = (),
         **environment: str,
     ) -> Started:
-        """`shardwise train` on the recipe of the experiments."""
+        """Start `shardwise train` on the recipe of the experiments, with `wrap` before it."""
         command = (
             *wrap,
             sys.executable,
@@ -196,12 +214,13 @@ class Bench:
         return self.popen(command, out, **environment)
 
     def train(self, out: str | Path, *args: object, **environment: str) -> Ended:
+        """Run `shardwise train` to its end."""
         return self.start(out, *args, **environment).end()
 
     def start_plain(
         self, out: str | Path, *args: object, **environment: str
     ) -> Started:
-        """The loop that people write by hand."""
+        """Start the plain loop."""
         return self.popen(
             (sys.executable, HERE / "plain.py", "--out", self.folder / out, *args),
             out,
@@ -209,6 +228,7 @@ class Bench:
         )
 
     def plain(self, out: str | Path, *args: object, **environment: str) -> Ended:
+        """Run the plain loop to its end."""
         return self.start_plain(out, *args, **environment).end()
 
     def start_group(
@@ -219,7 +239,7 @@ class Bench:
         count: int = 2,
         layout: tuple[str, ...] = PAIR,
     ) -> "Processes":
-        """`shardwise train` in several processes; `each` gives some of them an environment of their own."""
+        """Start `shardwise train` in several processes. `each` sets the environment of some."""
         address = _free_address()
         started = []
         for index in range(count):
@@ -252,7 +272,7 @@ class Bench:
         *args: object,
         each: dict[int, dict[str, str]] | None = None,
     ) -> "Processes":
-        """Two processes of the loop that people write by hand, a device each."""
+        """Start the plain loop in two processes with one device each."""
         address, script = _free_address(), HERE / "plain.py"
         started = []
         for index in range(2):
@@ -280,7 +300,7 @@ class Bench:
         restarts: int = 0,
         layout: tuple[str, ...] = PAIR,
     ) -> Started:
-        """The same by `shardwise launch`."""
+        """Start `shardwise launch` with `count` processes of `shardwise train`."""
         options = ("--processes", count, "--restarts", restarts)
         train = ("train", RECIPE, "--out", self.folder / out, *layout, *args)
         return self.popen(
@@ -289,7 +309,7 @@ class Bench:
         )
 
     def command(self, *args: object, **environment: str) -> Ended:
-        """`shardwise` with any arguments."""
+        """Run `shardwise` with any arguments to its end."""
         return self.popen(
             (sys.executable, "-m", "shardwise.cli", *args), "command", **environment
         ).end()
@@ -297,6 +317,7 @@ class Bench:
     def popen(
         self, command: tuple[object, ...], out: str | Path, **environment: str
     ) -> Started:
+        """Start any command, with a log of the batches next to `out`."""
         out = self.folder / out
         log = self.folder / f"{out.name}.{time.monotonic_ns()}.err"
         environment = self.environment(BATCH_LOG=str(batch_log(out)), **environment)
@@ -320,20 +341,22 @@ def _free_address() -> str:
 
 
 def batch_log(out: Path) -> Path:
+    """Return the file with the digests of the batches of a run."""
     return out.with_name(out.name + ".batches")
 
 
-# What a run has left behind
+# Contents of a run directory
 
 
 def read_log(out: Path) -> list[dict]:
-    """The records of metrics.jsonl, without a last line that is still being written."""
+    """Return the records of metrics.jsonl, without a partial last line."""
     path = out / "metrics.jsonl"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
 
 
 def last_step(out: Path) -> int:
+    """Return the last logged step, or 0."""
     path = out / "metrics.jsonl"
     try:
         return max(
@@ -345,6 +368,7 @@ def last_step(out: Path) -> int:
 
 
 def bits(value: object) -> str:
+    """Return a text that is equal only for bit-identical values."""
     return struct.pack("<d", value).hex() if isinstance(value, float) else str(value)
 
 
@@ -352,7 +376,12 @@ TIMES = ("time", "step_s", "tokens_per_s", "mfu", "data_s", "wait_s")
 
 
 def losses(out: Path, merged: bool = False) -> dict[tuple[int, str], str]:
-    """The bits of every number that was logged for a step, but for its times. `merged`: what was redone must be as it was."""
+    """Return the bits of every logged number except times, by step and name.
+
+    Args:
+        out: the run directory.
+        merged: whether a step may be logged twice. Its numbers must then be identical.
+    """
     found: dict[tuple[int, str], str] = {}
     for record in read_log(out):
         for name, value in record.items():
@@ -366,17 +395,17 @@ def losses(out: Path, merged: bool = False) -> dict[tuple[int, str], str]:
             key = record["step"], name
             if merged and found.get(key, bits(value)) != bits(value):
                 raise Silent(
-                    f"{name} of step {record['step']} has changed when it was redone"
+                    f"{name} of step {record['step']} changed when the step was repeated"
                 )
             assert merged or key not in found, (
-                f"{name} of step {record['step']} is there twice"
+                f"{name} of step {record['step']} is logged twice"
             )
             found[key] = bits(value)
     return found
 
 
 def batches(out: Path) -> dict[int, str]:
-    """The digest of each batch that the run has asked for; asked for twice, it must be the same."""
+    """Return the digest of each batch that the run read. A batch read twice must be identical."""
     found: dict[int, str] = {}
     for line in batch_log(out).read_text().splitlines():
         step, digest = line.split()
@@ -387,7 +416,7 @@ def batches(out: Path) -> dict[int, str]:
 
 
 def leaves(out: Path, step: int) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """Every leaf of a checkpoint, read with Orbax alone."""
+    """Return (dtype, shape, bytes) of every leaf of a checkpoint, read with Orbax alone."""
     found: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
 
     def note(path: str, leaf: object) -> None:
@@ -425,7 +454,7 @@ def _map(
 
 
 def steps_of(out: Path) -> list[int]:
-    """Steps that are listed as checkpoints."""
+    """Return the steps of the listed checkpoints."""
     folder = out / "checkpoints"
     return (
         sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
@@ -434,8 +463,8 @@ def steps_of(out: Path) -> list[int]:
     )
 
 
-def is_whole(directory: Path) -> bool:
-    """Whether every file of a step has the digest that its manifest gives, and none is missing or more than there should be."""
+def is_complete(directory: Path) -> bool:
+    """Return whether a checkpoint has exactly the files and digests of its manifest."""
     manifest = directory / "MANIFEST"
     if not manifest.exists():
         return False
@@ -453,11 +482,12 @@ def is_whole(directory: Path) -> bool:
 
 
 def files_of(directory: Path) -> list[Path]:
+    """Return all files below a directory."""
     return sorted(path for path in directory.rglob("*") if path.is_file())
 
 
 def leftovers(out: Path) -> list[str]:
-    """What a run should not leave: temporary files and directories."""
+    """Return temporary files and directories, which a run should remove."""
     return sorted(
         str(path.relative_to(out))
         for path in out.rglob("*")
@@ -466,7 +496,7 @@ def leftovers(out: Path) -> list[str]:
 
 
 def check_exact(out: Path, straight: Path, steps: int, merged: bool = False) -> None:
-    """Losses, batches and the last checkpoint are those of the undisturbed run, bit by bit."""
+    """Check that losses, batches and the last checkpoint match the undisturbed run bit by bit."""
     ours, theirs = losses(out, merged), losses(straight)
     differing = sorted(
         key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)
@@ -488,29 +518,35 @@ def check_exact(out: Path, straight: Path, steps: int, merged: bool = False) -> 
 
 
 def check_clean(out: Path) -> None:
-    """No temporary files, and every listed step is whole."""
+    """Check that there are no temporary files and that every listed checkpoint is complete."""
     assert leftovers(out) == [], f"left behind: {leftovers(out)}"
     broken = [
-        step for step in steps_of(out) if not is_whole(out / "checkpoints" / str(step))
+        step
+        for step in steps_of(out)
+        if not is_complete(out / "checkpoints" / str(step))
     ]
-    assert broken == [], f"steps {broken} are listed and not whole"
+    assert broken == [], f"steps {broken} are listed but not complete"
 
 
 def check_refused(ended: Ended, code: int, *words: str) -> None:
-    """The exit code, one message that begins with the name of the command and has these words in it, and no traceback."""
+    """Check that a command refused to run.
+
+    It must end with this exit code and print one message, which begins with the name of the
+    command and contains these words. There must be no traceback.
+    """
     if ended.code == 0:
-        raise Silent(f"accepted, {code} was due: {ended.message}")
+        raise Silent(f"accepted, expected exit code {code}: {ended.message}")
     assert ended.code == code, (
-        f"exit code {ended.code}, {code} was due: {ended.message}"
+        f"exit code {ended.code}, expected {code}: {ended.message}"
     )
     assert "Traceback" not in ended.err, ended.message
     assert ended.err.count("shardwise: ") == 1 or "╭" in ended.err, ended.message
     missing = [word for word in words if word not in ended.err]
-    assert not missing, f"does not say {missing}: {ended.message}"
+    assert not missing, f"the message lacks {missing}: {ended.message}"
 
 
 def child_of(pid: int, index: int) -> int:
-    """The process number `index` that a launcher has started."""
+    """Return the pid of process `index` of a launcher."""
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, IndexError, ValueError):
             words = (path / "cmdline").read_bytes().split(b"\0")
@@ -524,11 +560,13 @@ def child_of(pid: int, index: int) -> int:
 
 
 def check_stopped(ended: Ended) -> None:
+    """Check that a command stopped after a signal, with exit code 75."""
     assert ended.code == 75, f"exit code {ended.code}: {ended.message}"
     assert "Traceback" not in ended.err, ended.message
 
 
 def check_done(ended: Ended) -> None:
+    """Check that a command succeeded."""
     assert ended.code == 0, f"exit code {ended.code}: {ended.message}"
     assert "Traceback" not in ended.err, ended.message
 
@@ -537,7 +575,7 @@ def check_done(ended: Ended) -> None:
 
 
 def copy_of(run: Path, bench: Bench, name: str, without: tuple[int, ...] = ()) -> Path:
-    """A run directory to be damaged, with the log of its batches; `without` some steps."""
+    """Copy a run directory and the log of its batches, without the checkpoints of some steps."""
     out = bench.folder / name.replace(" ", "-")
     shutil.copytree(run, out)
     shutil.copy(batch_log(run), batch_log(out))
@@ -547,24 +585,26 @@ def copy_of(run: Path, bench: Bench, name: str, without: tuple[int, ...] = ()) -
 
 
 def seeded(seed: int) -> Random:
+    """Return a random generator."""
     return Random(seed)  # noqa: S311
 
 
 def flip_bit(path: Path, bit: int) -> None:
+    """Flip one bit of a file."""
     content = bytearray(path.read_bytes())
     content[bit // 8] ^= 1 << bit % 8
     path.write_bytes(content)
 
 
 def pick_bit(directory: Path, random: Random) -> tuple[Path, int]:
-    """One bit of all the bits of all files."""
+    """Return a file and a bit of it, uniform over all bits of all files."""
     files = [path for path in files_of(directory) if path.stat().st_size]
     path = random.choices(files, [path.stat().st_size for path in files])[0]
     return path, random.randrange(path.stat().st_size * 8)
 
 
 def write_manifest(directory: Path) -> None:
-    """Digests for whatever is there now: what someone does who wants a changed checkpoint to be believed."""
+    """Write a manifest for the present files, as someone would who forges a checkpoint."""
     files = [path for path in files_of(directory) if path.name != "MANIFEST"]
     lines = [
         f"{blake3(path.read_bytes()).hexdigest()}  {path.relative_to(directory)}\n"
@@ -576,7 +616,13 @@ def write_manifest(directory: Path) -> None:
 def rewrite(
     directory: Path, change: Callable[[str, np.ndarray], np.ndarray], **meta: object
 ) -> None:
-    """A checkpoint with other arrays, each given by (path, array) -> array, and other metadata; written with Orbax alone."""
+    """Replace the arrays and the metadata of a checkpoint, with Orbax alone.
+
+    Args:
+        directory: the checkpoint.
+        change: returns the new array for (path, array).
+        meta: entries of meta.json to replace.
+    """
     state = (directory / "state").resolve()
     tree = _map(_read(state), lambda path, leaf: change(path, np.asarray(leaf)))
     shutil.rmtree(state)
@@ -588,17 +634,20 @@ def rewrite(
 
 
 def truncate(path: Path) -> None:
+    """Remove the second half of a file."""
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def largest_file(directory: Path) -> Path:
+    """Return the largest file below a directory."""
     return max(files_of(directory), key=lambda path: path.stat().st_size)
 
 
 def listening(pid: int) -> set[str]:
-    """Addresses other than loopback on which a process listens."""
+    """Return the addresses other than loopback on which a process listens."""
     inodes = set()
-    with suppress(OSError):  # it may end at any time
+    # The process may end at any time.
+    with suppress(OSError):
         for link in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):
                 inodes.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
@@ -619,7 +668,7 @@ def listening(pid: int) -> set[str]:
 
 
 def can_mount(folder: Path) -> bool:
-    """Whether this user, in this container, may mount a file system."""
+    """Return whether this user may mount a file system in this container."""
     try:
         with mounted(folder, "size=1m"):
             return True
@@ -629,7 +678,7 @@ def can_mount(folder: Path) -> bool:
 
 @contextmanager
 def mounted(folder: Path, options: str) -> Iterator[Path]:
-    """A file system in memory; needs root."""
+    """Mount an in-memory file system. This needs root."""
     folder.mkdir(exist_ok=True)
     subprocess.run(
         ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder],
@@ -646,11 +695,13 @@ def mounted(folder: Path, options: str) -> Iterator[Path]:
 
 
 class Silent(AssertionError):
-    """The worst kind: state was wrong or lost, the exit code was 0, and nothing was said."""
+    """State was wrong or lost, the exit code was 0 and there was no message."""
 
 
 @dataclass
 class Tally:
+    """Counts of the trials of one experiment, and the messages of those that failed."""
+
     trials: int = 0
     passed: int = 0
     silent: int = 0
@@ -658,7 +709,7 @@ class Tally:
 
     @contextmanager
     def trial(self, what: str, quiet: bool = False) -> Iterator[None]:
-        """Counts; a failure is noted, and the experiment goes on."""
+        """Count a trial. A failure is recorded, and the experiment continues."""
         self.trials += 1
         began = time.monotonic()
         try:
@@ -667,7 +718,8 @@ class Tally:
             verdict = "passed"
         except (AssertionError, OSError, ValueError, KeyError) as error:
             self.silent += isinstance(error, Silent)
-            verdict = f"{'SILENT' if isinstance(error, Silent) else 'failed'}: {str(error) or type(error).__name__}"
+            kind = "SILENT" if isinstance(error, Silent) else "failed"
+            verdict = f"{kind}: {str(error) or type(error).__name__}"
             self.failures.append(f"{what}: {verdict}")
         if verdict != "passed" or not quiet:
             print(
@@ -678,6 +730,8 @@ class Tally:
 
 @dataclass
 class Row:
+    """A row of the table."""
+
     id: str
     name: str
     ours: Tally = field(default_factory=Tally)
@@ -690,7 +744,7 @@ ROWS: list[Row] = []
 
 @contextmanager
 def experiment(id: str, name: str, note: str = "") -> Iterator[Row]:
-    """A row of the table. What fails for the plain loop is only written down."""
+    """Add a row to the table. Failures of the plain loop are recorded and do not fail the test."""
     row = Row(id, name, note=note)
     print(f"\n{id} {name}", flush=True)
     try:
@@ -706,7 +760,7 @@ def experiment(id: str, name: str, note: str = "") -> Iterator[Row]:
 
 
 def table() -> str:
-    """All rows, those of one experiment added up."""
+    """Return the table in Markdown, with one row per experiment id."""
     merged: dict[str, Row] = {}
     for row in ROWS:
         into = merged.setdefault(row.id, Row(row.id, row.name))
@@ -718,7 +772,8 @@ def table() -> str:
                 to.silent + tally.silent,
             )
     lines = [
-        "| fault | | shardwise: trials | passed | silent | plain loop: trials | passed | silent | note |",
+        "| fault | | shardwise: trials | passed | silent "
+        "| plain loop: trials | passed | silent | note |",
         "|---|---|--:|--:|--:|--:|--:|--:|---|",
     ]
     for id in sorted(merged):
@@ -729,6 +784,7 @@ def table() -> str:
             else "- | - | -"
         )
         lines.append(
-            f"| {id} | {row.name} | {row.ours.trials} | {row.ours.passed} | {row.ours.silent} | {plain} | {row.note} |"
+            f"| {id} | {row.name} | {row.ours.trials} | {row.ours.passed} "
+            f"| {row.ours.silent} | {plain} | {row.note} |"
         )
     return "\n".join(lines)

@@ -1,6 +1,7 @@
-"""The model and the data of the fault experiments, in plain NNX and NumPy. What a resume could lose, it has.
+"""The model and the data of the fault experiments, in plain NNX and NumPy.
 
-Dropout, statistics of batches, a cache and a variable of its own kind, all of which change at every step.
+The model has every kind of state that a resume could lose: dropout, batch statistics, a cache and
+a custom variable. All of them change at every step.
 """
 
 import hashlib
@@ -15,10 +16,12 @@ from flax import nnx
 
 
 class Seen(nnx.Variable):
-    """How many tokens the model has trained on: a variable of a kind that no library knows."""
+    """Number of tokens that the model was trained on: a custom kind of variable."""
 
 
 class Block(nnx.Module):
+    """A residual block with batch statistics and dropout."""
+
     def __init__(self, width: int, dropout: float, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.up = nnx.Linear(width, 4 * width, param_dtype=dtype, rngs=rngs)
         self.norm = nnx.BatchNorm(4 * width, momentum=0.9, param_dtype=dtype, rngs=rngs)
@@ -30,7 +33,7 @@ class Block(nnx.Module):
 
 
 class Model(nnx.Module):
-    """Predicts the next token from the last one and the mean of all before it."""
+    """Predicts the next token from the last one and the mean of all previous ones."""
 
     def __init__(
         self,
@@ -68,7 +71,7 @@ class Model(nnx.Module):
 
 @jax.custom_vjp
 def amplify(x: jax.Array, factor: jax.Array) -> jax.Array:
-    """The value as it is; its gradient times `factor`, which may be infinite."""
+    """Return `x` unchanged. Its gradient is multiplied by `factor`, which may be infinite."""
     return x
 
 
@@ -79,7 +82,7 @@ amplify.defvjp(
 
 
 def entries(model: Model, batch: dict[str, jax.Array]) -> jax.Array:
-    """Nats for each token, times the weight of its row."""
+    """Return the loss of each token in nats, times the weight of its example."""
     logits = model(batch["inputs"]).astype(jnp.float32)
     nats = (
         jax.nn.logsumexp(logits, -1)
@@ -89,7 +92,10 @@ def entries(model: Model, batch: dict[str, jax.Array]) -> jax.Array:
 
 
 def corpus(records: int, length: int, vocabulary: int) -> np.ndarray:
-    """A walk with noise, so that there is something to learn, long enough for `records` windows; the same on every machine."""
+    """Return a noisy walk that is long enough for `records` windows.
+
+    A model can learn it, and it is the same on every machine.
+    """
     size = records * length + (records > 0)
     rng = np.random.default_rng(1234)
     steps = rng.integers(0, 3, size) + (rng.random(size) < 0.1) * rng.integers(
@@ -101,7 +107,7 @@ def corpus(records: int, length: int, vocabulary: int) -> np.ndarray:
 def poison(
     batch: dict[str, np.ndarray], nan: bool, infinite: bool
 ) -> dict[str, np.ndarray]:
-    """The batch with a row whose loss is NaN, or whose loss is finite and whose gradient is not."""
+    """Return the batch with one example whose loss is NaN, or whose gradient is infinite."""
     weight, factor = (
         np.ones(len(batch["inputs"]), np.float32),
         np.ones(len(batch["inputs"]), np.float32),
@@ -112,7 +118,10 @@ def poison(
 
 
 def note(step: int, batch: dict[str, np.ndarray]) -> None:
-    """One line (step, digest) to the file that BATCH_LOG names; a single write, so that no kill cuts it."""
+    """Append the step and the digest of its batch to the file that BATCH_LOG names.
+
+    A single write, so that a kill cannot leave a partial line.
+    """
     if path := os.environ.get("BATCH_LOG"):
         digest = hashlib.sha256(
             b"".join(
@@ -126,7 +135,7 @@ def note(step: int, batch: dict[str, np.ndarray]) -> None:
 
 
 def wait_for_data(step: int, pause: float, stall_at: int) -> None:
-    """A pause before every batch; at one step as long as the file that STALL names is there."""
+    """Pause before every batch. At step `stall_at`, wait as long as the file in STALL exists."""
     time.sleep(pause)
     stall = os.environ.get("STALL")
     if step == stall_at and stall:

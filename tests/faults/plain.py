@@ -1,4 +1,4 @@
-"""What people write by hand: the same model in a loop on plain NNX, Optax, Orbax and Grain. It imports nothing of shardwise."""
+"""The usual hand-written loop with plain NNX, Optax, Orbax and Grain, without shardwise."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ from model import Model, corpus, entries, note, poison, wait_for_data
 
 
 class Windows:
-    """Examples for Grain: windows of one long sequence."""
+    """A source for Grain: windows of one long sequence."""
 
     def __init__(self, tokens: np.ndarray, length: int):
         self.tokens, self.length = tokens, length
@@ -32,12 +32,12 @@ class Windows:
 
 
 def parse() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--data", type=Path)
-    parser.add_argument(
-        "--coordinator"
-    )  # of several processes, with --count and --index
+    # For several processes, with --count and --index.
+    parser.add_argument("--coordinator")
     parser.add_argument("--no-shuffle", dest="shuffle", action="store_false")
     for name, default in {"optimizer": "adamw", "dtype": "float32"}.items():
         parser.add_argument(f"--{name}", default=default)
@@ -67,6 +67,7 @@ def parse() -> argparse.Namespace:
 
 @jax.jit
 def train_step(graph, state, batch):
+    """Return the loss of a batch and the updated state."""
     model, optimizer = nnx.merge(graph, state)
     loss, grads = nnx.value_and_grad(lambda model: entries(model, batch).mean())(model)
     optimizer.update(model, grads)
@@ -74,14 +75,15 @@ def train_step(graph, state, batch):
 
 
 def main() -> None:
+    """Train, from the newest checkpoint if there is one."""
     args = parse()
     if args.coordinator:
         jax.distributed.initialize(args.coordinator, args.count, args.index)
-    whole = NamedSharding(
+    replicated = NamedSharding(
         jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,)),
         PartitionSpec(),
     )
-    rows = NamedSharding(whole.mesh, PartitionSpec("data"))
+    by_example = NamedSharding(replicated.mesh, PartitionSpec("data"))
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, args.lr, args.steps // 10, args.steps
     )
@@ -103,7 +105,7 @@ def main() -> None:
 
     graph, state = create()
     if args.coordinator:
-        state = jax.jit(lambda: create()[1], out_shardings=whole)()
+        state = jax.jit(lambda: create()[1], out_shardings=replicated)()
 
     tokens = (
         np.load(args.data, mmap_mode="r")
@@ -143,7 +145,7 @@ def main() -> None:
             if args.coordinator:
                 batch = jax.tree.map(
                     lambda x: jax.make_array_from_callback(
-                        x.shape, rows, lambda index, x=x: x[index]
+                        x.shape, by_example, lambda index, x=x: x[index]
                     ),
                     batch,
                 )

@@ -1,4 +1,4 @@
-"""The run of the fault experiments: a small model with everything that a resume could lose, and a knob for each fault."""
+"""The recipe of the fault experiments: a small model, and an argument for each fault."""
 
 import json
 from collections.abc import Iterator
@@ -15,12 +15,13 @@ from shardwise.data import array_records, json_lines, keep, open_tokens
 
 
 def loss(model: Model, batch: dict) -> Mean:
+    """Return the mean loss of a batch."""
     return Mean(entries(model, batch))
 
 
 @dataclass(frozen=True)
 class Faulty(Batches):
-    """Batches that are written down, slow, or poisoned at a step; for evaluation, slow."""
+    """Batches that are logged, and optionally slow or poisoned. For evaluation only slow."""
 
     pause: float = 0.0
     nan_at: int = -1
@@ -42,7 +43,7 @@ class Faulty(Batches):
 
 
 def decode(record: dict | bytes) -> dict[str, np.ndarray]:
-    """A row from {"tokens": [...]}, as a record of JSON lines or as the bytes of one in ArrayRecord."""
+    """Return an example from {"tokens": [...]}, a record of JSON lines or the bytes of one."""
     tokens = np.array(
         (json.loads(record) if isinstance(record, bytes) else record)["tokens"],
         np.int32,
@@ -51,6 +52,7 @@ def decode(record: dict | bytes) -> dict[str, np.ndarray]:
 
 
 def open_data(path: Path, length: int) -> object:
+    """Open JSON lines, ArrayRecord or a token file."""
     if path.suffix == ".jsonl":
         return json_lines(path, decode)
     return (
@@ -94,7 +96,10 @@ def recipe(
     on_nonfinite: Literal["stop", "skip"] = "stop",
     max_skips: int = 10,
 ) -> Run:
-    """A knob for each fault. `rule` cuts the last dim of the parameters of a pattern by an axis of the mesh."""
+    """Return the run, with an argument for each fault.
+
+    `rule` is (pattern, mesh axis): it shards the last dimension of these parameters over the axis.
+    """
     source = (
         open_data(data, length)
         if data is not None

@@ -1,4 +1,4 @@
-"""Restores a step of a run directory as the command does, in a process of its own, and prints a digest of every leaf."""
+"""Restore a checkpoint as the command does, in a new process, and print all leaf digests."""
 
 import hashlib
 import json
@@ -14,6 +14,7 @@ from shardwise.tree import named_leaves
 
 
 def main(out: Path, step: int) -> None:
+    """Print the digest of every leaf of a step as JSON."""
     use_cpu_devices(2)
     spec = prepare(recipe(steps=20, mesh="fsdp=2")).spec
     with Checkpoints(out / "checkpoints") as checkpoints:

@@ -1,4 +1,4 @@
-"""Mistakes on the command line, in meshes, and in what a checkpoint is asked to be."""
+"""Bad command lines, impossible meshes, and checkpoints of another model."""
 
 import re
 
@@ -32,7 +32,8 @@ def leaves() -> Run:
 
 recipe = 7
 """
-EARLY = [  # answered without a recipe, so without JAX: (arguments, words of the answer)
+# (arguments, words of the answer). These need no recipe, so JAX is not imported.
+EARLY = [
     ([], "shardwise train"),
     (["trian", RECIPE], "there is no command 'trian'"),
     (["train"], "needs a recipe"),
@@ -49,7 +50,8 @@ EARLY = [  # answered without a recipe, so without JAX: (arguments, words of the
     (["data", "frobnicate"], "frobnicate"),
     (["checkpoint", "frobnicate"], "frobnicate"),
 ]
-LATE = [  # need the recipe
+# The same for arguments that need the recipe.
+LATE = [
     (["train", RECIPE, "--stepz", "3"], "--steps"),
     (["train", RECIPE, "--steps", "three"], "--steps"),
     (["train", RECIPE, "--steps", "3.5"], "--steps"),
@@ -110,7 +112,10 @@ def test_f14_bad_arguments(bench, share):
                 assert "compiling" not in ended.err
                 if early:
                     slowest = max(slowest, ended.seconds)
-        row.note = f"slowest reply to the {len(EARLY[::share])} that need no recipe: {slowest:.1f} s"
+        row.note = (
+            f"slowest reply to the {len(EARLY[::share])} that need no recipe: "
+            f"{slowest:.1f} s"
+        )
 
 
 MESHES = [
@@ -135,7 +140,7 @@ MESHES = [
 @pytest.mark.parametrize(
     "share", [3, pytest.param(1, marks=pytest.mark.faults)], ids=["quick", "all"]
 )
-def test_f15_meshes_that_cannot_be(bench, share):
+def test_f15_impossible_meshes(bench, share):
     with experiment("F15", "impossible meshes") as row:
         for args, words in MESHES[::share]:
             with row.ours.trial(" ".join(args)):
@@ -144,7 +149,8 @@ def test_f15_meshes_that_cannot_be(bench, share):
                 assert "compiling" not in ended.err
 
 
-MISMATCHES = {  # arguments -> words that the answer must have
+# Arguments -> words that the answer must have.
+MISMATCHES = {
     ("--width", "56"): (
         "params/blocks/0/up/kernel",
         "params/blocks/1/up/kernel",
@@ -171,8 +177,11 @@ PLAIN_MISMATCHES = [args for args in MISMATCHES if args != ("--renamed",)]
 @pytest.mark.parametrize(
     "count", [2, pytest.param(99, marks=pytest.mark.faults)], ids=["quick", "all"]
 )
-def test_f16_a_checkpoint_of_another_model(bench, straight, straight_plain, count):
-    """Refused with a table of the first leaves that do not fit and the number of the others, nothing loaded, nothing changed."""
+def test_f16_checkpoint_of_another_model(bench, straight, straight_plain, count):
+    """The command lists the first mismatched leaves and counts the rest.
+
+    It loads nothing and changes nothing.
+    """
     run = straight(*SHORT)
     with experiment(
         "F16", "other shape, dtype, optimizer or name than in the checkpoint"

@@ -1,4 +1,4 @@
-"""Checkpoints whose files are not what was written."""
+"""Checkpoints with damaged files."""
 
 import json
 import subprocess
@@ -31,10 +31,10 @@ SEED = 3
 @pytest.mark.parametrize(
     ("flips", "commands"), [(30, 1), pytest.param(200, 3, marks=pytest.mark.faults)]
 )
-def test_f03_every_flipped_bit_is_found(
+def test_f03_every_flipped_bit_is_detected(
     bench, straight, straight_plain, flips, commands
 ):
-    """The digests are checked for every flip; the whole command is started for some of them."""
+    """Every flip is checked against the digests, and some with the real command."""
     from shardwise.files.manifest import verify_manifest
 
     run, rng = straight(*SHORT), seeded(SEED)
@@ -51,7 +51,7 @@ def test_f03_every_flipped_bit_is_found(
                 flip_bit(path, bit)
                 problems = verify_manifest(newest)
                 flip_bit(path, bit)
-                assert problems, "not found"
+                assert problems, "not detected"
                 assert str(path) in "\n".join(problems) or path.name == "MANIFEST", (
                     problems
                 )
@@ -91,10 +91,14 @@ def test_f03_every_flipped_bit_is_found(
                 counts["raised"] + counts["same"],
                 counts["wrong"],
             )
-            row.note += f"; plain: {counts['raised']} raised, {counts['same']} read the same values"
+            row.note += (
+                f"; plain: {counts['raised']} raised, "
+                f"{counts['same']} read the same values"
+            )
 
 
 def zero(path):
+    """Overwrite a file with zeros."""
     path.write_bytes(bytes(path.stat().st_size))
 
 
@@ -106,7 +110,7 @@ DAMAGE = {
     "zeroed": lambda step: zero(largest_file(step)),
     "file missing": lambda step: largest_file(step).unlink(),
     "no manifest": lambda step: (step / "MANIFEST").unlink(missing_ok=True),
-    "file too many": lambda step: (step / "state" / "more").write_text("more"),
+    "extra file": lambda step: (step / "state" / "more").write_text("more"),
     "empty": lambda step: [path.unlink() for path in files_of(step)],
 }
 PLAIN_DAMAGE = ("flipped", "truncated", "zeroed", "file missing", "empty")
@@ -117,7 +121,7 @@ PLAIN_DAMAGE = ("flipped", "truncated", "zeroed", "file missing", "empty")
     [("truncated",), pytest.param(tuple(DAMAGE), marks=pytest.mark.faults)],
     ids=["quick", "all"],
 )
-def test_f05_falls_back_to_the_newest_whole_step(
+def test_f05_falls_back_to_the_newest_complete_step(
     bench, straight, straight_plain, kinds
 ):
     run = straight(*SHORT)
@@ -137,7 +141,8 @@ def test_f05_falls_back_to_the_newest_whole_step(
             out = copy_of(run, bench, "all")
             for step in steps_of(out):
                 DAMAGE["flipped"](out / "checkpoints" / str(step))
-            for word in ("12.bad", "*.bad"):  # and it stays so
+            # A second start refuses too.
+            for word in ("12.bad", "*.bad"):
                 check_refused(bench.train(out.name, *SHORT), 4, word, "--out")
             assert len(list((out / "checkpoints").glob("*.bad"))) == 3
         if len(kinds) > 1:

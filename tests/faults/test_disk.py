@@ -1,4 +1,4 @@
-"""Disks that are full, broken, read-only or gone, and the order in which things reach them."""
+"""Disks that are full, broken, read-only or missing, and the order of flushes and renames."""
 
 import os
 import re
@@ -19,16 +19,17 @@ from harness import (
     check_refused,
     experiment,
     files_of,
-    is_whole,
+    is_complete,
     mounted,
     steps_of,
 )
 
-CHECKPOINT = 1_500_000  # bytes of one, a little more than it takes on the disk
+# Bytes of a checkpoint, rounded up.
+CHECKPOINT = 1_500_000
 
 
 def filled(folder, leave):
-    """A file that leaves so many bytes free."""
+    """Write a file that leaves `leave` bytes free, and return its path."""
     free = shutil.disk_usage(folder).free
     path = folder / "filler"
     with path.open("wb") as file:
@@ -37,15 +38,18 @@ def filled(folder, leave):
 
 
 @pytest.mark.faults
-def test_f06_a_full_disk(bench, straight, straight_plain):
-    """A file system in memory with room for three checkpoints and a half; a file fills it and makes room again."""
+def test_f06_full_disk(bench, straight, straight_plain):
+    """Fill an in-memory file system with a file, and delete the file again.
+
+    The file system has room for a few checkpoints.
+    """
     expected = straight(*SHORT)
     if not can_mount(bench.folder / "probe"):
         with (
             experiment(
                 "F06", "disk full", "cannot mount here: simulated by a fail point"
             ) as row,
-            row.ours.trial("three saves in a row"),
+            row.ours.trial("three consecutive saves"),
         ):
             ended = bench.train(
                 "run", *SHORT, SHARDWISE_FAILPOINT="checkpoint.arrays:2-4:enospc"
@@ -66,11 +70,11 @@ def test_f06_a_full_disk(bench, straight, straight_plain):
             assert steps_of(out), ended.message
             check_clean(out)
         for name, leave in (
-            ("seen before the save", CHECKPOINT // 3),
-            ("in the midst of the save", CHECKPOINT * 9 // 10),
+            ("detected before the save", CHECKPOINT // 3),
+            ("during the save", CHECKPOINT * 9 // 10),
         ):
             with (
-                row.ours.trial(f"filled in mid-run, {name}"),
+                row.ours.trial(f"filled during the run, {name}"),
                 mounted(bench.folder / "disk", f"size={CHECKPOINT * 5}") as disk,
             ):
                 out = disk / "run"
@@ -78,7 +82,7 @@ def test_f06_a_full_disk(bench, straight, straight_plain):
                 process.wait_for(lambda out=out: steps_of(out) == [4], "step 4")
                 filler = filled(disk, leave)
                 process.wait_for_line("warning:")
-                assert is_whole(out / "checkpoints" / "4")
+                assert is_complete(out / "checkpoints" / "4")
                 filler.unlink()
                 ended = process.end()
                 check_done(ended)
@@ -87,7 +91,7 @@ def test_f06_a_full_disk(bench, straight, straight_plain):
                 check_clean(bench.folder / "moved")
                 shutil.rmtree(bench.folder / "moved")
         with (
-            row.ours.trial("full at the last save, works again when there is room"),
+            row.ours.trial("full at the last save, resumed when there is room"),
             mounted(bench.folder / "disk", f"size={CHECKPOINT * 5}") as disk,
         ):
             out = disk / "run"
@@ -103,7 +107,7 @@ def test_f06_a_full_disk(bench, straight, straight_plain):
             check_exact(bench.folder / "moved", expected, 20)
         plain = straight_plain(*PLAIN_SHORT)
         with (
-            row.plain.trial("filled in mid-run"),
+            row.plain.trial("filled during the run"),
             mounted(bench.folder / "disk", f"size={CHECKPOINT * 5}") as disk,
         ):
             out = disk / "run"
@@ -118,13 +122,13 @@ def test_f06_a_full_disk(bench, straight, straight_plain):
 
 
 def move_out(bench, disk, name):
-    """From the file system in memory, before it goes."""
+    """Copy a run from the in-memory file system before it is unmounted."""
     shutil.copytree(disk / "run", bench.folder / name)
     shutil.copy(disk / "run.batches", bench.folder / f"{name}.batches")
 
 
 def as_nobody(bench, out):
-    """The command as a user without rights to the directory."""
+    """Run the command as a user without access to the directory."""
     cache = bench.folder / "cache-of-nobody"
     cache.mkdir(mode=0o777)
     cache.chmod(0o777)
@@ -136,8 +140,8 @@ def as_nobody(bench, out):
     ).end()
 
 
-def test_f23_a_directory_that_cannot_be_used(bench):
-    """Known before anything is compiled."""
+def test_f23_unusable_directory(bench):
+    """The command refuses before it compiles."""
     with experiment(
         "F23",
         "run directory read-only, without permission, a file, missing, or with I/O errors",
@@ -163,7 +167,7 @@ def test_f23_a_directory_that_cannot_be_used(bench):
 
 
 @pytest.mark.faults
-def test_f23_a_directory_that_breaks_in_mid_run(bench, straight):
+def test_f23_directory_that_breaks_during_the_run(bench, straight):
     expected = straight(*SHORT)
     with experiment(
         "F23",
@@ -183,7 +187,7 @@ def test_f23_a_directory_that_breaks_in_mid_run(bench, straight):
             (bench.folder / "link").symlink_to(bench.folder / "target")
             check_done(bench.train("link", *SHORT))
             check_exact(bench.folder / "link", expected, 20)
-        with row.ours.trial("removed in mid-run"):
+        with row.ours.trial("removed during the run"):
             process = bench.start("gone", *SHORT, "--pause", "0.2")
             process.wait_for_step(6)
             shutil.rmtree(process.out)
@@ -209,7 +213,7 @@ def test_f23_a_directory_that_breaks_in_mid_run(bench, straight):
 
 
 @pytest.mark.faults
-def test_f26_saves_that_fail_in_the_background(bench, straight):
+def test_f26_background_saves_that_fail(bench, straight):
     expected = straight(*SHORT)
     with experiment("F26", "saving fails: once, at the last save, always") as row:
         with row.ours.trial("once"):
@@ -249,6 +253,7 @@ def test_f26_saves_that_fail_in_the_background(bench, straight):
 
 
 def strace_works():
+    """Return whether strace is installed and may trace."""
     return (
         shutil.which("strace") is not None
         and subprocess.run(
@@ -262,7 +267,7 @@ CALL = re.compile(r"^\d+\s+(\w+)\((.*)")
 
 
 def read_strace(path):
-    """(call, first path, second path) in the order in which the calls ended."""
+    """Return (call, first path, second path) in the order in which the calls ended."""
     calls, unfinished = [], {}
     for line in path.read_text(errors="replace").splitlines():
         pid, _, rest = line.partition(" ")
@@ -285,7 +290,10 @@ def read_strace(path):
 
 
 def check_order(calls, out, step):
-    """Every file and directory of the step is flushed before the rename, the directory above it afterwards."""
+    """Check that a checkpoint survives power loss.
+
+    All its files and directories are flushed before the rename, and its parent after it.
+    """
     final, temporary = (
         out / "checkpoints" / str(step),
         out / "checkpoints" / f"{step}.tmp",
@@ -317,7 +325,10 @@ def check_order(calls, out, step):
 
 @pytest.mark.faults
 def test_f30_everything_is_flushed_before_the_rename(bench):
-    """With strace where there is one; otherwise by the calls that Python makes, which hide only what Orbax flushes besides."""
+    """Trace the calls with strace where possible, otherwise in Python.
+
+    Python does not see the additional flushes of Orbax.
+    """
     traced = strace_works()
     with experiment(
         "F30",
@@ -381,6 +392,7 @@ def test_f30_everything_is_flushed_before_the_rename(bench):
 
 
 def check_plain_order(calls, out, step):
+    """Check that the plain loop flushes all files of a checkpoint before the rename."""
     final = out / "checkpoints" / str(step)
     renames = [
         i

@@ -1,4 +1,4 @@
-"""A run directory that came from a stranger: nothing in it runs, writes elsewhere, opens a port or takes the memory."""
+"""Hostile run directories: no code runs, no outside writes, no ports, no memory blowup."""
 
 import json
 import os
@@ -33,7 +33,7 @@ NAMES = (
 
 
 class Payload:
-    """Whoever unpickles it makes the canary."""
+    """An object that creates the canary when it is unpickled."""
 
     def __init__(self, canary: Path):
         self.canary = str(canary)
@@ -68,7 +68,7 @@ def pickle_as_orbax_metadata(out, outside):
     write_manifest(step)
 
 
-def names_that_lead_out(out, outside):
+def names_outside_the_run(out, outside):
     manifest = out / "checkpoints" / "16" / "MANIFEST"
     lines = [
         f"{'0' * 64}  ../../../outside/canary\n",
@@ -79,7 +79,7 @@ def names_that_lead_out(out, outside):
 
 
 def links_for_files(out, outside):
-    """Every file that the command writes is a link to one outside."""
+    """Every file that the command writes is a link to a file outside."""
     for name in (
         "run.json",
         "run.json.tmp",
@@ -120,7 +120,7 @@ def odd_names_of_steps(out, outside):
 
 
 def declared_size(out, outside):
-    """An array of 10**15 elements, says its description; a file of some bytes."""
+    """The metadata declare an array of 10**15 elements; the file has a few bytes."""
     step = out / "checkpoints" / "16"
     store = tensorstore.KvStore.open(
         {"driver": "ocdbt", "base": f"file://{step / 'state'}/"}
@@ -178,13 +178,14 @@ def logs_of_other_kinds(out, outside):
     (out / "starts.jsonl").write_text('3\n{}\n{"step": "x"}\n[]\n')
 
 
-EXACT, ANY, REFUSED, WHOLE = "exact", "any", "refused", "whole"  # what must follow
+# Expected outcomes.
+EXACT, ANY, REFUSED, DONE = "exact", "any", "refused", "done"
 CASES = {
     put_pickles: EXACT,
     links_for_files: ANY,
     pickle_as_metadata: ANY,
     pickle_as_orbax_metadata: ANY,
-    names_that_lead_out: EXACT,
+    names_outside_the_run: EXACT,
     link_for_lock: ANY,
     links_for_folders: ANY,
     link_in_a_step: EXACT,
@@ -195,11 +196,12 @@ CASES = {
     nested_orbax_metadata: ANY,
     metadata_of_other_kinds: ANY,
     metadata_that_is_a_list: ANY,
-    logs_of_other_kinds: WHOLE,
+    logs_of_other_kinds: DONE,
 }
 
 
 def contents(folder):
+    """Return the bytes of every file below a folder."""
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
         for path in folder.rglob("*")
@@ -231,18 +233,20 @@ def test_f25_hostile_files(bench, straight, count):
                 found = spied(bench, out, memory)
                 if contents(outside) != {"precious": b"precious"}:
                     raise Silent(
-                        f"changed outside of the run directory: {sorted(contents(outside))}"
+                        f"changed outside the run directory: {sorted(contents(outside))}"
                     )
                 strange = sorted(found.events - usual.events)
-                assert strange == [], f"not done in a usual run: {strange[:3]}"
+                assert strange == [], (
+                    f"events that a normal run does not have: {strange[:3]}"
+                )
                 assert found.ports == set(), f"listens on {found.ports}"
                 assert found.elsewhere == set(), (
-                    f"written elsewhere: {sorted(found.elsewhere)[:3]}"
+                    f"written outside the run: {sorted(found.elsewhere)[:3]}"
                 )
                 if due == EXACT:
                     check_done(found.ended)
                     check_exact(out, run, 20)
-                elif due == WHOLE:
+                elif due == DONE:
                     check_done(found.ended)
                 elif found.ended.code != 0:
                     check_refused(
@@ -254,7 +258,15 @@ def test_f25_hostile_files(bench, straight, count):
 
 
 class spied:
-    """A run under the eyes of `spy/sitecustomize.py`: what it did besides, where it wrote, how much memory it took, on what it listened."""
+    """A run that `spy/sitecustomize.py` watches.
+
+    Attributes:
+        memory: its peak memory in bytes.
+        ports: the addresses on which it listened.
+        ended: its exit code and its output.
+        elsewhere: the paths that it wrote outside its directory.
+        events: its other audit events.
+    """
 
     def __init__(self, bench, out, memory):
         log = bench.folder / f"{out.name}.events"

@@ -1,4 +1,4 @@
-"""SIGKILL: at random moments, at every point of a save, and again and again."""
+"""SIGKILL at random moments, at every point of a save, and repeatedly."""
 
 import shutil
 import signal
@@ -14,7 +14,7 @@ from harness import (
     check_exact,
     copy_of,
     experiment,
-    is_whole,
+    is_complete,
     last_step,
     seeded,
     steps_of,
@@ -28,7 +28,13 @@ PLAIN_KILLS = 12
 
 
 def kill_at_random(tally, start, out, delays, check_after, check_end):
-    """Starts and kills, once for each delay; a run that gets to its end is checked and begun anew. (steps redone, runs ended)"""
+    """Start a run and kill it, once for each delay.
+
+    A run that reaches its end is checked and started from scratch.
+
+    Returns:
+        The number of repeated steps after each kill, and the number of finished runs.
+    """
     redone, ended = [0], 0
     for number, delay in enumerate(delays):
         with tally.trial(f"kill {number + 1} of {len(delays)} after {delay:.2f} s"):
@@ -53,7 +59,10 @@ def kill_at_random(tally, start, out, delays, check_after, check_end):
 
 @pytest.mark.faults
 def test_f01_fifty_kills_at_random_moments(bench, straight, straight_plain):
-    """Uniform from the start of the process to some seconds past its first step, so that kills hit imports, compilation, steps, saves."""
+    """Kills are uniform from the start of the process to 3 s after its first step.
+
+    They hit imports, compilation, steps and saves.
+    """
     expected, plain = straight(*LONG), straight_plain(*PLAIN_LONG)
     began = time.monotonic()
     probe = bench.start("probe", *LONG)
@@ -67,9 +76,9 @@ def test_f01_fifty_kills_at_random_moments(bench, straight, straight_plain):
             broken = [
                 step
                 for step in steps_of(out)
-                if not is_whole(out / "checkpoints" / str(step))
+                if not is_complete(out / "checkpoints" / str(step))
             ]
-            assert broken == [], f"{broken} are listed and not whole"
+            assert broken == [], f"{broken} are listed but not complete"
 
         def check_end():
             check_exact(out, expected, 100)
@@ -85,7 +94,10 @@ def test_f01_fifty_kills_at_random_moments(bench, straight, straight_plain):
             check_after,
             check_end,
         )
-        row.note = f"seed {SEED}; complete runs of 100 steps: {ended}; at most {max(redone)} steps repeated after a kill, save_every=2"
+        row.note = (
+            f"seed {SEED}; complete runs of 100 steps: {ended}; "
+            f"at most {max(redone)} steps repeated after a kill, save_every=2"
+        )
         kill_at_random(
             row.plain,
             lambda: bench.start_plain("plain", *PLAIN_LONG),
@@ -95,11 +107,12 @@ def test_f01_fifty_kills_at_random_moments(bench, straight, straight_plain):
             lambda: check_exact(plain_out, plain, 100, merged=True),
         )
         assert max(redone) <= 5, (
-            f"{max(redone)} steps redone, and saves are 2 steps apart"
+            f"{max(redone)} steps repeated, but saves are 2 steps apart"
         )
 
 
-POINTS = [  # (fail point, visit, steps that must be there afterwards; the last one only if its save had come to its end)
+# (fail point, visit, expected checkpoints). At "evaluate" the last save may not have finished.
+POINTS = [
     ("checkpoint.temporary", 2, [4]),
     ("checkpoint.arrays", 2, [4]),
     ("checkpoint.written", 2, [4]),
@@ -134,9 +147,11 @@ def test_f02_killed_at_every_point_of_a_save(bench, straight):
                 assert ended.code == -signal.SIGKILL, ended.message
                 there = steps_of(out)
                 assert there == kept or (point == "evaluate" and there == kept[:-1]), (
-                    f"{there} are there, {kept} should be"
+                    f"found checkpoints {there}, expected {kept}"
                 )
-                assert all(is_whole(out / "checkpoints" / str(step)) for step in there)
+                assert all(
+                    is_complete(out / "checkpoints" / str(step)) for step in there
+                )
                 if (point, count) == ("checkpoint.rename", 5):
                     copy_of(out, bench, f"{out.name}.killed")
                 ended = bench.train(out.name, *SHORT)
@@ -148,18 +163,12 @@ def test_f02_killed_at_every_point_of_a_save(bench, straight):
 
 GOODPUT_SECONDS = 300
 KILL_EVERY = 20
-ENDLESS = (
-    "--steps",
-    "1000000",
-    "--save-every",
-    "20",
-    "--pause",
-    "0.05",
-)  # a step is as long as its pause
+# A step takes as long as its pause.
+ENDLESS = ("--steps", "1000000", "--save-every", "20", "--pause", "0.05")
 
 
 def goodput(start, out):
-    """(useful steps, all steps, seconds) of a run that is killed every so often."""
+    """Return (useful steps, all steps, seconds) of a run that is killed every KILL_EVERY s."""
     began, executed = time.monotonic(), 0
     while time.monotonic() - began < GOODPUT_SECONDS:
         first = max(steps_of(out), default=0)
@@ -189,15 +198,16 @@ def test_f26_goodput_under_kills(bench):
                     start, bench.folder / ("run" if name == "shardwise" else name)
                 )
                 notes.append(
-                    f"{name}: {useful} of {executed} steps useful, {useful * 0.05 / seconds:.0%} of the time at 50 ms per step"
+                    f"{name}: {useful} of {executed} steps useful, "
+                    f"{useful * 0.05 / seconds:.0%} of the time at 50 ms per step"
                 )
                 assert useful > 0
         row.note = "; ".join(notes)
 
 
 @pytest.mark.faults
-def test_f26_kills_that_come_sooner_than_a_save(bench):
-    """save_every is longer than the run lives: without help it would begin at step 0 for ever."""
+def test_f26_kills_before_the_first_save(bench):
+    """Every start is killed before step `save_every`: without help, each would begin at step 0."""
     args = ("--steps", "1000000", "--save-every", "100000", "--pause", "0.05")
 
     def start_and_kill(start, out):
@@ -219,7 +229,7 @@ def test_f26_kills_that_come_sooner_than_a_save(bench):
                 lambda: bench.start("run", *args, "--eval-every", "100000"), out
             )
             assert steps_of(out), "no progress in five starts"
-            assert "save_every" in messages, "and not a word about it"
+            assert "save_every" in messages, "no message about save_every"
         with row.plain.trial("five starts"):
             out = bench.folder / "plain"
             start_and_kill(lambda: bench.start_plain("plain", *args), out)

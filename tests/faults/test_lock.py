@@ -1,4 +1,4 @@
-"""One writer at a time: two runs in one directory."""
+"""Two runs in one directory: only one may write."""
 
 import json
 import time
@@ -25,7 +25,7 @@ PLAIN_PAIRS = 5
 def test_f21_two_runs_in_one_directory(bench, straight):
     expected = straight(*SHORT)
     with experiment("F21", "two runs in one directory") as row:
-        with row.ours.trial("the second comes while the first lives"):
+        with row.ours.trial("the second starts while the first is running"):
             first = bench.start("run", *SHORT, "--pause", "0.3")
             first.wait_for_step(2)
             second = bench.train("run", *SHORT)
@@ -44,15 +44,13 @@ def test_f21_two_runs_in_one_directory(bench, straight):
                 try:
                     deadline = time.monotonic() + 120
                     while all(process.process.poll() is None for process in pair):
-                        assert time.monotonic() < deadline, (
-                            "neither of them was refused"
-                        )
+                        assert time.monotonic() < deadline, "neither was refused"
                         time.sleep(0.02)
                     loser, winner = sorted(
                         pair, key=lambda process: process.process.poll() is None
                     )
                     check_refused(loser.end(), 7)
-                    assert winner.process.poll() is None, "both of them ended"
+                    assert winner.process.poll() is None, "both ended"
                 finally:
                     for process in pair:
                         process.kill()
@@ -78,7 +76,7 @@ def test_f21_two_runs_in_one_directory(bench, straight):
             )
             check_done(bench.train("moved", *SHORT, "--force-unlock"))
             check_exact(out, expected, 20)
-        with row.ours.trial("a lock file that is none"):
+        with row.ours.trial("a corrupted lock file"):
             out = copy_of(expected, bench, "garbage", without=(20,))
             (out / "lock").write_bytes(b"\x00\xff{")
             check_done(bench.train("garbage", *SHORT))
@@ -106,5 +104,5 @@ def test_f21_two_runs_in_one_directory(bench, straight):
                     raise Silent("both ran to the end in one directory")
                 assert 0 not in codes or last_step(pair[0].out) == 20
                 raise AssertionError(
-                    f"exit codes {codes}: one of them met files of the other"
+                    f"exit codes {codes}: one process found files of the other"
                 )

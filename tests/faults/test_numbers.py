@@ -1,4 +1,4 @@
-"""Numbers that are not finite, and runs that diverge."""
+"""Losses and gradients that are not finite, and runs that diverge."""
 
 import shutil
 
@@ -23,6 +23,7 @@ SAVED_AT_7 = ("--steps", "20", "--save-every", "7", "--eval-every", "10")
 
 
 def all_finite(out):
+    """Check that every checkpoint has only finite values."""
     for step in steps_of(out):
         for path, (dtype, _, content) in leaves(out, step).items():
             if (
@@ -30,13 +31,13 @@ def all_finite(out):
                 and not np.isfinite(np.frombuffer(content, dtype)).all()
             ):
                 raise Silent(
-                    f"checkpoint {step} has numbers that are not finite in {path}"
+                    f"checkpoint {step} has values that are not finite in {path}"
                 )
 
 
 @pytest.mark.faults
-def test_f09_a_batch_that_gives_no_number(bench):
-    """Batch 7 is the eighth: step 8 is the one that is not applied."""
+def test_f09_batch_with_a_nonfinite_loss_or_gradient(bench):
+    """Batches count from 0, so batch 7 belongs to step 8, which must not be applied."""
     with experiment("F09", "NaN loss, infinite gradient") as row:
         for name, args in (
             ("nan", ("--nan-at", 7)),
@@ -62,7 +63,7 @@ def test_f09_a_batch_that_gives_no_number(bench):
                 )
                 assert [r["step"] for r in read_log(out) if r.get("skipped")] == [8]
                 all_finite(out)
-                # By hand: the checkpoint of step 7, with its step set to 8, is what is left when a batch is left out.
+                # Skip the batch by hand: set the step of checkpoint 7 to 8.
                 hand = bench.folder / f"hand {name}".replace(" ", "-")
                 (hand / "checkpoints").mkdir(parents=True)
                 shutil.copytree(out / "checkpoints" / "7", hand / "checkpoints" / "8")
@@ -82,9 +83,7 @@ def test_f09_a_batch_that_gives_no_number(bench):
                 )
                 assert by_hand
                 if ours != by_hand or leaves(out, 20) != leaves(hand, 20):
-                    raise Silent(
-                        "another run than the one that leaves the batch out by hand"
-                    )
+                    raise Silent("differs from the run that skips the batch by hand")
         with row.plain.trial("nan"):
             ended = bench.plain("plain", *PLAIN_SHORT, "--nan-at", "7")
             if ended.code == 0:
@@ -92,15 +91,17 @@ def test_f09_a_batch_that_gives_no_number(bench):
 
 
 @pytest.mark.faults
-def test_f10_a_learning_rate_that_is_far_too_large(bench):
+def test_f10_learning_rate_far_too_large(bench):
     with experiment("F10", "learning rate 1e12; a slow divergence") as row:
         with row.ours.trial("1e12"):
             ended = bench.train("huge", *SHORT, "--lr", "1e12")
             check_refused(ended, 5, "learning rate")
             all_finite(bench.folder / "huge")
-            row.note = f"1e12: stopped after step {max(r['step'] for r in read_log(bench.folder / 'huge'))}"
-        with row.ours.trial("spikes in a row"):
-            # Which steps are spikes is chance, and another one on each processor; two in a row come with any rate from 10 to 1000.
+            last = max(r["step"] for r in read_log(bench.folder / "huge"))
+            row.note = f"1e12: stopped after step {last}"
+        with row.ours.trial("consecutive spikes"):
+            # Each processor has its spikes at other steps. With any learning rate from 10 to 1,000
+            # there are two consecutive ones.
             args = (
                 "--optimizer",
                 "sgd",

@@ -1,4 +1,4 @@
-"""Several processes: one is asked to stop, killed, stuck; then they go on, with other numbers of processes too."""
+"""Several processes: stop, kill or block one, then resume, also with another process count."""
 
 import json
 import os
@@ -34,7 +34,7 @@ SEED = 20261115
 
 @pytest.fixture(scope="session")
 def straight_pair(tmp_path_factory, cache):
-    """A run of two processes that nothing has disturbed."""
+    """Return the directory of an undisturbed run of two processes."""
     import harness
 
     bench = harness.Bench(tmp_path_factory.mktemp("straight_pair"), cache)
@@ -43,8 +43,8 @@ def straight_pair(tmp_path_factory, cache):
     return bench.folder / "run"
 
 
-def go_on(bench, expected):
-    """The same command finishes, and everything is as if nothing had happened."""
+def check_resumes(bench, expected):
+    """Check that the same command finishes the run and matches the undisturbed one."""
     for ended in bench.start_group("run", *SHORT).end():
         check_done(ended)
     check_exact(bench.folder / "run", expected, 20)
@@ -52,22 +52,24 @@ def go_on(bench, expected):
 
 
 def fresh(bench, number):
-    """A bench in a folder of its own."""
+    """Return a bench in a new folder."""
     folder = bench.folder / f"trial{number}"
     folder.mkdir()
     return type(bench)(folder, bench.cache)
 
 
 def check_lost(processes, ended, survivor, words, began, limit):
-    """The survivor ends in time, with one line that names the lost one."""
+    """Check that the survivor ends in time, with one line that names the lost process."""
     seconds = time.monotonic() - began
     check_refused(ended[survivor], 6, *words)
-    assert "@" not in ended[survivor].err, ended[survivor].message  # no dump of C++
+    # No C++ stack trace.
+    assert "@" not in ended[survivor].err, ended[survivor].message
     assert seconds < limit, f"after {seconds:.1f} s"
     return seconds
 
 
 def f08(bench, expected, victim, step):
+    """Send SIGTERM to one process, and return the seconds until both have ended."""
     processes = bench.start_group("run", *SLOW)
     processes.wait_for_step(step)
     began = time.monotonic()
@@ -80,7 +82,7 @@ def f08(bench, expected, victim, step):
     ]
     stopped = int(re.search(r"after step (\d+)", ended[0].err)[1])
     assert steps_of(bench.folder / "run")[-1] == stopped
-    go_on(bench, expected)
+    check_resumes(bench, expected)
     return seconds
 
 
@@ -108,7 +110,7 @@ def test_f08_sigterm_to_one_of_two(bench, straight_pair):
 
 @pytest.mark.faults
 def test_f17_topology_chain(bench):
-    """1 x 8 -> 1 x 4 -> 1 x 1 -> 2 x 4 -> 4 x 2 -> 1 x 8 devices, killed at each change."""
+    """Processes x devices: 1 x 8, 1 x 4, 1 x 1, 2 x 4, 4 x 2, 1 x 8; killed at each change."""
     args = (
         "--batch-size",
         "8",
@@ -136,7 +138,7 @@ def test_f17_topology_chain(bench):
     with experiment(
         "F17", "another number of processes and devices, killed at each change"
     ) as row:
-        with row.ours.trial("straight"):
+        with row.ours.trial("undisturbed run"):
             check_done(
                 bench.launch(
                     "straight", *args, count=1, layout=layout(8, "data=8")
@@ -158,14 +160,13 @@ def test_f17_topology_chain(bench):
                     continue
                 processes.wait_for_step(10 * (number + 1) + 1)
                 processes.kill()
-        with row.ours.trial("is the straight run"):
+        with row.ours.trial("matches the undisturbed run"):
             ours, theirs = (logged(bench.folder / name) for name in ("run", "straight"))
             assert ours.keys() == theirs.keys()
-            # Evaluations differ more, on one process too: the gradient of a bias before BatchNorm is rounding, of which Adam makes steps.
-            bounds = {
-                "loss": 1e-5,
-                "eval_loss": 1e-4,
-            }  # losses within 1e-6 to 4e-6, by the processor
+            # Losses differ by 1e-6 to 4e-6, depending on the processor. Evaluations differ more,
+            # also on one process: the gradient of a bias before BatchNorm is only rounding
+            # error, which Adam scales to full steps.
+            bounds = {"loss": 1e-5, "eval_loss": 1e-4}
             worst = {
                 kind: max(
                     abs(ours[key] - theirs[key]) / abs(theirs[key])
@@ -176,10 +177,14 @@ def test_f17_topology_chain(bench):
             }
             assert all(worst[kind] < bound for kind, bound in bounds.items()), worst
             assert batches(bench.folder / "run") == batches(bench.folder / "straight")
-            row.note = f"batches bit-identical, losses within {worst['loss']:.1e}, evaluations within {worst['eval_loss']:.1e}"
+            row.note = (
+                f"batches bit-identical, losses within {worst['loss']:.1e}, "
+                f"evaluations within {worst['eval_loss']:.1e}"
+            )
 
 
 def logged(out):
+    """Return every logged loss, by step and name."""
     return {
         (record["step"], name): value
         for record in read_log(out)
@@ -189,7 +194,7 @@ def logged(out):
 
 
 @pytest.mark.faults
-def test_f18_a_killed_process(bench, straight_pair):
+def test_f18_killed_process(bench, straight_pair):
     times = {0: [], 1: []}
     with experiment("F18", "SIGKILL of one of two processes") as row:
         number = 0
@@ -226,7 +231,7 @@ def test_f18_a_killed_process(bench, straight_pair):
                         15,
                     )
                 )
-                go_on(own, straight_pair)
+                check_resumes(own, straight_pair)
         for victim in (1, 0):
             number += 1
             own = fresh(bench, number)
@@ -248,11 +253,14 @@ def test_f18_a_killed_process(bench, straight_pair):
                     ended[1 - victim].code,
                     ended[1 - victim].message[-150:],
                 )
-        row.note = f"the other one names it and ends after at most {max(times[1]):.1f} s (process 0: {max(times[0]):.1f} s)"
+        row.note = (
+            f"the other one names it and ends after at most {max(times[1]):.1f} s "
+            f"(process 0: {max(times[0]):.1f} s)"
+        )
 
 
 @pytest.mark.faults
-def test_f19_a_stuck_process(bench, straight_pair):
+def test_f19_stuck_process(bench, straight_pair):
     times = []
     with experiment("F19", f"one of two processes stuck, watchdog {WATCHDOG} s") as row:
         stall = bench.folder / "stall"
@@ -273,7 +281,7 @@ def test_f19_a_stuck_process(bench, straight_pair):
                 (),
                 "process 1 is stuck",
             ),
-            # All wait for each other in one phase, and only the stacks tell who for what.
+            # All wait for each other in one phase. Only the stacks show the cause.
             "while it saves": (
                 {"SHARDWISE_FAILPOINT": "checkpoint.written:2:hang"},
                 (),
@@ -311,7 +319,7 @@ def test_f19_a_stuck_process(bench, straight_pair):
                 times.append(idle)
                 assert idle < WATCHDOG + 10
                 if place != "at the end":
-                    go_on(own, straight_pair)
+                    check_resumes(own, straight_pair)
         with row.plain.trial("in a read of data"):
             each = {1: {"STALL": str(stall)}}
             processes = bench.start_plain_group(
@@ -327,14 +335,17 @@ def test_f19_a_stuck_process(bench, straight_pair):
             began = time.monotonic()
             ended = processes.started[0].end(40)
             check_refused(ended, 6, "process 1", "lost")
-            row.note = f"detected after {max(times):.0f} s, a suspended one after {time.monotonic() - began:.1f} s"
+            row.note = (
+                f"detected after {max(times):.0f} s, "
+                f"a suspended one after {time.monotonic() - began:.1f} s"
+            )
             processes.kill()
-            go_on(own, straight_pair)
+            check_resumes(own, straight_pair)
 
 
 @pytest.mark.faults
-def test_no_false_alarm_for_what_takes_long(bench):
-    """An evaluation and a read of data that are longer than the watchdog's limit, with work in them."""
+def test_no_false_alarm_for_long_phases(bench):
+    """An evaluation may take longer than the watchdog limit while it makes progress."""
     with (
         experiment(
             "F19b",
@@ -374,12 +385,12 @@ def test_a_launcher_listens_on_loopback_only_and_a_signal_to_one_process_stops_b
     check_clean(bench.folder / "run")
 
 
-def test_a_mistake_is_told_once(bench):
+def test_a_mistake_is_reported_once(bench):
     check_refused(bench.launch("wrong", "--steps", "0").end(), 2, "steps=0")
 
 
 @pytest.mark.faults
-def test_f18_restarts_have_an_end(bench):
+def test_f18_restarts_are_limited(bench):
     with (
         experiment(
             "F18b", "launcher whose runs are killed before they save: it gives up"
@@ -411,30 +422,28 @@ def test_f18_restarts_have_an_end(bench):
 
 
 def read_starts(out):
+    """Return the lines of starts.jsonl."""
     path = out / "starts.jsonl"
     return path.read_text().splitlines() if path.exists() else []
 
 
-ENDLESS = (
-    "--steps",
-    "1000000",
-    "--save-every",
-    "10",
-    "--pause",
-    "0.05",
-)  # a step is as long as its pause, or longer
+# A step takes at least as long as its pause.
+ENDLESS = ("--steps", "1000000", "--save-every", "10", "--pause", "0.05")
 GOODPUT_SECONDS, KILL_EVERY = 300, 20
 
 
 def kills(began):
-    """Waits for each moment of a kill, the same for all: every so many seconds since the first start. At the last all is well."""
+    """Wait for each time of a kill, counted from the first start, and yield whether to kill.
+
+    The times are the same for all loops. The last one is the end, without a kill.
+    """
     for seconds in range(KILL_EVERY, GOODPUT_SECONDS + 1, KILL_EVERY):
         time.sleep(max(began + seconds - time.monotonic(), 0))
         yield seconds < GOODPUT_SECONDS
 
 
 def wait_for_child(launcher, index):
-    """It may just be between two lives."""
+    """Return the pid of a process of a launcher, which may be restarting at the moment."""
     found = []
 
     def look():
@@ -447,11 +456,16 @@ def wait_for_child(launcher, index):
 
 
 def goodput(launcher, out, random):
-    """One of two processes killed again and again: (useful steps, all steps, seconds, those of each recovery by the launcher)."""
+    """Kill one of two processes repeatedly.
+
+    Returns:
+        Useful steps, all steps, seconds, and the seconds of each recovery by the launcher.
+    """
     began, executed, recoveries, lives, killed = time.monotonic(), 0, [], 0, None
     for kill in kills(began):
         starts = read_starts(out)
-        if len(starts) > lives:  # this life got as far as training
+        # This start reached its training loop.
+        if len(starts) > lives:
             begun = json.loads(starts[-1])
             executed += max(last_step(out) - begun["step"], 0)
             if killed is not None:
@@ -463,16 +477,18 @@ def goodput(launcher, out, random):
 
 
 def plain_goodput(bench, out, random):
-    """The same for the plain loop, with someone who ends the other process at once and starts both again."""
+    """Do the same for the plain loop, with a supervisor.
+
+    The supervisor ends the other process at once and restarts both.
+    """
     began, processes = time.monotonic(), bench.start_plain_group(out.name, *ENDLESS)
     for kill in kills(began):
         processes.signal(random.randrange(2), signal.SIGKILL)
         processes.kill()
         if kill:
             processes = bench.start_plain_group(out.name, *ENDLESS)
-    executed = (
-        (out / "metrics.jsonl").read_text().count("\n")
-    )  # a line for each step, of all lives
+    # The log has a line for each step of all starts.
+    executed = (out / "metrics.jsonl").read_text().count("\n")
     return max(steps_of(out), default=0), executed, time.monotonic() - began
 
 
@@ -481,13 +497,15 @@ def test_f26_goodput_of_two_processes(bench):
     random, notes = seeded(SEED), []
     with experiment(
         "F26d",
-        f"SIGKILL of one of two processes every {KILL_EVERY} s for {GOODPUT_SECONDS // 60} minutes",
+        f"SIGKILL of one of two processes every {KILL_EVERY} s "
+        f"for {GOODPUT_SECONDS // 60} minutes",
     ) as row:
 
         def note(name, useful, executed, seconds, more=""):
-            share = f"{useful * 0.05 / seconds:.0%} of the time at 50 ms a step"
+            share = f"{useful * 0.05 / seconds:.0%} of the time at 50 ms per step"
             notes.append(
-                f"{name}: {useful} of {executed} steps useful ({useful / executed:.0%}), {share}{more}"
+                f"{name}: {useful} of {executed} steps useful "
+                f"({useful / executed:.0%}), {share}{more}"
             )
             assert useful > 0
 

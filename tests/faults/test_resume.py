@@ -1,4 +1,4 @@
-"""Data that is missing, broken, empty or not what it was."""
+"""Data that are missing, damaged, empty or changed, and resumes with other settings."""
 
 import json
 import shutil
@@ -15,14 +15,15 @@ from harness import (
     check_refused,
     copy_of,
     experiment,
-    is_whole,
+    is_complete,
     last_step,
     seeded,
     steps_of,
 )
 from model import corpus
 
-DRIFTS = {  # arguments -> (words of the refusal, what accepts it)
+# Arguments -> (words of the refusal, keys that accept it).
+DRIFTS = {
     ("--seed", "1"): (("seed", "--accept seed", "--accept data"), ("seed", "data")),
     ("--batch-size", "16"): (
         ("data/batch_size", "8", "16", "--accept data"),
@@ -46,9 +47,7 @@ PLAIN_DRIFTS = (
 @pytest.mark.parametrize(
     "count", [2, pytest.param(99, marks=pytest.mark.faults)], ids=["quick", "all"]
 )
-def test_f12_another_run_than_the_one_that_is_resumed(
-    bench, straight, straight_plain, count
-):
+def test_f12_resume_with_other_settings(bench, straight, straight_plain, count):
     run = straight(*SHORT)
     with experiment(
         "F12",
@@ -80,7 +79,7 @@ def test_f12_another_run_than_the_one_that_is_resumed(
                     copy_of(plain, bench, "plain " + "".join(args), without=(20,))
                     ended = bench.plain("plain-" + "".join(args), *PLAIN_SHORT, *args)
                     if ended.code == 0:
-                        raise Silent("accepted without a word")
+                        raise Silent("accepted without a message")
 
 
 EMPTY = {
@@ -108,26 +107,30 @@ def test_f13_too_little_data(bench, count):
                 with row.plain.trial(" ".join(args)):
                     ended = bench.plain("plain", *PLAIN_SHORT, *args)
                     if ended.code == 0:
-                        raise Silent("trained on what there was")
+                        raise Silent("trained on the remaining data")
                     assert args[1] in ended.err.splitlines()[-1], ended.message[-200:]
 
 
-LOW_BYTE = 1664  # of some token in the file; another bit would make it a token that the model does not have
+# The low byte of a token in the file. Only its lowest bit is flipped, so that the token stays in
+# the vocabulary.
+LOW_BYTE = 1664
 
 
 def tokens_file(folder, records=100):
+    """Write a token file."""
     path = folder / "tokens.npy"
     np.save(path, corpus(records, 16, 128))
     return path
 
 
 def rows_of(records=100):
+    """Return the tokens of each example."""
     tokens = corpus(records, 16, 128)
     return [tokens[16 * i : 16 * i + 17].tolist() for i in range(records)]
 
 
 def lines_file(folder, bad=()):
-    """JSON lines, some of which are none."""
+    """Write JSON lines, with truncated ones at the numbers in `bad`."""
     path = folder / "rows.jsonl"
     lines = [json.dumps({"tokens": row}) for row in rows_of()]
     for number in bad:
@@ -137,6 +140,7 @@ def lines_file(folder, bad=()):
 
 
 def array_record_file(folder):
+    """Write an ArrayRecord file."""
     from array_record.python.array_record_module import ArrayRecordWriter
 
     path = folder / "rows.array_record"
@@ -168,7 +172,7 @@ def test_f11_broken_data(bench, straight):
             ended = bench.train("half", *SHORT, "--data", half)
             check_refused(ended, 3, "half.npy")
             assert "compiling" not in ended.err
-        with row.ours.trial("truncated in mid-run"):
+        with row.ours.trial("truncated during the run"):
             process = bench.start("truncated", *args, "--pause", "0.2")
             process.wait_for_step(6)
             content = data.read_bytes()
@@ -182,7 +186,7 @@ def test_f11_broken_data(bench, straight):
             data.write_bytes(content)
             check_done(bench.train("truncated", *args))
             check_exact(process.out, straight(*map(str, args)), 20)
-        with row.ours.trial("deleted in mid-run: what is mapped stays"):
+        with row.ours.trial("deleted during the run: mapped data stay readable"):
             process = bench.start("deleted", *args, "--pause", "0.1")
             process.wait_for_step(6)
             content = data.read_bytes()
@@ -206,14 +210,14 @@ def test_f11_broken_data(bench, straight):
             ended = bench.train("bad", *SHORT, "--data", lines)
             check_refused(ended, 3, "rows.jsonl", "record 31")
             assert all(
-                is_whole(bench.folder / "bad" / "checkpoints" / str(step))
+                is_complete(bench.folder / "bad" / "checkpoints" / str(step))
                 for step in steps_of(bench.folder / "bad")
             )
         with row.ours.trial("... skipped within its budget"):
             ended = bench.train("skipped", *SHORT, "--data", lines, "--skip-bad", "1")
             check_done(ended)
             assert "record 31" in ended.err, (
-                f"the record that was skipped is not told: {ended.message}"
+                f"the skipped record is not reported: {ended.message}"
             )
         with row.ours.trial("... three bad records, a budget of two"):
             lines_file(bench.folder, bad=[3, 31, 77])
@@ -241,14 +245,15 @@ def test_f11_broken_data(bench, straight):
                 content[place] ^= 1 << number % 8
                 records.write_bytes(content)
                 ended = bench.train(f"flip{number}", *SHORT, "--data", records)
-                if ended.code == 0:  # only where nothing is read
+                # The command may only miss a flip in bytes that it does not read.
+                if ended.code == 0:
                     check_exact(bench.folder / f"flip{number}", expected, 20)
                 else:
                     check_refused(ended, 3, "rows.array_record")
 
         plain_args = (*PLAIN_SHORT, "--data", data)
         data = tokens_file(bench.folder)
-        with row.plain.trial("truncated in mid-run"):
+        with row.plain.trial("truncated during the run"):
             process = bench.start_plain("plain", *plain_args, "--pause", "0.2")
             process.wait_for_step(6)
             content = data.read_bytes()
@@ -257,7 +262,7 @@ def test_f11_broken_data(bench, straight):
             ended = process.end()
             data.write_bytes(content)
             if ended.code == 0:
-                raise Silent("trained on what there was")
+                raise Silent("trained on the remaining data")
             assert "tokens.npy" in ended.err, f"rc {ended.code}: {ended.message[-200:]}"
         with row.plain.trial("changed since the last run"):
             process = bench.start_plain("plain2", *plain_args, "--pause", "0.2")
@@ -267,4 +272,4 @@ def test_f11_broken_data(bench, straight):
             content[LOW_BYTE] ^= 1
             data.write_bytes(content)
             if bench.plain("plain2", *plain_args).code == 0:
-                raise Silent("accepted without a word")
+                raise Silent("accepted without a message")

@@ -1,4 +1,4 @@
-"""Whatever a run carries from step to step is in its checkpoint, and comes back from it."""
+"""All state that a run carries from step to step is saved and restored."""
 
 import hashlib
 import json
@@ -20,11 +20,12 @@ from harness import (
     rewrite,
 )
 
-KINDS = {  # kind of state -> words in the paths of its leaves
+# Kind of state -> words in the paths of its leaves.
+KINDS = {
     "nnx.Param": ("/params/", "kernel"),
     "nnx.BatchStat": ("/other/", "norm/mean"),
     "nnx.Cache": ("/other/last",),
-    "a variable of one's own": ("/other/seen",),
+    "custom variable": ("/other/seen",),
     "first moment": ("/opt_state/", "mu"),
     "second moment": ("/opt_state/", "nu"),
     "count of updates": ("/opt_state/", "count"),
@@ -46,7 +47,7 @@ def test_f27_every_kind_of_state_is_saved_and_restored(bench, straight):
                 assert paths, f"no leaf of {kind} in {sorted(later)}"
                 still = [path for path in paths if earlier[path] == later[path]]
                 if still:
-                    raise Silent(f"{still} are as they were")
+                    raise Silent(f"{still} did not change")
         with row.ours.trial("random values for every leaf, byte by byte"):
             out, rng = (
                 copy_of(run, bench, "random", without=(12, 20)),
@@ -78,13 +79,14 @@ def test_f27_every_kind_of_state_is_saved_and_restored(bench, straight):
             )
             if differing:
                 raise Silent(f"{len(differing)} leaves differ: {differing[:3]}")
-        with row.ours.trial("taken up at step 16, exact at step 20"):
+        with row.ours.trial("resumed at step 16, exact at step 20"):
             out = copy_of(run, bench, "run", without=(20,))
             check_done(bench.train("run", *SHORT))
             check_exact(out, run, 20)
 
 
 def random_like(array, rng):
+    """Return a random array of the same shape and dtype."""
     if array.dtype.kind == "f":
         return rng.normal(size=array.shape).astype(array.dtype)
     return rng.integers(0, 1000, array.shape).astype(array.dtype)

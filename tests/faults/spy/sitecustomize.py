@@ -1,11 +1,11 @@
-"""Put first on PYTHONPATH, it writes down what a process does to files, sockets and pickles. For tests only."""
+"""Log the file, socket and pickle operations of a process that has this on PYTHONPATH."""
 
 import os
 import sys
 
 
 def _spy_on_calls(path: str) -> None:
-    """os.fsync, os.rename and os.replace, in order, with the paths they are about."""
+    """Log os.fsync, os.rename and os.replace in order, with their paths."""
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     fsync, rename, replace = os.fsync, os.rename, os.replace
 
@@ -14,12 +14,8 @@ def _spy_on_calls(path: str) -> None:
 
     def spying_fsync(descriptor: int) -> None:
         fsync(descriptor)
-        say(
-            "fsync",
-            os.readlink(
-                f"/proc/self/fd/{descriptor if isinstance(descriptor, int) else descriptor.fileno()}"
-            ),
-        )
+        number = descriptor if isinstance(descriptor, int) else descriptor.fileno()
+        say("fsync", os.readlink(f"/proc/self/fd/{number}"))
 
     def spying_rename(source: object, target: object, **options: object) -> None:
         rename(source, target, **options)
@@ -54,7 +50,7 @@ CHANGES = (
 
 
 def _spy_on_events(path: str) -> None:
-    """What a loaded file could do if it could do anything: audit events of Python."""
+    """Log the audit events that a hostile file could cause when it is loaded."""
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def hook(event: str, arguments: tuple[object, ...]) -> None:
