@@ -119,7 +119,9 @@ def _sections() -> Iterator[str]:
         modules = sorted({message.module for message in own})
         for module in modules:
             # One message may be raised in several places.
-            texts = dict.fromkeys(message.text for message in own if message.module == module)
+            texts = dict.fromkeys(
+                message.text for message in own if message.module == module
+            )
             rows = "".join(f"- `{text}`\n" for text in texts)
             yield f"\n### {kind.__name__} in {module}\n\n{rows}"
 

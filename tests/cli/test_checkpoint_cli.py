@@ -322,12 +322,16 @@ def test_what_a_checkpoint_says_cannot_command_the_terminal(state, tmp_path, sha
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
-        ([], 2, "shardwise checkpoint: the following arguments are required: COMMAND"),
+        (
+            [],
+            2,
+            "the following arguments are required: COMMAND. See `shardwise checkpoint --help`",
+        ),
         (["sho", "a"], 2, "invalid choice: 'sho'"),
         (
             ["diff", "a"],
             2,
-            "shardwise checkpoint diff: the following arguments are required: TARGET",
+            "the following arguments are required: TARGET. See `shardwise checkpoint diff --help`",
         ),
         (["export", "a"], 2, "--out"),
         (

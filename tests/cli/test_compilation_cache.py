@@ -70,7 +70,7 @@ def test_programs_that_others_could_have_written_are_not_run(tmp_path, monkeypat
 
 
 def test_what_was_not_used_for_longest_is_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(programs_module, "LIMIT", 250)
+    monkeypatch.setattr(programs_module, "MAX_CACHE_BYTES", 250)
     for age, name in enumerate(("new", "middle", "old")):
         (tmp_path / name).write_bytes(bytes(100))
         os.utime(tmp_path / name, (1e9 - age, 1e9))

@@ -35,7 +35,7 @@ recipe = 7
 # (arguments, words of the answer). These need no recipe, so JAX is not imported.
 EARLY = [
     ([], "shardwise train"),
-    (["trian", RECIPE], "there is no command 'trian'"),
+    (["trian", RECIPE], "'trian' is not a command"),
     (["train"], "needs a recipe"),
     (["explain"], "needs a recipe"),
     (["train", "--steps", "3"], "needs a recipe"),

@@ -31,16 +31,13 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that raises `ConfigError` for a wrong command line."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise the message with the usage line instead of exiting."""
+        """Raise the message, with the closest valid choice, instead of exiting."""
         hint = ""
         choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if choice:
-            hint = did_you_mean(
-                choice[1], [name.strip(" '") for name in choice[2].split(",")]
-            )
-        raise ConfigError(
-            f"{self.prog}: {message}.{hint}\n{self.format_usage().strip()}"
-        )
+            names = [name.strip(" '") for name in choice[2].split(",")]
+            hint = did_you_mean(choice[1], names)
+        raise ConfigError(f"{message}.{hint} See `{self.prog} --help`.")
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -291,7 +288,9 @@ def _launch(parser: Parser) -> None:
 
 
 def _data(parser: Parser) -> None:
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, prog=parser.prog
+    )
     prepare = commands.add_parser(
         "prepare",
         help="tokenize text into a file of tokens; the same command resumes it",
@@ -366,7 +365,9 @@ hardware wrote the checkpoint."""
 
 
 def _checkpoint(parser: Parser) -> None:
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, prog=parser.prog
+    )
 
     def command(
         name: str, help: str, targets: int | None = None

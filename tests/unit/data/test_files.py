@@ -95,7 +95,7 @@ def test_files_that_are_no_tokens_are_refused_by_name(folder):
             open_tokens("tokens.bin")
     (folder / "tokens.json").write_text('{"dtype": "uint16", "tokens": 12}')
     with pytest.raises(
-        DataError, match="has 20 bytes, and its description says 12 tokens of uint16"
+        DataError, match="has 20 bytes, but its description says 12 tokens of uint16"
     ):
         open_tokens("tokens.bin")
 
