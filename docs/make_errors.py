@@ -3,8 +3,8 @@
     python docs/make_errors.py            # write the page
     python docs/make_errors.py --check    # exit with 1 if the page is out of date
 
-A message states the fact with its values, the place and the remedy, so the page needs no text of
-its own. "…" stands for a value that a run fills in.
+A message states the fact with its values, the place and the remedy, so the page needs no further
+text. "…" replaces a value that a run fills in.
 """
 
 import ast
@@ -25,10 +25,10 @@ INTRODUCTION = """\
 # Error messages
 
 shardwise reports a mistake that you can fix in a message: the fact with its values, the place, the
-remedy. There is no traceback, and the exit code says which kind of mistake it is. In Python the
+remedy. The exit code says which kind of mistake it is. In Python the
 same message is an exception of the class in the heading, a subclass of `shardwise.ShardwiseError`.
 
-`…` stands for a value. Search this page for the words of your message that are not names or
+`…` replaces a value. Search this page for the words of your message that are not names or
 numbers. The page is generated from the source (`python docs/make_errors.py`), so every message is
 here.
 

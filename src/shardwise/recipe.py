@@ -35,7 +35,7 @@ def find_recipe(target: str) -> tuple[Path, str]:
         ]
         nearby = [str(other) for folder in folders for other in folder.glob("*.py")]
         raise ConfigError(
-            f"there is no recipe file '{file}'.{did_you_mean(file, nearby)}"
+            f"recipe file '{file}' does not exist.{did_you_mean(file, nearby)}"
         )
     return path, function or DEFAULT_FUNCTION
 

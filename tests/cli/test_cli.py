@@ -93,7 +93,7 @@ def records(folder, run="a"):
         (["train"], "needs a recipe"),
         (
             ["train", "tinny.py"],
-            "there is no recipe file 'tinny.py'. Did you mean 'tiny.py'",
+            "recipe file 'tinny.py' does not exist. Did you mean 'tiny.py'",
         ),
         (
             ["train", "tiny.py:recip"],

@@ -225,7 +225,7 @@ def test_mistakes_and_bad_data_are_named(tmp_path, tokenizer_json):
     damaged = bytearray((tmp_path / "table.parquet").read_bytes())
     (tmp_path / "short.parquet").write_bytes(damaged[:-20])
     cases = [
-        (["prepare", "corpus.text", "--out", "o1"], 3, "no data file 'corpus.text'"),
+        (["prepare", "corpus.text", "--out", "o1"], 3, "data file 'corpus.text' does not exist"),
         (
             ["prepare", "bad.jsonl", "--out", "o2"],
             3,
@@ -298,7 +298,7 @@ def test_mistakes_and_bad_data_are_named(tmp_path, tokenizer_json):
             2,
             "Did you mean 'prepare'?",
         ),
-        (["show", "nothing"], 3, "there is no data file 'nothing/tokens.bin'"),
+        (["show", "nothing"], 3, "data file 'nothing/tokens.bin' does not exist"),
         (["show", "latin.txt", "--stepp", "3"], 2, "unknown argument --stepp 3"),
         (["show", "latin.txt", "--step", "0"], 2, "steps count from 1"),
     ]

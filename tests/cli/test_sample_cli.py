@@ -312,7 +312,11 @@ def test_a_model_that_takes_one_length_only_sees_rows_of_that_length(sample, fol
         (["hub", "--step", "3"], 2, "has neither steps nor averages"),
         (["run", "--average"], 4, "keeps no average"),
         (["run", "--prompt", ""], 2, "the prompt is empty"),
-        (["hub", "--tokenizer", "none.json"], 3, "there is no data file 'none.json'"),
+        (
+            ["hub", "--tokenizer", "none.json"],
+            3,
+            "data file 'none.json' does not exist",
+        ),
     ],
 )
 def test_mistakes_are_told_in_a_line(sample, args, code, words):

@@ -237,7 +237,7 @@ def find_step(target: Path, step: int | Literal["best"] | None = None) -> Path:
             newest.
 
     Raises:
-        CheckpointError: if there is no such step.
+        CheckpointError: if the step does not exist.
     """
     if step == "best":
         return _find_best(target)

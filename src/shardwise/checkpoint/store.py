@@ -606,7 +606,7 @@ def _mismatched_leaves(
 def _has_room(tree: PyTree) -> bool:
     """Return whether a copy of the arrays fits on the devices of this process.
 
-    A copy fits if it is no larger than the memory that was never in use so far. CPUs report no
+    A copy fits if it is not larger than the memory that was never in use so far. CPUs report no
     memory statistics, so the answer is False there.
     """
     needed: dict[jax.Device, int] = {}

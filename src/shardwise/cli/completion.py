@@ -1,6 +1,6 @@
 """Shell completion of commands, options, files, and the arguments of a recipe.
 
-argcomplete asks the real parsers of `cli.options`, so there is no second list of options. A recipe
+argcomplete asks the real parsers of `cli.options`, so options are listed once. A recipe
 is parsed for its arguments, never executed.
 """
 

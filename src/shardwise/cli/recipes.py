@@ -30,8 +30,8 @@ def split_recipe(
         are left for the recipe.
 
     Raises:
-        ConfigError: if there is no recipe.
-        SystemExit: after printing the help, if there is no recipe.
+        ConfigError: if the recipe is missing.
+        SystemExit: after printing the help without a recipe.
     """
     parser = command_parser(name)
     wants_help = bool({"-h", "--help"} & set(args))

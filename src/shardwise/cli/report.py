@@ -70,7 +70,7 @@ def _find_runs(paths: list[Path]) -> list[RunFiles]:
 
 def _check_run_directory(path: Path) -> None:
     if not path.is_dir():
-        raise ConfigError(f"there is no run directory {path}.")
+        raise ConfigError(f"run directory {path} does not exist.")
     if any((path / name).exists() for name in ("run.json", "metrics.jsonl")):
         return
     inner = sorted(file.parent.name for file in path.glob("*/run.json"))[:5]

@@ -179,7 +179,7 @@ def _source_of_recipe(
     if isinstance(batch, dict):
         lengths = {leaf.shape[1] for leaf in batch.values() if leaf.ndim == 2}
     # The model may not work on longer sequences than those it was trained on. If it has a maximum
-    # length of its own, that is used instead.
+    # length, that is used instead.
     window = lengths.pop() if len(lengths) == 1 else None
     return Source(
         path, run.model, tokenizer, is_published, rules=run.rules, window=window

@@ -348,7 +348,7 @@ def _kubernetes_args(job: Job) -> str:
     if job.processes > 1:
         words += ["--coordinator", f"{job.name}-0.{job.name}:{job.port}"]
         words += ["--num-processes", str(job.processes), "--process-id"]
-    # Kubernetes would replace $(NAME); $$ stands for a plain $.
+    # Kubernetes would replace $(NAME); $$ means a plain $.
     quoted = [_yaml(word.replace("$", "$$")) for word in words]
     if job.processes > 1:
         quoted.append('"$(JOB_COMPLETION_INDEX)"')

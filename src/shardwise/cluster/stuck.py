@@ -1,4 +1,4 @@
-"""How a stuck process is told apart from one that is busy or waits for another.
+"""How to distinguish a stuck process from one that is busy or waits for another.
 
 Progress is judged by what a process does, not by the clock alone. Only the processes that are
 furthest behind can be stuck; the others wait for them. In a step, which should be short, stuck

@@ -39,7 +39,7 @@ class Subset:
     def __post_init__(self) -> None:
         if hasattr(self.source, "order"):
             raise ConfigError(
-                "a mix has an order of its own, which a part of it would lose."
+                "a mix defines its order, which a part of it would lose."
                 " Split or filter the sources, then mix them."
             )
 

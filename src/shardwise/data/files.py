@@ -54,17 +54,17 @@ def find_file(path: AnyPath) -> Path:
     folder = path.parent
     if not folder.is_dir():
         raise DataError(
-            f"there is no data file '{path}': there is no directory '{folder}'."
+            f"data file '{path}' does not exist: directory '{folder}' is missing."
         )
     hint = did_you_mean(path.name, [other.name for other in folder.iterdir()])
-    raise DataError(f"there is no data file '{path}'.{hint}")
+    raise DataError(f"data file '{path}' does not exist.{hint}")
 
 
 def find_files(paths: Paths) -> list[Path]:
     """Return the files that one or several paths name.
 
     Args:
-        paths: paths of files; a pattern such as `data/*.jsonl` stands for its matches, sorted.
+        paths: paths of files; a pattern such as `data/*.jsonl` means its matches, sorted.
 
     Raises:
         DataError: if a path is not a file, or a pattern matches nothing.

@@ -14,7 +14,7 @@ from shardwise.text import Json
 class Packed:
     """Windows of tokens, as in `Tokens`, that also say which document each token belongs to.
 
-    No token is skipped and there is no padding: a document that does not fit continues in the next
+    No token is skipped and nothing is padded: a document that does not fit continues in the next
     window. An example has
 
     - `inputs` and `labels`, int32;

@@ -32,7 +32,7 @@ from shardwise.text import Json
 # Bytes of text that are encoded at once. A longer text file is divided at the end of a line.
 CHUNK = 2**20
 SAVE_SECONDS = 2.0
-# Seconds between two lines of progress where there is no terminal.
+# Seconds between two lines of progress without a terminal.
 LINE_SECONDS = 10.0
 PARQUET_ROWS = 256
 COMPRESSED = {".gz", ".zst", ".bz2", ".xz", ".zip", ".tar"}

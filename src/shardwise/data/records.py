@@ -167,7 +167,7 @@ def json_lines(
         paths: files or patterns such as `data/*.jsonl`.
         decode: turns an object into the arrays of an example. By default its fields are converted
             to arrays as they are.
-        columns: which fields to take if there is no `decode`; all by default.
+        columns: which fields to take without `decode`; all by default.
 
     Raises:
         DataError: if a file is missing.

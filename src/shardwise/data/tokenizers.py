@@ -116,7 +116,7 @@ class FromFile:
             text: its name; empty for none; None for the first of `END_TOKENS` that exists.
 
         Raises:
-            ConfigError: if there is no token of that name.
+            ConfigError: if no token has that name.
         """
         if text and text not in self._vocabulary:
             hint = did_you_mean(text, self._vocabulary)

@@ -35,7 +35,7 @@ def check_run(path: Path, report: Callable[[str], object]) -> list[CheckResult]:
         ConfigError: if the path is not a run directory or cannot be read.
     """
     if not path.is_dir():
-        raise ConfigError(f"there is no run directory {path}.")
+        raise ConfigError(f"run directory {path} does not exist.")
     if not any((path / name).exists() for name in FILES):
         raise ConfigError(
             f"{path} is not a run directory: it has no run.json, metrics.jsonl or checkpoints."

@@ -223,7 +223,7 @@ def _probe(
 ) -> tuple[Probe, dict[str, str]]:
     """Measure one parameter of each kind.
 
-    Parameters are of one kind if they pass through the same parts. That is certain only if all
+    Parameters have one kind if they pass through the same parts. That is certain only if all
     parts are known; otherwise every parameter is measured. The same holds if the optimizer does
     not work on a subset of the parameters, for example because it has a tree of labels.
 

@@ -61,7 +61,7 @@ def causal_attention(
     """
     where = platform()
     is_half = q.dtype in (jnp.bfloat16, jnp.float16)
-    # Outside a step there is no mesh that says how to shard the TPU kernel.
+    # Outside a step no mesh says how to shard the TPU kernel.
     in_step = not jax.sharding.get_abstract_mesh().empty
     if where == "tpu" and in_step and q.shape[1] % LANES == 0:
         return tpu_attention(q, k, v, segment_ids)

@@ -108,7 +108,7 @@ def _parse_dims(arrays: str) -> list[list[str]]:
 
 
 def interpret() -> bool:
-    """Return whether Pallas has to interpret kernels, because there is no GPU to compile them for.
+    """Return whether Pallas has to interpret kernels, because no GPU can compile them.
 
     The interpreter is slow, but it lets tests check the kernels on any machine.
     """

@@ -120,7 +120,7 @@ def _weight(
         shape: the shape of the weight.
         names: a logical axis name for each dimension.
         dims: "i" for each input dimension and "o" for each output dimension. `lora` reads this,
-            because there is no bias whose shape would show it.
+            because no bias has a shape that would show it.
     """
     init = nnx.with_partitioning(nnx.initializers.normal(0.02), names)
     return nnx.Param(

@@ -19,7 +19,7 @@ from shardwise.text import Json, show_bytes
 OptionValue: TypeAlias = str | int | float | bool | None
 
 # A plan is also read from run directories that were damaged or made by strangers, and ends up on a
-# page. Longer texts are cut off, and larger structures are rejected.
+# page. Longer texts are truncated, and larger structures are rejected.
 MAX_TEXT = 2000
 MAX_COUNT = 2**53
 MAX_NUMBER = 1e300

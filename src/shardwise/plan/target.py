@@ -76,7 +76,7 @@ def find_target(text: str) -> Target:
         text: such as "cpu:8", "gpu:8", "v5e:4x4" or "2*v5e:16x16".
 
     Raises:
-        ConfigError: there is no such target, or JAX cannot compile for it here.
+        ConfigError: the target does not exist, or JAX cannot compile for it here.
 
     Example:
         >>> len(find_target("v5e:4x4").devices)

@@ -62,7 +62,7 @@ class LineStyle(NamedTuple):
 
 @dataclass(frozen=True)
 class Series:
-    """A thinned curve: each point stands for some steps, with their mean and their range.
+    """A thinned curve: each point represents some steps, with their mean and their range.
 
     Attributes:
         label: Name in the legend.
@@ -304,7 +304,7 @@ def _value_near(series: Series, step: float) -> str:
     """Return the value of a curve at a step, or a dash if it has no point there."""
     distances = np.abs(np.asarray(series.x) - step)
     nearest = int(np.argmin(distances))
-    # A point of a thinned curve stands for the steps around it, any other for its own step only.
+    # A point of a thinned curve represents the steps around it, any other for its own step only.
     if distances[nearest] > (0.5 if series.low is None else series.steps_per_point):
         return NONE
     text = show_number(series.y[nearest])

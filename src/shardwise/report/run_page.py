@@ -88,7 +88,7 @@ def _comparison_sections(summaries: Sequence[Summary]) -> dict[str, str]:
 
 
 def _guarded(make_section: Callable[[Plan], str], plan: Plan | None) -> str:
-    """Return a section of the stored plan, or nothing if there is no usable plan.
+    """Return a section of the stored plan, or nothing without a usable plan.
 
     `Plan.from_json` checks the types of all fields, but a damaged plan can still make no sense.
     """

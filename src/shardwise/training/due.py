@@ -1,10 +1,10 @@
-"""When something that happens every so many steps is due."""
+"""When something that happens at a fixed interval of steps is due."""
 
 from shardwise.run import Run
 
 
 def is_due(n: int, every: int, last: int | None = None) -> bool:
-    """Return whether something that happens every so many steps is due at step `n`.
+    """Return whether something that happens at a fixed interval is due at step `n`.
 
     Args:
         n: the step.

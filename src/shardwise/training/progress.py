@@ -21,7 +21,7 @@ from shardwise.training.log import RunLog
 
 # Set by `shardwise launch`: a file descriptor, followed by ":draws" if the launcher draws the bar.
 LAUNCHER_VARIABLE = "SHARDWISE_PROGRESS"
-# Seconds between two lines where there is no terminal.
+# Seconds between two lines without a terminal.
 LINE_INTERVAL = 10.0
 # The waiting time for data is shown if it is more than this fraction of a step.
 SHOWN_WAIT = 0.1

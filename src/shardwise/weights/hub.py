@@ -299,7 +299,7 @@ def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]:
 
 
 def _byte_tokenizer_json() -> bytes:
-    """Return a `tokenizer.json` in which every byte is the token of its own number.
+    """Return a `tokenizer.json` in which byte n is token n.
 
     The `ByteLevel` format of the `tokenizers` package writes a byte that is not a visible character
     as a character from 256 on.

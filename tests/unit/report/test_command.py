@@ -32,7 +32,7 @@ def test_it_writes_the_page_and_the_same_numbers_as_json(tmp_path, monkeypatch, 
     ("args", "message"),
     [
         ([], "needs a run directory"),
-        (["none"], "there is no run directory none"),
+        (["none"], "run directory none does not exist"),
         (["."], "It contains runs: one, two"),
         (["one"] * 65, "65 runs given; at most 64 can be compared"),
         (["one", "--port", "1"], "`--port` and `--every` require `--watch`"),

@@ -153,7 +153,7 @@ def _leaf_row(group: LeafGroup, mesh: dict[str, int], key: str, is_chosen: bool)
 
 
 def _layers_text(paths: list[str]) -> str:
-    """Return which layers the paths are of, such as "80 layers: 0 to 79"."""
+    """Return which layers the paths belong to, such as "80 layers: 0 to 79"."""
     by_part = zip(*(path.split("/") for path in paths), strict=True)
     differing = [parts for parts in by_part if len(set(parts)) > 1]
     if len(differing) != 1:
