@@ -392,6 +392,6 @@ def test_a_run(tmp_path, monkeypatch, capsys):
 
 def test_a_directory_without_a_run(tmp_path, capsys):
     assert main(["doctor", str(tmp_path / "nowhere")]) == 2
-    assert "run directory" in capsys.readouterr().err
+    assert "does not exist" in capsys.readouterr().err
     assert main(["doctor", str(tmp_path)]) == 2
     assert "is not a run directory" in capsys.readouterr().err
