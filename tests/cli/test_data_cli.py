@@ -225,7 +225,11 @@ def test_mistakes_and_bad_data_are_named(tmp_path, tokenizer_json):
     damaged = bytearray((tmp_path / "table.parquet").read_bytes())
     (tmp_path / "short.parquet").write_bytes(damaged[:-20])
     cases = [
-        (["prepare", "corpus.text", "--out", "o1"], 3, "data file 'corpus.text' does not exist"),
+        (
+            ["prepare", "corpus.text", "--out", "o1"],
+            3,
+            "data file 'corpus.text' does not exist",
+        ),
         (
             ["prepare", "bad.jsonl", "--out", "o2"],
             3,

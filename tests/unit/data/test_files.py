@@ -74,7 +74,10 @@ def test_files_that_are_no_tokens_are_refused_by_name(folder):
     (folder / "odd.bin").write_bytes(b"abc")
     (folder / "empty.bin").write_bytes(b"")
     cases = {
-        "tokens.bim": (None, "data file 'tokens.bim' does not exist. Did you mean 'tokens.bin'"),
+        "tokens.bim": (
+            None,
+            "data file 'tokens.bim' does not exist. Did you mean 'tokens.bin'",
+        ),
         "nowhere/tokens.bin": (None, "directory 'nowhere' is missing"),
         "tokens.bin": (None, "no 'tokens.json' next to it that gives its dtype"),
         "odd.bin": (
@@ -194,7 +197,9 @@ def test_records_of_several_files_are_read_at_random(folder, kind):
     found = source.rows(indices)["x"]
     assert np.array_equal(found, np.stack([values, 2 * values], axis=1)[indices])
     assert found.dtype == np.float32
-    with pytest.raises(DataError, match=f"data file 'c.{kind}' does not exist. Did you mean"):
+    with pytest.raises(
+        DataError, match=f"data file 'c.{kind}' does not exist. Did you mean"
+    ):
         source_of([f"a.{kind}", f"c.{kind}"])
     with pytest.raises(DataError, match="no data file matches"):
         source_of(f"no*.{kind}")
