@@ -9,6 +9,9 @@ place that knows which name has which role. To add a role, add its names here; `
 # crosses the slow network between them, because batch axes communicate least.
 BATCH = ("replica", "data", "dp", "batch", "fsdp")
 
+# The batch axis that shardwise suggests and tries first.
+DATA = "data"
+
 # Axes over which parameters and optimizer state are stored sharded, and gathered where they are
 # used.
 FSDP = ("fsdp",)
@@ -17,4 +20,4 @@ FSDP = ("fsdp",)
 TENSOR = ("model", "tp", "tensor")
 
 # The axes that `plan --search` tries: one for each role.
-SEARCHED = ("data", "fsdp", "model")
+SEARCHED = (DATA, FSDP[0], TENSOR[0])

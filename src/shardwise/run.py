@@ -168,6 +168,11 @@ class Run:
     profile: tuple[int, int] | None = None
     unit: str = "items"
 
+    def __post_init__(self) -> None:
+        # Many people pass a string.
+        if self.out is not None:
+            object.__setattr__(self, "out", Path(self.out))
+
 
 @dataclass(frozen=True)
 class Prepared:

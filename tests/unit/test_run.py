@@ -74,6 +74,11 @@ def test_live_values_are_in_the_metrics_of_every_step(tmp_path):
             )
 
 
+def test_the_run_directory_may_be_a_string(tmp_path):
+    go(str(tmp_path / "a"), steps=2)
+    assert [record["step"] for record in records(tmp_path / "a")] == [1, 2]
+
+
 def test_evaluation_uses_the_averaged_weights():
     optimizer = optim.adam(0.05, ema=0.9)
     result = go(optimizer=optimizer, eval_data=Batches(DATA, 16))

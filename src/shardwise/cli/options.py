@@ -663,9 +663,9 @@ COMMANDS = (
         "shardwise.cli.sample",
         notes="""\
 RUN is a run directory, one of its checkpoints, a directory as published on the Hugging Face Hub
-(config.json, safetensors, tokenizer.json), or hf:owner/name. A GPT or a Llama is recognized by its
-arrays; nothing in RUN is executed. For any other model name its recipe with --recipe, followed by
-the arguments of the recipe.""",
+(config.json, safetensors, tokenizer.json), or hf:owner/name. A model that shardwise ships is
+recognized by its arrays; nothing in RUN is executed. For any other model name its recipe with
+--recipe, followed by the arguments of the recipe.""",
     ),
     Command(
         "report",

@@ -12,7 +12,7 @@ from typing import Literal, get_args, get_origin
 
 from rich.console import Console
 
-from shardwise.axes import SEARCHED
+from shardwise.axes import DATA, FSDP, SEARCHED
 from shardwise.cli.plan_tables import (
     show_candidate,
     show_cost,
@@ -440,14 +440,14 @@ def _sharded_mesh(mesh: str) -> str | None:
     """Return a mesh with its `data` axis merged into `fsdp`, or None if it has no `data` axis."""
     axes = [axis.partition("=") for axis in mesh.split(",")]
     sizes = {name: int(size) for name, _, size in axes}
-    if "data" not in sizes:
+    if DATA not in sizes:
         return None
-    merged = sizes["data"] * sizes.get("fsdp", 1)
+    merged = sizes[DATA] * sizes.get(FSDP[0], 1)
     # `fsdp` takes the place of `data`.
     sharded = {}
     for name, size in sizes.items():
-        if name == "data":
-            sharded["fsdp"] = merged
-        elif name != "fsdp":
+        if name == DATA:
+            sharded[FSDP[0]] = merged
+        elif name != FSDP[0]:
             sharded[name] = size
     return show_sizes(sharded)

@@ -1,7 +1,7 @@
 """`shardwise sample`: generate text from a trained or published model, printed as it comes.
 
-A GPT or a Llama is recognized by its arrays or its config.json; nothing in RUN is executed. For any
-other model the user names its recipe, which is executed.
+A model family that shardwise ships is recognized by its arrays or its config.json; nothing in RUN
+is executed. For any other model the user names its recipe, which is executed.
 """
 
 import argparse

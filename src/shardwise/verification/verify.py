@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 from rich.table import Table
 
+from shardwise.axes import DATA
 from shardwise.errors import ConfigError, ShardwiseError, where
 from shardwise.mesh import make_mesh, mesh_text, show_sizes
 from shardwise.run import Run
@@ -253,7 +254,7 @@ def _check_devices(steps: int) -> list[jax.Device]:
 
 def meshes_to_verify(spec: StateSpec, rules: Rules, num_devices: int) -> list[str]:
     """Return a handful of meshes that use every axis the model knows, alone and combined."""
-    batch_axes = [axis for axis in ("data", *rules.batch) if axis in rules.batch]
+    batch_axes = [axis for axis in (DATA, *rules.batch) if axis in rules.batch]
     data = next((axis for axis in batch_axes if axis not in rules.fsdp), None)
     fsdp = next(iter(rules.fsdp), None)
     tensor = _tensor_axes(spec, rules)
