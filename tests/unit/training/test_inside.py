@@ -384,9 +384,9 @@ print(train(make(out, steps=14, profile=(5, 7)))[1])
 """
 
 
-def profiled(*words):
-    """Train with a profile in a new process: other tests load libtpu into this one."""
-    command = [sys.executable, "-c", PROFILED, *map(str, words)]
+def in_new_process(script, *words):
+    """Run a script that profiles: other tests load libtpu into this process."""
+    command = [sys.executable, "-c", script, *map(str, words)]
     root = Path(__file__).parents[3]
     done = subprocess.run(
         command, cwd=root, capture_output=True, text=True, timeout=300
@@ -396,7 +396,7 @@ def profiled(*words):
 
 
 def test_a_range_of_steps_is_profiled(tmp_path):
-    output = profiled(tmp_path / "a")
+    output = in_new_process(PROFILED, tmp_path / "a")
     (trace,) = (tmp_path / "a" / "profile" / "plugins" / "profile").glob(
         "*/*.xplane.pb"
     )
@@ -425,7 +425,7 @@ def test_a_range_of_steps_is_profiled(tmp_path):
 
 def test_a_profile_after_a_plan_for_tpus_is_refused_and_the_run_continues(tmp_path):
     """JAX's profiler crashes the process if libtpu is loaded on a machine without TPUs."""
-    output = profiled(tmp_path / "a", "plan")
+    output = in_new_process(PROFILED, tmp_path / "a", "plan")
     assert "no profile: libtpu is loaded in this process without a TPU" in output
     assert len(lines(tmp_path / "a" / "metrics.jsonl")) == 14
 
@@ -465,10 +465,20 @@ class RecordingWatch(Watch):
         super().tick(text)
 
 
-def test_operations_happen_in_their_order(tmp_path):
-    """The watchdog and the agreement between processes rely on this exact sequence."""
+ORDERED = """
+import json, sys
+from pathlib import Path
+from shardwise import use_cpu_devices
+use_cpu_devices(1)
+from tests.unit.training.test_inside import announced
+print(json.dumps(announced(Path(sys.argv[1]))))
+"""
+
+
+def announced(out):
+    """Return what a run with every operation announces."""
     run = make(
-        tmp_path / "a",
+        out,
         steps=3,
         data=poisoned({1: 1}),
         on_nonfinite="skip",
@@ -480,7 +490,12 @@ def test_operations_happen_in_their_order(tmp_path):
     )
     with stop_on_signals() as stop, RecordingWatch(stop) as watch:
         train(run, watch=watch)
-    assert watch.events == [
+    return watch.events
+
+
+def test_operations_happen_in_their_order(tmp_path):
+    """The watchdog and the agreement between processes rely on this exact sequence."""
+    assert json.loads(in_new_process(ORDERED, tmp_path / "a")) == [
         "preparing",
         "verifying the newest checkpoint",
         "compiling the step",
