@@ -18,7 +18,8 @@ from rich.table import Table
 
 from shardwise.console import line_picture
 from shardwise.errors import ShardwiseError
-from shardwise.explanation.findings import Finding, Row, View, find
+from shardwise.explanation.findings import Row, View, find
+from shardwise.findings import Finding
 from shardwise.mesh import make_mesh
 from shardwise.module import ModelFactory
 from shardwise.optim.parts import state_changes

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardwise.findings import Finding
 from shardwise.optim.groups import VECTORS
 from shardwise.optim.probe import PLAIN, STILL, STILL_DOUBLE, Probe
 from shardwise.optim.read import (
@@ -71,23 +72,6 @@ class Row:
     state_bytes: int
     layout: str
     moves: bool
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A likely mistake in an optimizer, and what to do about it.
-
-    Attributes:
-        name: a stable name, such as `decay-of-vectors`.
-        fact: what was found, with values.
-        remedy: what to do.
-        paths: the parameters or groups that it concerns. Empty if it concerns the whole optimizer.
-    """
-
-    name: str
-    fact: str
-    remedy: str
-    paths: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
