@@ -22,6 +22,7 @@ from shardwise.checkpoint.store import Keep
 from shardwise.data import Batches, as_batches
 from shardwise.data.batches import is_plain
 from shardwise.errors import ConfigError, ShardwiseError, where
+from shardwise.findings import Finding
 from shardwise.hardware import find_chip
 from shardwise.mesh import mesh_text
 from shardwise.metrics import EarlyStop
@@ -124,6 +125,8 @@ class Run:
             records nothing.
         unit: what the weight of the loss counts, for example "tokens" or "images". It names the
             throughput in logs and reports.
+        strict: refuse to start if there are findings, which are likely mistakes. By default they
+            are printed and the run starts.
 
     Example:
         >>> run = Run(
@@ -167,6 +170,7 @@ class Run:
     trackers: tuple[Tracker, ...] = ()
     profile: tuple[int, int] | None = None
     unit: str = "items"
+    strict: bool = False
 
     def __post_init__(self) -> None:
         # Many people pass a string.
@@ -187,6 +191,7 @@ class Prepared:
             `{group: {update: rate}}`.
         flops: floating-point operations of one step: the forward pass, and twice as many backward.
         peak_flops: the peak of all devices together, in FLOP/s; None for unknown devices.
+        findings: likely mistakes in loss, precision and data that `prepare` has seen.
     """
 
     spec: StateSpec
@@ -196,6 +201,7 @@ class Prepared:
     rates: dict[str, dict[str, float]]
     flops: float
     peak_flops: float | None
+    findings: tuple[Finding, ...] = ()
 
 
 def prepare(run: Run) -> Prepared:
