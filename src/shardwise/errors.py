@@ -118,10 +118,11 @@ def where(error: BaseException) -> str:
     of installed packages are skipped.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not _is_library(frame.filename)]
+    own = [frame for frame in frames if not is_library(frame.filename)]
     last = (own or frames)[-1]
     return f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
 
 
-def _is_library(filename: str) -> bool:
+def is_library(filename: str) -> bool:
+    """Return whether a file is part of shardwise, the standard library or an installed package."""
     return "site-packages" in filename or filename.startswith(LIBRARIES)

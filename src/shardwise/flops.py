@@ -8,12 +8,24 @@ rematerialized work, which MFU must exclude.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import cast
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol, cast
 
+import flax
 import jax
 from jax.extend import core
 
+from shardwise.errors import PACKAGE, is_library
+from shardwise.text import show_share
 from shardwise.tree import PyTree
+
+JAX = str(Path(jax.__file__).parent)
+# Code whose choice of a dtype is deliberate: a layer of Flax computes in the compute dtype unless
+# the user set another one, and so do the models of shardwise.
+DELIBERATE = (str(Path(flax.__file__).parent), PACKAGE)
+# Kernels compute in the dtypes that their caller passes, so the caller decides.
+TRANSPARENT = (JAX, f"{PACKAGE}/kernels")
 
 
 def count_flops(function: Callable[..., PyTree], *args: PyTree) -> float:
@@ -38,7 +50,83 @@ def count_flops(function: Callable[..., PyTree], *args: PyTree) -> float:
 
 def count_jaxpr_flops(jaxpr: core.Jaxpr) -> float:
     """Return what `count_flops` returns, for a function that is traced already."""
-    return sum(_equation_flops(equation) for equation in jaxpr.eqns)
+    return sum(matmul.flops for matmul in _matmuls(jaxpr))
+
+
+@dataclass(frozen=True)
+class MatmulDtypes:
+    """The dtypes of the matmuls and convolutions of a function.
+
+    Attributes:
+        flops: floating-point operations by the dtype of the operands, most operations first.
+        unasked: the part of `flops` whose dtype nobody chose. An operation inside a layer of Flax
+            or inside shardwise has a chosen dtype; an operation in the user's own code has the
+            dtype that JAX promotes its operands to.
+        lines: the line of the user's code with the most operations, by dtype: "model.py:41".
+        unasked_lines: the same, for the operations in `unasked`.
+    """
+
+    flops: Mapping[str, float]
+    unasked: Mapping[str, float]
+    lines: Mapping[str, str]
+    unasked_lines: Mapping[str, str]
+
+    def share(self, dtype: str) -> float:
+        """Return the share of operations with operands of `dtype`; 0.0 if there are none at all."""
+        total = sum(self.flops.values())
+        return self.flops.get(dtype, 0.0) / total if total else 0.0
+
+    def __str__(self) -> str:
+        """Return a text such as "matmuls: 93 % bfloat16, 7 % float32 (model.py:41)"."""
+        dtypes = list(self.flops)
+        if not dtypes:
+            return "no matmuls"
+        if len(dtypes) == 1:
+            return f"matmuls in {dtypes[0]}"
+        parts, total = [], sum(self.flops.values())
+        for dtype in dtypes:
+            part = f"{show_share(self.flops[dtype], total)} {dtype}"
+            # The line is of interest for the exceptions only.
+            if dtype != dtypes[0] and dtype in self.lines:
+                part += f" ({self.lines[dtype]})"
+            parts.append(part)
+        return f"matmuls: {', '.join(parts)}"
+
+
+def matmul_dtypes(jaxpr: core.Jaxpr) -> MatmulDtypes:
+    """Return the FLOPs of the matmuls and convolutions of `jaxpr` by the dtype of their operands.
+
+    Operands of two dtypes count as the dtype that JAX promotes them to.
+
+    Example:
+        >>> x = jax.ShapeDtypeStruct((8, 16), "bfloat16")
+        >>> w = jax.ShapeDtypeStruct((16, 4), "bfloat16")
+        >>> matmul_dtypes(jax.make_jaxpr(lambda x, w: x @ w)(x, w).jaxpr).flops
+        {'bfloat16': 1024.0}
+    """
+    matmuls = list(_matmuls(jaxpr))
+    unasked = [matmul for matmul in matmuls if not matmul.is_asked]
+    return MatmulDtypes(
+        _by_dtype(matmuls), _by_dtype(unasked), _lines(matmuls), _lines(unasked)
+    )
+
+
+def _by_dtype(matmuls: list["_Matmul"]) -> dict[str, float]:
+    flops: dict[str, float] = {}
+    for matmul in matmuls:
+        flops[matmul.dtype] = flops.get(matmul.dtype, 0.0) + matmul.flops
+    return dict(sorted(flops.items(), key=lambda item: -item[1]))
+
+
+def _lines(matmuls: list["_Matmul"]) -> dict[str, str]:
+    """Return the line with the most operations of each dtype."""
+    flops: dict[tuple[str, str], float] = {}
+    for matmul in matmuls:
+        if matmul.line:
+            place = (matmul.dtype, matmul.line)
+            flops[place] = flops.get(place, 0.0) + matmul.flops
+    # Ascending, so that the line with the most operations is the last to be stored.
+    return dict(sorted(flops, key=lambda place: flops[place]))
 
 
 def count_kernels(jaxpr: core.Jaxpr) -> dict[str, float]:
@@ -49,7 +137,8 @@ def count_kernels(jaxpr: core.Jaxpr) -> dict[str, float]:
     flops: dict[str, float] = {}
     for equation in jaxpr.eqns:
         if equation.primitive.name in ("pallas_call", "mpmd_map"):
-            flops[_kernel_name(equation.params)] = _equation_flops(equation)
+            own = _equation_matmuls(equation, equation)
+            flops[_kernel_name(equation.params)] = sum(matmul.flops for matmul in own)
         else:
             for inner in inner_jaxprs(equation.params):
                 flops.update(count_kernels(inner))
@@ -75,30 +164,102 @@ def inner_jaxprs(params: Mapping[str, object]) -> Iterator[core.Jaxpr]:
                 yield item
 
 
-def _equation_flops(equation: core.JaxprEqn) -> float:
+@dataclass(frozen=True)
+class _Matmul:
+    """A matmul or a convolution.
+
+    Attributes:
+        flops: its operations, in all iterations of the loops around it.
+        dtype: the dtype of its operands.
+        line: the line of the user's code that it belongs to, or "" if there is none.
+        is_asked: whether a layer of Flax or shardwise chose the dtype.
+    """
+
+    flops: float
+    dtype: str
+    line: str
+    is_asked: bool
+
+
+class _Frame(Protocol):
+    file_name: str
+    line_num: int
+
+
+def _matmuls(
+    jaxpr: core.Jaxpr, caller: core.JaxprEqn | None = None
+) -> Iterator[_Matmul]:
+    """Yield all matmuls; `caller` is the equation to name as the source, if not their own."""
+    for equation in jaxpr.eqns:
+        yield from _equation_matmuls(equation, caller or equation)
+
+
+def _equation_matmuls(
+    equation: core.JaxprEqn, source: core.JaxprEqn
+) -> Iterator[_Matmul]:
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
-        return _dot_flops(equation)
-    if name == "conv_general_dilated":
-        return _convolution_flops(equation)
+        yield _matmul(_dot_flops(equation), equation, source)
+    elif name == "conv_general_dilated":
+        yield _matmul(_convolution_flops(equation), equation, source)
     # cuDNN's fused attention is opaque to the trace. `cpu_attention` skips keys that no query sees,
     # and is counted like the implementations that compute them.
-    if (
+    elif (
         name.startswith("dot_product_attention_fwd")
         or params.get("name") == "cpu_attention"
     ):
-        return _attention_flops(equation)
-    if name == "mpmd_map":
-        return _mosaic_kernel_flops(equation)
-    if name == "cond":
-        return max(count_jaxpr_flops(branch.jaxpr) for branch in params["branches"])
+        yield _matmul(_attention_flops(equation), equation, source)
+    elif name == "mpmd_map":
+        if flops := _mosaic_kernel_flops(equation):
+            yield _matmul(flops, equation, source)
+    elif name == "cond":
+        branches = [branch.jaxpr for branch in params["branches"]]
+        yield from _matmuls(max(branches, key=count_jaxpr_flops))
+    else:
+        yield from _inner_matmuls(equation, source)
+
+
+def _inner_matmuls(equation: core.JaxprEqn, source: core.JaxprEqn) -> Iterator[_Matmul]:
+    name, params = equation.primitive.name, equation.params
     repeats = 1
     if name == "scan":
         repeats = params["length"]
     elif name == "pallas_call":
         grid = params["grid_mapping"].grid
         repeats = math.prod(size for size in grid if isinstance(size, int))
-    return repeats * sum(count_jaxpr_flops(inner) for inner in inner_jaxprs(params))
+    for inner in inner_jaxprs(params):
+        # JAX traces a jitted function of its own once, and every caller gets the same equations.
+        # Their source is then the first caller, so the equation of the call is used instead.
+        is_shared = name in ("jit", "pjit") and _is_defined_in_jax(inner)
+        for matmul in _matmuls(inner, source if is_shared else None):
+            yield replace(matmul, flops=repeats * matmul.flops)
+
+
+def _is_defined_in_jax(jaxpr: core.Jaxpr) -> bool:
+    source = jaxpr.debug_info.func_src_info or ""
+    return JAX in source
+
+
+def _matmul(flops: float, equation: core.JaxprEqn, source: core.JaxprEqn) -> _Matmul:
+    operands = [
+        cast(jax.core.ShapedArray, operand.aval).dtype
+        for operand in equation.invars[:2]
+    ]
+    dtype = str(jax.numpy.result_type(*operands))
+    traceback = source.source_info.traceback
+    frames: list[_Frame] = [] if traceback is None else traceback.frames
+    deciding = [frame for frame in frames if not _starts_in(frame, TRANSPARENT)]
+    own = [frame for frame in frames if not is_library(frame.file_name)]
+    return _Matmul(
+        flops,
+        dtype,
+        line=f"{Path(own[0].file_name).name}:{own[0].line_num}" if own else "",
+        is_asked=bool(deciding) and _starts_in(deciding[0], DELIBERATE),
+    )
+
+
+def _starts_in(frame: _Frame, folders: tuple[str, ...]) -> bool:
+    return frame.file_name.startswith(folders)
 
 
 def _dot_flops(equation: core.JaxprEqn) -> float:

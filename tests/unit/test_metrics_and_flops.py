@@ -7,7 +7,8 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.flops import calls_function, count_flops
+from shardwise.flops import calls_function, count_flops, matmul_dtypes
+from shardwise.kernels.attention import causal_attention
 from shardwise.metrics import Mean, MetricsLog, read_metrics
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.module import build_module
@@ -123,3 +124,66 @@ def test_lines_of_a_log_that_are_not_records_are_skipped(tmp_path):
         + b'\n\xff\n{"step": 2}\n{"step": 3, "lo'
     )
     assert [record["step"] for record in read_metrics(log)] == [1, 2]
+
+
+class MixedModel(nnx.Module):
+    """A layer in bfloat16, one that asks for float32, and matmuls of raw arrays."""
+
+    def __init__(self, rngs):
+        self.layer = nnx.Linear(8, 8, dtype=jnp.bfloat16, rngs=rngs)
+        self.router = nnx.Linear(8, 4, dtype=jnp.float32, rngs=rngs)
+        self.kernel = nnx.Param(jnp.ones((8, 8)))
+
+    def __call__(self, x):
+        hidden = self.layer(x)
+        kernel = self.kernel[...].astype(jnp.bfloat16)
+        hidden, _ = jax.lax.scan(lambda h, _: (h @ kernel, None), hidden, length=3)
+        return self.router(hidden).sum() + (x @ self.kernel[...]).sum()
+
+
+def test_matmuls_are_counted_by_the_dtype_of_their_operands():
+    def forward(x):
+        return MixedModel(nnx.Rngs(0))(x)
+
+    x = jax.ShapeDtypeStruct((2, 8), jnp.float32)
+    closed = jax.make_jaxpr(forward)(x)
+    found = matmul_dtypes(closed.jaxpr)
+    square = 2 * 2 * 8 * 8
+    assert found.flops == {"bfloat16": 4 * square, "float32": 1.5 * square}
+    assert sum(found.flops.values()) == count_flops(forward, x)
+    # The router is not counted: its layer says float32.
+    assert found.unasked["float32"] == square
+    first = MixedModel.__call__.__code__.co_firstlineno
+    assert found.lines["bfloat16"] == f"test_metrics_and_flops.py:{first + 3}"
+    assert found.unasked_lines["float32"] == f"test_metrics_and_flops.py:{first + 4}"
+    assert str(found) == (
+        f"matmuls: 72.7 % bfloat16, 27.3 % float32 ({found.lines['float32']})"
+    )
+
+
+def test_matmul_of_a_shared_function_of_jax_has_the_line_of_its_caller():
+    def first(x):
+        return jnp.linalg.matrix_power(x, 2)
+
+    def second(x):
+        return jnp.linalg.matrix_power(x, 2)
+
+    x = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    for function in (first, second):
+        found = matmul_dtypes(jax.make_jaxpr(function)(x).jaxpr)
+        line = function.__code__.co_firstlineno + 1
+        assert found.lines == {"float32": f"test_metrics_and_flops.py:{line}"}
+        assert str(found) == "matmuls in float32"
+
+
+def test_a_kernel_has_a_dtype_and_a_function_without_matmuls_has_none():
+    def attend(x):
+        return causal_attention(x, x, x)
+
+    x = jax.ShapeDtypeStruct((2, 64, 4, 8), jnp.bfloat16)
+    found = matmul_dtypes(jax.make_jaxpr(attend)(x).jaxpr)
+    assert found.flops == {"bfloat16": 4 * 2 * 64 * 64 * 4 * 8}
+    line = attend.__code__.co_firstlineno + 1
+    # A kernel computes in the dtype of its arguments, so nobody asked for it by a layer.
+    assert found.unasked_lines == {"bfloat16": f"test_metrics_and_flops.py:{line}"}
+    assert str(matmul_dtypes(jax.make_jaxpr(jnp.sin)(1.0).jaxpr)) == "no matmuls"
