@@ -21,3 +21,13 @@ TENSOR = ("model", "tp", "tensor")
 
 # The axes that `plan --search` tries: one for each role.
 SEARCHED = (DATA, FSDP[0], TENSOR[0])
+
+# The mesh axes of each logical name that annotations can use on any mesh. `Rules(logical=...)` adds
+# names.
+LOGICAL: dict[str, tuple[str, ...] | None] = {
+    "vocab": TENSOR,
+    "heads": TENSOR,
+    "mlp": TENSOR,
+    "embed": FSDP,
+    "layers": None,
+}

@@ -89,9 +89,12 @@ def make_mesh(mesh: str | Mesh, devices: Sequence[jax.Device] | None = None) -> 
     """Return a mesh over devices, ordered so that neighbors along an axis are close on the network.
 
     All axes have type `Auto`: ordinary model code runs on any mesh, and arrays are created sharded.
+    `jax.make_mesh` creates axes of type `Explicit`, on which `nnx.Embed` and row-parallel layers
+    raise `ShardingTypeError`. A mesh with such axes is replaced by one of type `Auto` that has the
+    same devices and names.
 
     Args:
-        mesh: a text for `parse_mesh`. A `Mesh` is returned unchanged.
+        mesh: a text for `parse_mesh`, or a `Mesh`, whose devices and axes are kept.
         devices: the devices to use; all devices if None.
 
     Raises:
@@ -99,9 +102,10 @@ def make_mesh(mesh: str | Mesh, devices: Sequence[jax.Device] | None = None) -> 
 
     Example:
         >>> mesh = make_mesh("data=4,model=2")
+        >>> mesh = make_mesh(jax.make_mesh((4, 2), ("data", "model")))
     """
     if isinstance(mesh, Mesh):
-        return mesh
+        return _with_auto_axes(mesh)
     devices = list(jax.devices() if devices is None else devices)
     sizes = parse_mesh(mesh, len(devices))
     islands = _islands(devices)
@@ -114,6 +118,13 @@ def make_mesh(mesh: str | Mesh, devices: Sequence[jax.Device] | None = None) -> 
         )
     axis_types = (AxisType.Auto,) * len(sizes)
     return Mesh(np.block(blocks.tolist()), tuple(sizes), axis_types=axis_types)
+
+
+def _with_auto_axes(mesh: Mesh) -> Mesh:
+    if mesh.are_all_axes_auto:
+        return mesh
+    axis_types = (AxisType.Auto,) * len(mesh.axis_names)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=axis_types)
 
 
 def _islands(devices: list[jax.Device]) -> list[list[jax.Device]]:

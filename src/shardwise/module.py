@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from shardwise.errors import ConfigError
-from shardwise.sharding import ModelLeaf, annotation_of
+from shardwise.sharding import ModelLeaf, model_leaf, recorded_axis_rules
 from shardwise.text import Json
 from shardwise.tree import KeyPath, PyTree, lookup, nest
 
@@ -74,6 +74,7 @@ class ModuleDef:
         frozen: parameters that are not trained.
         adapters: for each weight with adapters, by name, the description that `lora` stores with
             it.
+        fixed: the part of `other` that keeps its values, because it belongs to frozen modules.
     """
 
     graphdef: nnx.GraphDef[nnx.Module]
@@ -82,6 +83,12 @@ class ModuleDef:
     rngs: tuple[RngLeaf, ...]
     frozen: Mapping[KeyPath, ModelLeaf] = field(default_factory=dict)
     adapters: Mapping[str, Json] = field(default_factory=dict)
+    fixed: frozenset[KeyPath] = frozenset()
+
+    @property
+    def moving(self) -> tuple[str, ...]:
+        """The names of the variables in `other` that a forward pass can change."""
+        return tuple(path_name(path) for path in self.other if path not in self.fixed)
 
     def merge(
         self,
@@ -118,12 +125,24 @@ class ModuleDef:
                     variable.set_metadata(on_get_value=hook)
         return module
 
-    def read_other(self, module: nnx.Module) -> Pure:
+    def read_other(self, module: nnx.Module, before: Pure) -> Pure:
         """Return the values of `self.other` after a forward pass.
 
         Variables that the pass created, for example those of `nnx.sow`, are dropped.
+
+        Args:
+            module: the module after the pass.
+            before: the values that it was merged with. Variables in `self.fixed` keep them.
         """
-        return self._read(module, self.other)
+        variables = dict(nnx.to_flat_state(nnx.state(module)))
+        return nest(
+            {
+                _parts(path): lookup(before, _parts(path))
+                if path in self.fixed
+                else variables[path].get_value()
+                for path in self.other
+            }
+        )
 
     def read_frozen(self, module: nnx.Module) -> Pure:
         """Return the values of the frozen parameters of a module."""
@@ -168,7 +187,7 @@ def split_module(module: nnx.Module) -> tuple[ModuleDef, Pure, Pure]:
             )
             continue
         metadata = variable.get_metadata()
-        leaf = ModelLeaf(value.shape, value.dtype, annotation_of(metadata))
+        leaf = model_leaf(name, value.shape, value.dtype, metadata)
         if metadata.get("frozen"):
             frozen[path] = leaf
         elif isinstance(variable, nnx.Param):
@@ -182,7 +201,12 @@ def split_module(module: nnx.Module) -> tuple[ModuleDef, Pure, Pure]:
         raise ConfigError(
             f"the model {type(module).__name__} has {missing}, so there is nothing to train."
         )
-    definition = ModuleDef(graphdef, params, other, tuple(rngs), frozen, adapters)
+    fixed = frozenset(
+        path for path in other if variables[path].get_metadata().get("fixed")
+    )
+    definition = ModuleDef(
+        graphdef, params, other, tuple(rngs), frozen, adapters, fixed
+    )
 
     def arrays(leaves: Iterable[KeyPath]) -> Pure:
         return nest({_parts(path): variables[path].get_value() for path in leaves})
@@ -194,12 +218,13 @@ def build_module(factory: ModelFactory, key: jax.Array) -> nnx.Module:
     """Call the user's factory, usually while tracing.
 
     Sharding annotations stay metadata: NNX does not apply them. Modules with `deterministic=None`
-    or `use_running_average=None` run in training mode; NNX would refuse to run them.
+    or `use_running_average=None` run in training mode; NNX would refuse to run them. Modules whose
+    parameters are all frozen run in evaluation mode.
 
     Raises:
         ConfigError: if the factory returns something else than a module.
     """
-    with nnx.use_eager_sharding(False):
+    with nnx.use_eager_sharding(False), recorded_axis_rules():
         module = factory(nnx.Rngs(key))
     if not isinstance(module, nnx.Module):
         raise ConfigError(
@@ -209,7 +234,45 @@ def build_module(factory: ModelFactory, key: jax.Array) -> nnx.Module:
         for mode in MODES:
             if getattr(part, mode, False) is None:
                 setattr(part, mode, False)
+    _settle_frozen_modules(module)
     return module
+
+
+def _settle_frozen_modules(module: nnx.Module) -> None:
+    """Put modules whose parameters are all frozen into evaluation mode, and fix their variables.
+
+    A frozen module is to compute the same in every step. Gradients do not reach its parameters, but
+    dropout and batch statistics would still change its output. A part that a trained module shares,
+    such as one `nnx.Dropout` for several blocks, stays as it is.
+    """
+
+    def marks(part: nnx.Module) -> set[bool]:
+        nodes = (node for _, node in nnx.iter_graph(part))
+        params = (node for node in nodes if isinstance(node, nnx.Param))
+        return {bool(param.get_metadata().get("frozen")) for param in params}
+
+    if True not in marks(module):
+        return
+    modules = [part for _, part in nnx.iter_modules(module)]
+    frozen = [part for part in modules if marks(part) == {True}]
+    below = {id(node): node for part in frozen for _, node in nnx.iter_graph(part)}
+    roots = {id(part) for part in frozen}
+    for part in modules:
+        if id(part) in below:
+            continue
+        for _, child in nnx.iter_children(part):
+            if id(child) in below and id(child) not in roots:
+                is_leaf = isinstance(child, nnx.Variable)
+                shared = [child] if is_leaf else [n for _, n in nnx.iter_graph(child)]
+                for node in shared:
+                    below.pop(id(node), None)
+    for node in below.values():
+        if isinstance(node, nnx.Module):
+            for mode in MODES:
+                if hasattr(node, mode):
+                    setattr(node, mode, True)
+        elif isinstance(node, nnx.Variable) and not isinstance(node, nnx.Param):
+            node.set_metadata(fixed=True)
 
 
 def path_name(path: KeyPath) -> str:

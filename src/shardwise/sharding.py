@@ -4,8 +4,8 @@ reason.
 For a parameter, the first of these decides:
 
 1. The annotation on the variable (`nnx.with_partitioning` and similar), in mesh axes or logical
-names, if it
-   names an axis of this mesh.
+   names, if it names an axis of this mesh. `Rules.logical` maps logical names, unless Flax has
+   rules for the variable (`sharding_rules=` or `nnx.logical_axis_rules`): then those do.
 2. A rule by path in `Rules.paths`, which is taken literally.
 3. Nothing: the parameter is replicated.
 
@@ -18,6 +18,7 @@ them. Whatever cannot be done as requested is an error with numbers, never silen
 import difflib
 import itertools
 import math
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -26,10 +27,13 @@ from typing import TypeAlias, cast
 
 import jax
 import numpy as np
+from flax import nnx
+from flax.core.spmd import get_logical_axis_rules
+from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.table import Table
 
-from shardwise.axes import BATCH, FSDP, TENSOR
+from shardwise.axes import BATCH, FSDP, LOGICAL
 from shardwise.errors import ConfigError
 from shardwise.text import did_you_mean
 from shardwise.text import show_bytes as show_bytes
@@ -40,6 +44,11 @@ Axes: TypeAlias = str | tuple[str, ...] | None
 # Mesh axes of one dim; empty for a replicated dim.
 MeshAxes: TypeAlias = tuple[str, ...]
 Shape: TypeAlias = tuple[int, ...]
+# Pairs of a logical name and its mesh axes, as Flax writes them.
+FlaxRules: TypeAlias = tuple[tuple[str, Axes], ...]
+
+# The metadata of a variable that holds the rules of `nnx.logical_axis_rules` at its creation.
+CONTEXT_RULES = "logical_axis_rules"
 
 
 @dataclass(frozen=True)
@@ -49,7 +58,8 @@ class Rules:
     Axes that a mesh does not have are ignored, so that one set of rules serves every mesh.
 
     Attributes:
-        logical: mesh axes of each logical name that annotations use.
+        logical: mesh axes of each logical name that annotations use. Entries are added to
+            `shardwise.axes.LOGICAL` (vocab, heads, mlp, embed, layers) and override them.
         paths: pairs of a pattern for parameter paths and the axes of each dim. The first match
             decides. `("head/*", ())` replicates.
         batch: mesh axes that shard the examples of a batch.
@@ -58,21 +68,18 @@ class Rules:
 
     Example:
         >>> Rules(paths=(("blocks/*/up/kernel", (None, "model")), ("head/*", ())))
+        >>> Rules(logical={"experts": "expert"})
     """
 
-    logical: Mapping[str, Axes] = field(
-        default_factory=lambda: {
-            "vocab": TENSOR,
-            "heads": TENSOR,
-            "mlp": TENSOR,
-            "embed": FSDP,
-            "layers": None,
-        }
-    )
+    logical: Mapping[str, Axes] = field(default_factory=dict)
     paths: tuple[tuple[str, tuple[Axes, ...]], ...] = ()
     batch: tuple[str, ...] = BATCH
     fsdp: tuple[str, ...] = FSDP
     fsdp_min_size: int = 2**12
+
+    def __post_init__(self) -> None:
+        # The dataclass is frozen, so plain assignment would raise.
+        object.__setattr__(self, "logical", {**LOGICAL, **self.logical})
 
 
 @dataclass(frozen=True)
@@ -104,11 +111,14 @@ class ModelLeaf:
         shape: the global shape.
         dtype: the dtype.
         annotation: the axes of each dim that the model annotates, or None without annotation.
+        has_flax_rules: whether Flax has rules for the variable. They are applied to `annotation`
+            already, so that its names are mesh axes.
     """
 
     shape: Shape
     dtype: DType
     annotation: tuple[Axes, ...] | None = None
+    has_flax_rules: bool = False
 
 
 def place_model(
@@ -160,9 +170,16 @@ def _place(path: str, leaf: ModelLeaf, mesh: Mesh, rules: Rules) -> Placement:
     dims: list[MeshAxes] = [()] * len(leaf.shape)
     reasons = []
     if leaf.annotation is not None:
-        dims = _resolve(what, leaf.shape, leaf.annotation, "annotation", mesh, rules)
-        missing = "" if any(dims) else ": no such axis in this mesh"
-        reasons.append(f"annotation {show_spec(leaf.annotation)}{missing}")
+        by_flax = leaf.has_flax_rules
+        dims = _resolve(
+            what, leaf.shape, leaf.annotation, "annotation", mesh, rules, by_flax
+        )
+        is_missing = any(leaf.annotation) and not any(dims)
+        reasons.append(
+            f"annotation {show_spec(leaf.annotation)}"
+            + (" by Flax's rules" if by_flax else "")
+            + (": no such axis in this mesh" if is_missing else "")
+        )
     if not any(dims):
         for pattern, axes in rules.paths:
             if matches(pattern, path):
@@ -176,7 +193,13 @@ def _place(path: str, leaf: ModelLeaf, mesh: Mesh, rules: Rules) -> Placement:
 
 
 def _resolve(
-    what: str, shape: Shape, axes: Iterable[Axes], source: str, mesh: Mesh, rules: Rules
+    what: str,
+    shape: Shape,
+    axes: Iterable[Axes],
+    source: str,
+    mesh: Mesh,
+    rules: Rules,
+    by_flax: bool = False,
 ) -> list[MeshAxes]:
     """Return the mesh axes of each dim, from names that are mesh axes or logical names.
 
@@ -187,6 +210,7 @@ def _resolve(
         source: where the names come from, for messages.
         mesh: the mesh.
         rules: the mapping of logical names.
+        by_flax: whether Flax's rules have mapped the names, which then are mesh axes.
 
     Raises:
         ConfigError: if a name is unknown, an axis is used twice, or a dim is not divisible.
@@ -197,7 +221,10 @@ def _resolve(
             f"{what} has shape {shape}; its {source} {show_spec(entries)} names {len(entries)} "
             "dims. Shorten it."
         )
-    dims = [tuple(_mesh_axes(what, entry, source, mesh, rules)) for entry in entries]
+    dims = [
+        tuple(_mesh_axes(what, entry, source, mesh, rules, by_flax))
+        for entry in entries
+    ]
     dims += [()] * (len(shape) - len(dims))
     dim_of: dict[str, int] = {}
     for dim, names in enumerate(dims):
@@ -221,23 +248,32 @@ def _resolve(
 
 
 def _mesh_axes(
-    what: str, entry: Axes, source: str, mesh: Mesh, rules: Rules
+    what: str, entry: Axes, source: str, mesh: Mesh, rules: Rules, by_flax: bool
 ) -> Iterator[str]:
     """Yield the mesh axes for the names of one dim; known axes that this mesh lacks are skipped."""
     known = {axis for value in rules.logical.values() for axis in _as_tuple(value)}
     known |= {*rules.batch, *rules.fsdp}
     for name in _as_tuple(entry):
-        if name in rules.logical:
+        if name in rules.logical and not by_flax:
             yield from (
                 axis for axis in _as_tuple(rules.logical[name]) if axis in mesh.shape
             )
         elif name in mesh.shape:
             yield name
+        elif name not in known and by_flax:
+            raise ConfigError(
+                f"{what}: its {source} names '{name}' after Flax's rules "
+                "(`sharding_rules=` or nnx.logical_axis_rules) are applied, and that is no axis of "
+                f"the mesh ({', '.join(mesh.shape)}).{did_you_mean(name, mesh.shape)} "
+                "Flax reads a name without a rule, and each name inside a tuple, as a mesh axis. "
+                f"Add a rule such as ('{name}', None), or correct the one that leads to '{name}'."
+            )
         elif name not in known:
             raise ConfigError(
                 f"{what}: its {source} names '{name}', which is neither an axis of the mesh "
                 f"({', '.join(mesh.shape)}) nor a logical name ({', '.join(rules.logical)})."
-                f"{did_you_mean(name, {*mesh.shape, *rules.logical})}"
+                f"{did_you_mean(name, {*mesh.shape, *rules.logical})} To add a logical name, map "
+                f"it to a mesh axis or to None: Rules(logical={{'{name}': None}})."
             )
 
 
@@ -461,19 +497,29 @@ def num_batch_shards(mesh: Mesh, rules: Rules) -> int:
     return math.prod(size for axis, size in mesh.shape.items() if axis in rules.batch)
 
 
-def put(values: PyTree, sharding: NamedSharding) -> PyTree:
+def put(values: PyTree, sharding: NamedSharding, *, copy: bool = False) -> PyTree:
     """Return host arrays as arrays on the mesh.
 
     Args:
         values: arrays that are the same in every process. Each process transfers what its devices
-            hold.
+            hold. Arrays that are on the devices of several processes already are resharded.
         sharding: the sharding of all of them.
+        copy: whether to copy NumPy arrays first. JAX reads them later, or shares their memory if
+            the devices are CPUs, so without a copy they must not change.
     """
-    if sharding.is_fully_addressable:
-        return jax.device_put(values, sharding)
 
-    def put_leaf(x: np.ndarray) -> jax.Array:
-        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+    def own(x: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
+        return np.array(x) if copy and isinstance(x, np.ndarray) else x
+
+    if sharding.is_fully_addressable:
+        return jax.device_put(jax.tree.map(own, values), sharding)
+
+    def put_leaf(x: np.ndarray | jax.Array) -> jax.Array:
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            return jax.device_put(x, sharding)
+        return jax.make_array_from_callback(
+            x.shape, sharding, lambda index: own(x[index])
+        )
 
     return jax.tree.map(put_leaf, values)
 
@@ -483,11 +529,127 @@ def annotation_of(metadata: Mapping[str, object]) -> tuple[Axes, ...] | None:
 
     Args:
         metadata: the metadata of the variable.
+
+    Raises:
+        ConfigError: if the annotation is not one entry per dim.
     """
     value = metadata.get("out_sharding")
+    if isinstance(value, Format):
+        value = value.sharding
     if isinstance(value, NamedSharding):
         value = value.spec
-    return None if value is None else tuple(cast(Iterable[Axes], value))
+    if value is None:
+        return None
+    is_sequence = isinstance(value, Iterable) and not isinstance(value, str)
+    entries = tuple(cast(Iterable[Axes], value)) if is_sequence else (value,)
+    if not is_sequence or not all(
+        isinstance(e, str | tuple | list | None) for e in entries
+    ):
+        raise ConfigError(
+            f"its annotation is {value!r}. Use a tuple with one entry per dim: a name, a tuple of "
+            "names, or None, such as (None, 'model')."
+        )
+    return cast(tuple[Axes, ...], entries)
+
+
+def model_leaf(
+    path: str, shape: Shape, dtype: DType, metadata: Mapping[str, object]
+) -> ModelLeaf:
+    """Return the description of an NNX variable, with Flax's rules applied to its annotation.
+
+    Flax maps a name by the rules in `sharding_rules` of the variable and by those of
+    `nnx.logical_axis_rules` when the variable was created. Of two rules for one name in one place,
+    the last applies. A name without a rule is a mesh axis.
+
+    Args:
+        path: the name of the variable, for messages.
+        shape: its global shape.
+        dtype: its dtype.
+        metadata: its metadata.
+
+    Raises:
+        ConfigError: if the annotation or the rules cannot be read, or if rules contradict.
+    """
+    try:
+        names = annotation_of(metadata)
+        own = _flax_rules(metadata.get("sharding_rules"))
+        context = _flax_rules(metadata.get(CONTEXT_RULES))
+        mapping = _combine(own, context)
+    except ConfigError as error:
+        raise ConfigError(f"variable '{path}': {error}") from error
+    if names is None or not mapping:
+        return ModelLeaf(shape, dtype, names)
+    # Flax maps whole entries, so a tuple of names stays as it is.
+    mapped = tuple(mapping.get(cast(str, name), name) for name in names)
+    return ModelLeaf(shape, dtype, mapped, has_flax_rules=True)
+
+
+def _flax_rules(value: object) -> FlaxRules:
+    """Return rules of Flax as pairs. Lists become tuples, since metadata must be hashable.
+
+    Raises:
+        ConfigError: if they are not pairs of a name and mesh axes.
+    """
+    if not value:
+        return ()
+    rules = []
+    for pair in value if isinstance(value, tuple | list) else (value,):
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise ConfigError(
+                f"the sharding rules {value!r} are not pairs of a logical name and mesh axes. "
+                "Write (('mlp', 'model'), ('embed', None))."
+            )
+        name, axes = pair
+        rules.append((name, tuple(axes) if isinstance(axes, list) else axes))
+    return tuple(rules)
+
+
+def _combine(own: FlaxRules, context: FlaxRules) -> dict[str, Axes]:
+    """Return the axes of each name as `flax.core.spmd.composite_rules` combines both sources.
+
+    Raises:
+        ConfigError: if the rules of the variable contradict those of the context.
+    """
+    mapping = dict(context)
+    for name, axes in own:
+        if context and name in mapping and mapping[name] != axes:
+            raise ConfigError(
+                f"Flax's sharding rules map '{name}' to {axes!r} in `sharding_rules` of the "
+                f"variable, and to {mapping[name]!r} in nnx.logical_axis_rules or in another rule. "
+                "Remove one of them."
+            )
+        mapping[name] = axes
+    return mapping
+
+
+# Only one thread at a time can replace the constructor of variables.
+_RECORDING = threading.RLock()
+
+
+@contextmanager
+def recorded_axis_rules() -> Iterator[None]:
+    """Record the rules of `nnx.logical_axis_rules` in the variables that are created under them.
+
+    The context may end inside the model factory, and a variable does not keep its rules: Flax
+    reads them when it creates a variable on a mesh, which shardwise does not let it do. Therefore
+    the constructor of variables is replaced while the factory runs.
+    """
+    with _RECORDING:
+        construct = nnx.Variable.__init__
+
+        def record(
+            variable: nnx.Variable[object], *args: object, **kwargs: object
+        ) -> None:
+            construct(variable, *args, **kwargs)  # type: ignore[arg-type]
+            rules = _flax_rules(get_logical_axis_rules())
+            if rules:
+                variable.set_metadata(CONTEXT_RULES, rules)
+
+        nnx.Variable.__init__ = record  # type: ignore[method-assign,assignment]
+        try:
+            yield
+        finally:
+            nnx.Variable.__init__ = construct  # type: ignore[method-assign]
 
 
 def placement_table(placements: Iterable[Placement], title: str) -> Table:

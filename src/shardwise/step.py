@@ -167,7 +167,7 @@ class _StepFunctions:
         model = definition.merge(params, other, key, self.hooks, frozen)
         with activations_on(self.spec.mesh, self.spec.rules):
             means = as_means(self.loss(model, batch), num_rows(batch), mask)
-        return means["loss"].total, (means, definition.read_other(model))  # type: ignore[return-value]
+        return means["loss"].total, (means, definition.read_other(model, other))  # type: ignore[return-value]
 
     def gradients(self, state: TrainState, batch: Batch) -> Gradients:
         """Return the gradients of the mean loss, sharded like the parameters."""
@@ -459,8 +459,9 @@ def _check_padding(
             f"{fact}. {remedy}, or return Mean(total, weight) with one entry per example for "
             f"{names}, so that the batch can be padded."
         )
-    if spec.other:
-        first = next(iter(spec.other))
+    moving = spec.definition.moving
+    if moving:
+        first = moving[0]
         raise ConfigError(
             f"{fact}, and padding would change the statistics that the model keeps ('{first}'). "
             f"{remedy}."

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from shardwise.errors import ConfigError
 from shardwise.module import BASE, ModelFactory, path_name
-from shardwise.sharding import annotation_of
+from shardwise.sharding import CONTEXT_RULES, annotation_of
 from shardwise.text import did_you_mean
 from shardwise.tree import PyTree, matches, named_leaves
 
@@ -206,14 +206,21 @@ def _adapter_shardings(
     base: Param, stacked: int, split: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the sharding annotations of A and B, those of the dims they share with the base."""
-    names = annotation_of(base.get_metadata())
+    metadata = base.get_metadata()
+    names = annotation_of(metadata)
     if names is None:
         return {}, {}
     missing = len(base.get_value().shape) - len(names)
     axes = (*names, *(None,) * missing)
     a_axes = (*axes[:split], None)
     b_axes = (*axes[:stacked], None, *axes[split:])
-    return {"out_sharding": a_axes}, {"out_sharding": b_axes}
+    # The rules of Flax that apply to the base map the same names in the adapters.
+    rules = {
+        key: metadata[key]
+        for key in ("sharding_rules", CONTEXT_RULES)
+        if metadata.get(key)
+    }
+    return {"out_sharding": a_axes, **rules}, {"out_sharding": b_axes, **rules}
 
 
 def _forward_operator(name: str) -> Callable[..., jax.Array]:
