@@ -98,12 +98,14 @@ def make_mesh(mesh: str | Mesh, devices: Sequence[jax.Device] | None = None) -> 
         devices: the devices to use; all devices if None.
 
     Raises:
-        ConfigError: if the text does not fit the devices.
+        ConfigError: if the text does not fit the devices, or if `jax.set_mesh` has set a mesh with
+            `Explicit` axes.
 
     Example:
         >>> mesh = make_mesh("data=4,model=2")
         >>> mesh = make_mesh(jax.make_mesh((4, 2), ("data", "model")))
     """
+    _check_current_mesh()
     if isinstance(mesh, Mesh):
         return _with_auto_axes(mesh)
     devices = list(jax.devices() if devices is None else devices)
@@ -118,6 +120,17 @@ def make_mesh(mesh: str | Mesh, devices: Sequence[jax.Device] | None = None) -> 
         )
     axis_types = (AxisType.Auto,) * len(sizes)
     return Mesh(np.block(blocks.tolist()), tuple(sizes), axis_types=axis_types)
+
+
+def _check_current_mesh() -> None:
+    """Raise if arrays that the model creates would have axes of type `Explicit`."""
+    current = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit in current.axis_types:
+        raise ConfigError(
+            f"jax.set_mesh has set the mesh '{show_sizes(current.shape)}' with axes of type "
+            "Explicit, and shardwise computes on axes of type Auto. Remove jax.set_mesh: the mesh "
+            "of the run is enough."
+        )
 
 
 def _with_auto_axes(mesh: Mesh) -> Mesh:
