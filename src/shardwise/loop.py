@@ -4,18 +4,24 @@ There are no callbacks: the body of your `for` statement is the place for everyt
 between steps.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from functools import reduce
+from functools import partial, reduce
 
 import jax
 
+from shardwise.cluster.group import current_group
 from shardwise.data.batches import Batches, as_batches, is_plain
+from shardwise.data.contract import DataCheck
 from shardwise.data.prefetch import Prefetch
 from shardwise.errors import DataError
 from shardwise.metrics import Mean
 from shardwise.state import TrainState
 from shardwise.step import Batch, BatchLayout, EvalStep, Metrics, TrainStep, num_rows
+
+# Numbers the calls of `steps`; all processes make them in the same order.
+NUMBERS = itertools.count()
 
 
 def steps(
@@ -36,8 +42,13 @@ def steps(
         step: the training step.
         state: the state to start from; it is donated.
         batches: a function from the step number to a host batch, an iterable of host batches, or a
-            `Prefetch`.
+            `Prefetch`. With several processes each of them supplies the global batch, or only
+            the examples of its devices if `step.layout` is that of `BatchLayout.per_process`.
         until: the number of the last step.
+
+    Raises:
+        DataError: if a batch cannot be read, or if the batches of several processes contradict
+            each other.
 
     Example:
         >>> for n, state, metrics in steps(step, state, Batches(data, 32), until=1000):
@@ -49,7 +60,17 @@ def steps(
     if isinstance(batches, Prefetch):
         prefetch = batches
     else:
-        prefetch = Prefetch(as_batches(batches), n, until, place=step.place)
+        group = current_group().within(f"steps{next(NUMBERS)}")
+        check = DataCheck(group, step.layout, n)
+        prefetch = Prefetch(
+            as_batches(batches),
+            n,
+            until,
+            # A `Prefetch` owns its batches already.
+            place=partial(step.layout.place, copy=False),
+            inspect=check.inspect,
+            agree=check.agree,
+        )
     with prefetch as placed:
         while n < until:
             state, metrics = step(state, placed(n))
@@ -77,15 +98,20 @@ def evaluate(
 
     Raises:
         DataError: if there are no batches.
+        ConfigError: if the loss cannot be averaged over several batches.
 
     Example:
         >>> step = make_eval_step(spec, loss, batch)
         >>> evaluate(step, state, Batches(validation, 32))["loss"]
     """
     parts: list[dict[str, Mean]] = []
+    sizes: set[int] = set()
     for layout, batch in _with_layouts(step, batches, rows):
         before()
-        parts.append(step.on(state, batch, layout))
+        if parts and (len(parts) == 1 or layout.rows not in sizes):
+            step.check_sizes({*sizes, layout.rows})
+        sizes.add(layout.rows)
+        parts.append(step.on(state, batch, layout, len(parts)))
     if not parts:
         raise DataError(
             "the evaluation data has no batches, so there is nothing to evaluate."
@@ -109,7 +135,7 @@ def _with_layouts(
         total = len(batches.source)
         for first in range(0, total, batches.batch_size):
             size = min(batches.batch_size, total - first)
-            layout = step.layout(size, batches.batch_size)
+            layout = step.layout(size, batches.batch_size).per_process()
             yield layout, batches.in_order(first, layout.ranges)
         return
     # A subclass of `Batches` that builds batches itself.

@@ -56,16 +56,36 @@ class Mean:
     def summed(self, mask: Mask | None = None) -> "Mean":
         """Return the mean with scalar total and weight, summed in float32.
 
+        An entry of weight 0 must have a total of 0. Otherwise the total is NaN, so that the step
+        is not applied: the weights were not multiplied into the total.
+
         Args:
             mask: booleans of shape `(B,)`; entries of examples where it is False are excluded.
         """
-        return Mean(
-            _masked_sum(self.total, mask), _masked_sum(self._broadcast_weight(), mask)
-        )
+        total = _masked_sum(self.total, mask)
+        weight = _masked_sum(self.weights, mask)
+        if self.has_array_weight:
+            total = jnp.where(self.unweighted().any(), jnp.nan, total)
+        return Mean(total, weight)
+
+    @property
+    def has_array_weight(self) -> bool:
+        """Whether entries have weights of their own, instead of one weight for all of them."""
+        return jnp.ndim(self.weight) > 0
+
+    def unweighted(self) -> jax.Array:
+        """Return which entries have a weight of 0 and a total that is not 0."""
+        total, weight = jnp.asarray(self.total), jnp.asarray(self.weights)
+        # One total per example, and one weight per token of it.
+        if weight.ndim > total.ndim:
+            weight = jnp.abs(weight).sum(axis=tuple(range(total.ndim, weight.ndim)))
+        if weight.shape != total.shape:
+            return jnp.zeros((), bool)
+        return (weight == 0) & (total != 0)
 
     def has_rows(self, rows: int) -> bool:
         """Return whether total and weight have one entry per example, for `rows` examples."""
-        parts = (self.total, self._broadcast_weight())
+        parts = (self.total, self.weights)
         return all(jnp.ndim(part) > 0 and jnp.shape(part)[0] == rows for part in parts)
 
     @property
@@ -80,7 +100,9 @@ class Mean:
             return entries if jnp.ndim(self.weight) else None
         return round(float(np.mean(self.weight)) * entries)
 
-    def _broadcast_weight(self) -> ArrayLike:
+    @property
+    def weights(self) -> ArrayLike:
+        """The weight of each entry of `total`."""
         missing = jnp.ndim(self.total) - jnp.ndim(self.weight)
         if missing <= 0:
             return self.weight

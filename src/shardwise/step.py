@@ -14,9 +14,9 @@ them, so that activations stay sharded over the batch axes; gradients are reduce
 sharding of their parameter; and the state is returned with the shardings that it came with.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeAlias, cast
+from typing import Literal, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,16 +28,19 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from shardwise.data.layout import BatchLayout as BatchLayout
-from shardwise.data.layout import batch_shapes
 from shardwise.data.layout import num_rows as num_rows
 from shardwise.errors import ConfigError, DataError
+from shardwise.findings import Finding
 from shardwise.loss import Loss as Loss
 from shardwise.loss import LossValue as LossValue
 from shardwise.loss import TracedLoss as TracedLoss
 from shardwise.loss import as_means as as_means
-from shardwise.loss import trace_loss
+from shardwise.loss import call_loss, trace_loss
+from shardwise.loss.trace import TracedMetric, inexact_metrics, summed_scalars
+from shardwise.loss.value import Kind
 from shardwise.metrics import Mask, Mean
 from shardwise.module import AccessHook, Pure
+from shardwise.optim.finite import all_finite, representative_leaves, tree_is_finite
 from shardwise.optim.parts import evaluation_params, leaf_changes, live_values, norm
 from shardwise.optim.read import read_chains
 from shardwise.precision import sums_in_float32
@@ -139,6 +142,8 @@ class _StepFunctions:
         optimizer: the optimizer of `spec`, with support for extra arguments of `update`.
         hooks: functions that parameters pass through where the model reads them, by name.
         groups: the optimizer groups of each parameter, outermost first; None to omit norms.
+        sums: the scalars of the loss that are sums over the examples.
+        checked: parameters whose updates are checked for non-finite values; None for all.
     """
 
     spec: StateSpec
@@ -149,6 +154,8 @@ class _StepFunctions:
     seed: int
     accumulate: int
     groups: Mapping[str, tuple[str, ...]] | None
+    sums: tuple[str, ...]
+    checked: tuple[str, ...] | None
 
     def objective(
         self,
@@ -158,6 +165,7 @@ class _StepFunctions:
         batch: Batch,
         mask: Mask | None,
         key: jax.Array,
+        step: jax.Array,
     ) -> tuple[jax.Array, tuple[Means, Pure]]:
         """Return the total of the loss, which is differentiated, and the rest as auxiliary output.
 
@@ -166,7 +174,10 @@ class _StepFunctions:
         definition = self.spec.definition
         model = definition.merge(params, other, key, self.hooks, frozen)
         with activations_on(self.spec.mesh, self.spec.rules):
-            means = as_means(self.loss(model, batch), num_rows(batch), mask)
+            output = call_loss(self.loss, model, batch, key, step)
+        means = as_means(
+            output, num_rows(batch), mask, sums=self.sums, parts=self.accumulate
+        )
         return means["loss"].total, (means, definition.read_other(model, other))  # type: ignore[return-value]
 
     def gradients(self, state: TrainState, batch: Batch) -> Gradients:
@@ -175,7 +186,13 @@ class _StepFunctions:
         gradient = sums_in_float32(jax.grad(self.objective, has_aux=True))
         compute = gradient if self.accumulate == 1 else self._accumulated(gradient)
         grads, (means, other) = compute(
-            state.params, state.frozen, state.other, batch, self.layout.mask(), key
+            state.params,
+            state.frozen,
+            state.other,
+            batch,
+            self.layout.mask(),
+            key,
+            state.step,
         )
         weight = means["loss"].weight
         grads = jax.tree.map(lambda grad: grad / weight.astype(grad.dtype), grads)
@@ -203,6 +220,7 @@ class _StepFunctions:
             batch: Batch,
             mask: Mask | None,
             key: jax.Array,
+            step: jax.Array,
         ) -> PyTree:
             def add_micro_batch(
                 carry: PyTree, micro_batch: PyTree
@@ -211,14 +229,14 @@ class _StepFunctions:
                 index, (batch, mask) = micro_batch
                 micro_key = jax.random.fold_in(key, index)
                 grads, (means, other) = gradient(
-                    params, frozen, other, batch, mask, micro_key
+                    params, frozen, other, batch, mask, micro_key, step
                 )
                 return (jax.tree.map(jnp.add, sums, (grads, means)), other), None
 
             micro_batches = jax.tree.map(split, (batch, mask))
             first = jax.tree.map(lambda x: x[0], micro_batches)
             grads, (means, _) = jax.eval_shape(
-                gradient, params, frozen, other, *first, key
+                gradient, params, frozen, other, *first, key, step
             )
             zeros = jax.tree.map(
                 lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (grads, means)
@@ -238,9 +256,9 @@ class _StepFunctions:
     ) -> tuple[TrainState, Metrics]:
         """Apply the optimizer, and return the new state and the metrics of the step.
 
-        If the loss or the gradient norm is non-finite, parameters, optimizer state and other
-        variables stay as they are. The step still counts, because its batch is consumed:
-        `state.step` is the position in the data.
+        If anything that would enter the state is non-finite, or the loss is, then parameters,
+        optimizer state and other variables stay as they are. The step still counts, because its
+        batch is consumed: `state.step` is the position in the data.
         """
         grad_norm = norm(grads)
         value = means["loss"].value
@@ -252,6 +270,7 @@ class _StepFunctions:
         params = optax.apply_updates(state.params, updates)
 
         finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)
+        finite &= all_finite(updates, opt_state, self.checked) & tree_is_finite(other)
         new_state = TrainState(
             state.step + 1,
             _select(finite, params, state.params),
@@ -316,6 +335,7 @@ def make_train_step(
     *,
     seed: int = 0,
     accumulate: int = 1,
+    micro_batches: Literal["exact", "separate"] = "exact",
     compute_dtype: DTypeLike | None = None,
     norms: bool = False,
 ) -> TrainStep:
@@ -329,6 +349,9 @@ def make_train_step(
             stream, n).
         accumulate: the number of micro-batches that a batch is split into. They are computed one
             after the other to save memory, and the result is that of the complete batch.
+        micro_batches: "exact" refuses a loss whose result would change with `accumulate`, because
+            it combines examples with each other. "separate" computes such a loss within each
+            micro-batch, and averages.
         compute_dtype: the dtype in which the model reads its parameters, for example "bfloat16".
             Parameters and optimizer state keep their own. None reads parameters as they are stored.
         norms: add `update_norm` and `param_norm` to the metrics, and all norms for each parameter
@@ -344,6 +367,9 @@ def make_train_step(
     """
     traced = trace_loss(spec, loss, batch)
     layout = _train_layout(spec, traced, accumulate)
+    sums: tuple[str, ...] = ()
+    if accumulate > 1:
+        traced, sums = _check_accumulate(spec, loss, traced, accumulate, micro_batches)
     functions = _StepFunctions(
         spec=spec,
         loss=loss,
@@ -353,6 +379,10 @@ def make_train_step(
         seed=seed,
         accumulate=accumulate,
         groups=_parameter_groups(spec) if norms else None,
+        sums=sums,
+        checked=representative_leaves(
+            spec.optimizer, spec.abstract.params, spec.abstract.opt_state
+        ),
     )
     stored = spec.shardings
     replicated = spec.sharding(PartitionSpec())
@@ -441,6 +471,78 @@ def _train_layout(spec: StateSpec, traced: TracedLoss, accumulate: int) -> Batch
     return BatchLayout(rows, padded, spec.sharding(batch_spec(spec.mesh, spec.rules)))
 
 
+def _check_accumulate(
+    spec: StateSpec,
+    loss: Loss,
+    traced: TracedLoss,
+    accumulate: int,
+    micro_batches: Literal["exact", "separate"],
+) -> tuple[TracedLoss, tuple[str, ...]]:
+    """Check that micro-batches give the result of the complete batch.
+
+    Returns:
+        The traced loss, with findings about metrics, and the scalars that are sums.
+
+    Raises:
+        ConfigError: if the loss would change and `micro_batches` is "exact".
+    """
+    if not traced.dependent:
+        return traced, ()
+    rows = num_rows(traced.shapes) // accumulate
+    part = trace_loss(spec, loss, _with_rows(traced.shapes, rows))
+    sums = summed_scalars(traced, part, accumulate)
+    if micro_batches == "separate":
+        return traced, sums
+    inexact = inexact_metrics(traced, part, accumulate)
+    if "loss" in inexact:
+        metric = traced.metrics["loss"]
+        remedy = (
+            'Use accumulate=1, or micro_batches="separate" to compute the loss within each '
+            f"micro-batch of {rows} examples and average."
+        )
+        if metric.worst.kind in (Kind.SUM, Kind.STATISTIC):
+            remedy = (
+                "Return Mean(total, weight) with both sums, for example "
+                f"Mean((nats * mask).sum(), mask.sum()). Or: {remedy}"
+            )
+        raise ConfigError(
+            f"accumulate={accumulate} would change the loss: {_why_dependent(metric)}. {remedy}"
+        )
+    findings = [
+        Finding(
+            "metric-of-micro-batches",
+            f"metric '{name}' is averaged over {accumulate} micro-batches, which differs from its "
+            f"value for the whole batch: {_why_dependent(traced.metrics[name])}",
+            "Return Mean(total, weight) to make it exact.",
+        )
+        for name in inexact
+    ]
+    return replace(traced, findings=(*traced.findings, *findings)), sums
+
+
+def _with_rows(shapes: Batch, rows: int) -> Batch:
+    """Return the shapes of a batch with another number of examples."""
+
+    def with_rows(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
+
+    return jax.tree.map(with_rows, shapes)
+
+
+def _why_dependent(metric: TracedMetric) -> str:
+    """Return why a metric is not a mean over independent examples, for a message."""
+    worst = metric.worst
+    if worst.kind == Kind.COUPLED:
+        return f"{worst.cause} combines examples with each other"
+    if worst.kind == Kind.UNKNOWN:
+        return f"shardwise cannot tell whether {worst.cause} combines examples"
+    if worst.kind == Kind.STATISTIC:
+        return f"{worst.cause} is applied to a sum over the whole batch"
+    return (
+        "it is a sum over the examples, combined with values that do not grow with them"
+    )
+
+
 def _check_padding(
     spec: StateSpec, traced: TracedLoss, rows: int, shards: int, accumulate: int
 ) -> None:
@@ -466,6 +568,12 @@ def _check_padding(
             f"{fact}, and padding would change the statistics that the model keeps ('{first}'). "
             f"{remedy}."
         )
+    if traced.dependent:
+        name = traced.dependent[0]
+        raise ConfigError(
+            f"{fact}, and padding would change '{name}': "
+            f"{_why_dependent(traced.metrics[name])}. {remedy}."
+        )
 
 
 @dataclass(frozen=True)
@@ -473,18 +581,75 @@ class EvalStep:
     """An evaluation step: the summed means of a batch, with the model in evaluation mode.
 
     Attributes:
-        function: the jitted step, `(state, batch, mask) -> {name: Mean}`.
+        function: the jitted step, `(state, batch, mask, number of the batch) -> {name: Mean}`.
         spec: the state that the step takes.
-        pads: whether shorter batches are padded. If not, the step is compiled for each batch size.
+        pads: whether shorter batches are padded. If not, the step is compiled for each batch size:
+            padding would change the metrics, because they are scalars or combine examples.
+        traced: facts about the loss in evaluation mode.
+        loss: the loss.
     """
 
-    function: Callable[[TrainState, Batch, Mask | None], Means]
+    function: Callable[[TrainState, Batch, Mask | None, np.int32], Means]
     spec: StateSpec
     pads: bool
+    traced: TracedLoss
+    loss: Loss
 
     def __call__(self, state: TrainState, batch: Batch, rows: int) -> Means:
         """Evaluate a host batch of at most `rows` examples."""
         return self.on(state, batch, self.layout(num_rows(batch), rows))
+
+    def inexact(self, sizes: Collection[int]) -> dict[str, str]:
+        """Return the metrics whose mean over several batches is not that over all examples.
+
+        A metric that combines examples with each other has no other meaning than its mean over the
+        batches, and is not among them.
+
+        Args:
+            sizes: the different sizes of the batches.
+
+        Returns:
+            Why each metric is inexact, by name.
+        """
+        metrics = self.traced.metrics
+        reasons = {
+            name: _why_dependent(metric)
+            for name, metric in metrics.items()
+            if metric.worst.kind == Kind.STATISTIC
+        }
+        if not self.traced.scalars or len(sizes) < 2:
+            return reasons
+        large, small = max(sizes), min(sizes)
+        whole, part = (
+            trace_loss(
+                self.spec,
+                self.loss,
+                _with_rows(self.traced.shapes, size),
+                is_training=False,
+            )
+            for size in (large, small)
+        )
+        names = summed_scalars(whole, part, large / small)
+        for name in (*names, *inexact_metrics(whole, part, large / small)):
+            if metrics[name].worst.kind == Kind.SUM:
+                reasons[name] = (
+                    f"it is a sum over the examples, and batches have {small} and {large} of them"
+                )
+        return reasons
+
+    def check_sizes(self, sizes: Collection[int]) -> None:
+        """Raise if the loss cannot be averaged over batches of these sizes.
+
+        Raises:
+            ConfigError: if its mean over the batches is not that over all examples.
+        """
+        reason = self.inexact(sizes).get("loss")
+        if reason is not None:
+            raise ConfigError(
+                f"the loss cannot be evaluated in several batches: {reason}. Return "
+                "Mean(total, weight) with both sums, for example "
+                "Mean((nats * mask).sum(), mask.sum())."
+            )
 
     def layout(self, size: int, rows: int) -> BatchLayout:
         """Return the layout of a batch.
@@ -508,13 +673,22 @@ class EvalStep:
         )
         return BatchLayout(size, padded, self.spec.sharding(spec))
 
-    def on(self, state: TrainState, batch: Batch, layout: BatchLayout) -> Means:
-        """Evaluate a host batch, or the examples of it that this process needs, with `layout`."""
+    def on(
+        self, state: TrainState, batch: Batch, layout: BatchLayout, number: int = 0
+    ) -> Means:
+        """Evaluate a host batch, or the examples of it that this process needs.
+
+        Args:
+            state: the state.
+            batch: the batch.
+            layout: its layout.
+            number: the number of the batch in this evaluation. Random streams depend on it.
+        """
         mask = None
         if self.pads:
             is_example = np.arange(layout.padded_rows) < layout.rows
             mask = put(is_example, layout.sharding)
-        return self.function(state, layout.place(batch), mask)
+        return self.function(state, layout.place(batch), mask, np.int32(number))
 
 
 def make_eval_step(
@@ -523,36 +697,34 @@ def make_eval_step(
     batch: Batch,
     *,
     compute_dtype: DTypeLike | None = None,
-    traced: TracedLoss | None = None,
 ) -> EvalStep:
     """Build the evaluation step. Nothing is compiled.
 
     The step uses the averaged weights if the optimizer keeps an average. Random streams that remain
-    in evaluation mode are the same for every batch.
+    in evaluation mode depend on the number of the batch, and are the same in every evaluation.
 
     Args:
         spec: the abstract state.
         loss: `loss(model, batch)`.
         batch: a batch, as arrays or shapes.
         compute_dtype: as for `make_train_step`.
-        traced: `TrainStep.traced` of a step with the same loss. If its batches have the same
-            shapes, the loss is not traced again.
     """
     hooks = access_hooks(spec, compute_dtype)
 
-    def step(state: TrainState, batch: Batch, mask: Mask | None) -> Means:
+    def step(
+        state: TrainState, batch: Batch, mask: Mask | None, number: jax.Array
+    ) -> Means:
+        key = jax.random.fold_in(jax.random.key(0), number)
         params = evaluation_params(state.opt_state, state.params)
-        model = spec.definition.merge(
-            params, state.other, jax.random.key(0), hooks, state.frozen
-        )
+        model = spec.definition.merge(params, state.other, key, hooks, state.frozen)
         model.eval()
         with activations_on(spec.mesh, spec.rules):
-            return as_means(loss(model, batch), num_rows(batch), mask)
+            output = call_loss(loss, model, batch, key, state.step)
+        return as_means(output, num_rows(batch), mask)
 
-    if traced is None or traced.shapes != batch_shapes(batch):
-        traced = trace_loss(spec, loss, batch)
+    traced = trace_loss(spec, loss, batch, is_training=False)
     function = jax.jit(step, out_shardings=spec.sharding(PartitionSpec()))
-    return EvalStep(function, spec, pads=not traced.scalars)
+    return EvalStep(function, spec, pads=not traced.dependent, traced=traced, loss=loss)
 
 
 def access_hooks(

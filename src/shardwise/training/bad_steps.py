@@ -27,6 +27,7 @@ from shardwise.cluster.group import ProcessGroup
 from shardwise.console import warn
 from shardwise.data.batches import Stream
 from shardwise.errors import where
+from shardwise.loss import call_loss
 from shardwise.run import Prepared, Run
 from shardwise.state import TrainState
 from shardwise.step import as_means, num_rows
@@ -241,10 +242,11 @@ class BadSteps:
         self, params: Params, other: PyTree, batch: Batch, frozen: Params
     ) -> jax.Array:
         definition = self.prepared.spec.definition
-        model = definition.merge(
-            params, other, jax.random.key(self.run.seed), frozen=frozen
-        )
-        return as_means(self.run.loss(model, batch), num_rows(batch))["loss"].value
+        key = jax.random.key(self.run.seed)
+        model = definition.merge(params, other, key, frozen=frozen)
+        step = jnp.int32(0)
+        output = call_loss(self.run.loss, model, batch, key, step)
+        return as_means(output, num_rows(batch))["loss"].value
 
     def _find_first(
         self, report: BadStep, batch: Batch, state: TrainState

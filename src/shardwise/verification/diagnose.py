@@ -6,6 +6,7 @@ Where an explanation can be tested, it is: the run is changed so that the cause 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import wraps
 
 import jax
 import numpy as np
@@ -213,9 +214,12 @@ def _agree_with(attribute: str, one: Side, many: Side, expected: ReferenceStep) 
 def _values_with(attribute: str, side: Side, expected: ReferenceStep) -> Values:
     """Return loss and gradients with an attribute set to True in every layer that has it."""
 
-    def loss(model: nnx.Module, batch: Batch) -> LossValue:
+    @wraps(side.run.loss)
+    def loss(
+        model: nnx.Module, batch: Batch, **arguments: nnx.Rngs | jax.Array
+    ) -> LossValue:
         model.set_attributes(raise_if_not_found=False, **{attribute: True})
-        return side.run.loss(model, batch)
+        return side.run.loss(model, batch, **arguments)
 
     run = replace(side.run, loss=loss, data=lambda step: expected.batch)
     return gradients_on(make_side(run, side.spec.mesh), expected, expected.batch)

@@ -1,0 +1,339 @@
+"""Which examples of a batch each output of a traced function depends on.
+
+Padding, accumulation and evaluation in batches are exact only if examples do not influence each
+other, or if they influence each other through plain sums. This module finds out before anything is
+compiled, by abstract interpretation of the jaxpr: every value gets a `Value` that says how it
+depends on the examples, and each primitive has a rule that says how the dependence of its inputs
+becomes that of its outputs.
+
+The kinds form a chain. A value that depends on no example (parameters, constants) is FREE. The
+inputs of the loss are ROWS: one dim has one entry per example, or several. A sum over that dim is a
+SUM, and it stays one as long as it is only scaled and added. Any other function of SUMs is a
+STATISTIC, for example the ratio of two sums, or a standard deviation. Where a statistic or a sum
+meets single examples again, or where examples meet directly, values are COUPLED. Primitives without
+a rule give UNKNOWN.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from jax.extend import core
+
+from shardwise.flops import inner_jaxprs
+from shardwise.loss.rules import (
+    RULES,
+    constant_value,
+    coupled,
+    elementwise,
+    fold,
+    index_columns,
+    index_dim,
+    kernel,
+    same,
+    sum_rule,
+    unknown,
+)
+from shardwise.loss.value import FREE, Cause, Kind, Value, cause_of
+
+
+@dataclass(frozen=True)
+class Dependence:
+    """The result of `analyze`.
+
+    Attributes:
+        outputs: how each output of the jaxpr depends on the examples.
+        fixed_keys: operations that draw random numbers from a key that never changes.
+        broadcasts: element-wise operations that combine every example with every other one,
+            because of their shapes.
+    """
+
+    outputs: tuple[Value, ...]
+    fixed_keys: tuple[Cause, ...]
+    broadcasts: tuple[Cause, ...]
+
+
+def analyze(
+    closed: core.ClosedJaxpr, is_batch: Sequence[bool], rows: int
+) -> Dependence:
+    """Find how the outputs of a jaxpr depend on the examples of a batch.
+
+    Args:
+        closed: the traced function.
+        is_batch: for each flat input, whether it is an array of the batch, with the examples along
+            its first dim.
+        rows: the number of examples.
+    """
+    inputs = [Value(Kind.ROWS) if batch else FREE for batch in is_batch]
+    analysis = _Analysis(rows)
+    outputs = analysis.closed(closed, inputs)
+    return Dependence(
+        tuple(outputs),
+        tuple(dict.fromkeys(analysis.fixed_keys)),
+        tuple(dict.fromkeys(analysis.broadcasts)),
+    )
+
+
+# From the values of the operands of a loop or a branch to those of its outputs.
+NestedRule: TypeAlias = Callable[["_Analysis", core.JaxprEqn, list[Value]], list[Value]]
+# The name of the parameter that holds the jaxpr of a call, by primitive.
+CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "custom_lin": "jaxpr",
+}
+# Kernels whose body is not looked at. They are taken to treat examples alike, if inputs and outputs
+# have their examples along the same dim.
+KERNELS = ("pallas_call", "mpmd_map", "shard_map", "dot_product_attention_fwd")
+
+
+class _Analysis:
+    """One pass over a jaxpr.
+
+    Attributes:
+        rows: the number of examples.
+        fixed_keys: see `Dependence`.
+        broadcasts: see `Dependence`.
+    """
+
+    def __init__(self, rows: int):
+        self.rows = rows
+        self.fixed_keys: list[Cause] = []
+        self.broadcasts: list[Cause] = []
+
+    def closed(self, closed: core.ClosedJaxpr, inputs: Sequence[Value]) -> list[Value]:
+        """Return the values of the outputs of a closed jaxpr."""
+        constants = [constant_value(constant) for constant in closed.consts]
+        return self.jaxpr(closed.jaxpr, constants, inputs)
+
+    def jaxpr(
+        self, jaxpr: core.Jaxpr, constants: Sequence[Value], inputs: Sequence[Value]
+    ) -> list[Value]:
+        """Return the values of the outputs of a jaxpr."""
+        values: dict[core.Var, Value] = {}
+        values.update(zip(jaxpr.constvars, constants, strict=True))
+        values.update(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(variable: core.Var | core.Literal) -> Value:
+            if isinstance(variable, core.Literal):
+                return constant_value(variable.val)
+            return values[variable]
+
+        for equation in jaxpr.eqns:
+            operands = [read(variable) for variable in equation.invars]
+            results = self.equation(equation, operands)
+            values.update(zip(equation.outvars, results, strict=True))
+        return [read(variable) for variable in jaxpr.outvars]
+
+    def equation(self, equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
+        """Return the values of the outputs of one equation."""
+        name = equation.primitive.name
+        if name in CALLS or name in CONTROL_FLOW:
+            return self.nested(equation, operands)
+        kinds = {value.kind for value in operands}
+        worst = max(kinds, default=Kind.FREE)
+        if worst == Kind.FREE:
+            return self.free(equation, operands)
+        if worst >= Kind.UNKNOWN:
+            value = next(value for value in operands if value.kind == worst)
+            return [value] * len(equation.outvars)
+        if worst == Kind.ROWS:
+            return self.rows_rule(equation, operands)
+        if Kind.ROWS in kinds:
+            # Single examples meet a value that depends on all of them.
+            return same(equation, Value(Kind.COUPLED, cause=cause_of(equation)))
+        if worst == Kind.STATISTIC:
+            value = next(value for value in operands if value.kind == worst)
+            return [value] * len(equation.outvars)
+        return same(equation, sum_rule(equation, operands))
+
+    def nested(self, equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
+        """Return the values of an equation that contains a jaxpr.
+
+        JAX traces its own functions once, so equations in them may have no place in the user's
+        code. They get the place of the call.
+        """
+        name, place = equation.primitive.name, cause_of(equation).place
+        found = (self.fixed_keys, self.broadcasts)
+        before = [len(causes) for causes in found]
+        if name in CONTROL_FLOW:
+            results = CONTROL_FLOW[name](self, equation, operands)
+        else:
+            jaxpr = equation.params[CALLS[name]]
+            is_closed = isinstance(jaxpr, core.ClosedJaxpr)
+            results = (
+                self.closed(jaxpr, operands)
+                if is_closed
+                else self.jaxpr(jaxpr, [], operands)
+            )
+        for causes, start in zip(found, before, strict=True):
+            causes[start:] = [_placed(cause, place) for cause in causes[start:]]
+        return [
+            replace(value, cause=_placed(value.cause, place)) if value.cause else value
+            for value in results
+        ]
+
+    def free(self, equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
+        """Return the values of an equation that depends on no example."""
+        name = equation.primitive.name
+        is_fixed = all(value.is_fixed for value in operands)
+        # The first operand of `random_bits` is the key.
+        if name == "random_bits" and operands[0].is_fixed:
+            self.fixed_keys.append(cause_of(equation))
+        value = Value(
+            Kind.FREE,
+            constant=fold(equation, operands),
+            is_fixed=is_fixed,
+            index_dim=index_dim(equation, operands),
+            index_columns=index_columns(equation, operands),
+        )
+        return same(equation, value)
+
+    def rows_rule(self, equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
+        """Return the values of an equation of ROWS and FREE operands."""
+        name = equation.primitive.name
+        rule = RULES.get(name)
+        if rule is not None:
+            return rule(equation, operands)
+        if name.startswith(KERNELS):
+            return kernel(equation, operands)
+        if name == "ffi_call" or any(inner_jaxprs(equation.params)):
+            return unknown(equation)
+        results = elementwise(equation, operands)
+        if results[0].kind == Kind.COUPLED:
+            self.broadcasts.append(cause_of(equation))
+        return results
+
+
+def _placed(cause: Cause, place: str) -> Cause:
+    return cause if cause.place else replace(cause, place=place)
+
+
+def _join(first: Value, second: Value) -> Value:
+    """Return a value that covers both, for branches and for the carry of a loop."""
+    if first == second:
+        return first
+    low, high = sorted((first, second), key=lambda value: value.kind)
+    if high.kind >= Kind.STATISTIC:
+        return high
+    if high.kind == Kind.FREE:
+        return FREE
+    if low.kind == Kind.FREE:
+        if high.kind == Kind.SUM and low.constant != 0:
+            return replace(high, has_offset=True)
+        return high
+    if low.kind == high.kind == Kind.SUM:
+        factors = tuple(dict.fromkeys((*first.factors, *second.factors)))
+        has_offset = first.has_offset or second.has_offset
+        return Value(Kind.SUM, factors=factors, has_offset=has_offset)
+    if low.kind == high.kind and (low.dim, low.entries) == (high.dim, high.entries):
+        return replace(low, index_columns=frozenset())
+    return Value(Kind.UNKNOWN, cause=Cause("a loop or branch"))
+
+
+# A carry can only get worse, and there are six kinds; sums may also collect factors.
+MAX_PASSES = 12
+
+
+def _fixed_point(
+    carry: list[Value], body: Callable[[list[Value]], list[Value]]
+) -> list[Value]:
+    """Return values of a carry that hold before and after every pass of a loop."""
+    for _ in range(MAX_PASSES):
+        new = [_join(*pair) for pair in zip(carry, body(carry), strict=True)]
+        if new == carry:
+            return carry
+        carry = new
+    return [
+        value if value.kind <= Kind.ROWS else Value(Kind.UNKNOWN, cause=Cause("a loop"))
+        for value in carry
+    ]
+
+
+def _scan(
+    analysis: _Analysis, equation: core.JaxprEqn, operands: list[Value]
+) -> list[Value]:
+    params = equation.params
+    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    consts = operands[:num_consts]
+    carry = operands[num_consts : num_consts + num_carry]
+    scanned = operands[num_consts + num_carry :]
+    by_example = [value.kind == Kind.ROWS and value.dim == 0 for value in scanned]
+    if any(by_example):
+        return _scan_over_examples(equation, consts, carry, scanned)
+    slices = [
+        replace(value, dim=value.dim - 1) if value.kind == Kind.ROWS else value
+        for value in scanned
+    ]
+
+    def body(carry: list[Value]) -> list[Value]:
+        return analysis.closed(params["jaxpr"], [*consts, *carry, *slices])
+
+    carry = _fixed_point(carry, lambda carry: body(carry)[:num_carry])
+    stacked = [
+        replace(value, dim=value.dim + 1) if value.kind == Kind.ROWS else value
+        for value in body(carry)[num_carry:]
+    ]
+    return carry + stacked
+
+
+def _scan_over_examples(
+    equation: core.JaxprEqn,
+    consts: list[Value],
+    carry: list[Value],
+    scanned: list[Value],
+) -> list[Value]:
+    """A loop over the examples themselves: `jax.lax.map` keeps them apart."""
+    others = [*consts, *carry]
+    is_map = not carry and all(value.kind == Kind.FREE for value in others)
+    entries = {value.entries for value in scanned if value.kind == Kind.ROWS}
+    if is_map and len(entries) == 1:
+        return same(equation, Value(Kind.ROWS, entries=entries.pop()))
+    return unknown(equation)
+
+
+def _while(
+    analysis: _Analysis, equation: core.JaxprEqn, operands: list[Value]
+) -> list[Value]:
+    params = equation.params
+    first = params["cond_nconsts"]
+    second = first + params["body_nconsts"]
+    conditions, consts, carry = (
+        operands[:first],
+        operands[first:second],
+        operands[second:],
+    )
+
+    def body(carry: list[Value]) -> list[Value]:
+        return analysis.closed(params["body_jaxpr"], [*consts, *carry])
+
+    carry = _fixed_point(carry, body)
+    (predicate,) = analysis.closed(params["cond_jaxpr"], [*conditions, *carry])
+    if predicate.kind != Kind.FREE:
+        return coupled(equation)
+    return carry
+
+
+def _cond(
+    analysis: _Analysis, equation: core.JaxprEqn, operands: list[Value]
+) -> list[Value]:
+    index, arguments = operands[0], operands[1:]
+    branches = [
+        analysis.closed(branch, arguments) for branch in equation.params["branches"]
+    ]
+    if index.kind != Kind.FREE:
+        return coupled(equation)
+    joined = branches[0]
+    for branch in branches[1:]:
+        joined = [_join(*pair) for pair in zip(joined, branch, strict=True)]
+    return joined
+
+
+CONTROL_FLOW: dict[str, NestedRule] = {"scan": _scan, "while": _while, "cond": _cond}

@@ -1,0 +1,271 @@
+"""The facts that a trace of the loss reveals before anything is compiled."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jax.typing import ArrayLike
+
+from shardwise.data.layout import batch_shapes, num_rows
+from shardwise.errors import ConfigError, ShardwiseError, where
+from shardwise.findings import Finding
+from shardwise.flops import calls_function, count_jaxpr_flops
+from shardwise.loss.contract import Loss, call_loss, named_metrics
+from shardwise.loss.dependence import Dependence, analyze
+from shardwise.loss.value import Kind, Value
+from shardwise.metrics import Mean
+from shardwise.state import StateSpec, TrainState
+from shardwise.tree import Batch, named_leaves
+
+
+@dataclass(frozen=True)
+class TracedMetric:
+    """How the loss or one of its metrics depends on the examples of a batch.
+
+    Attributes:
+        has_rows: whether it is a `Mean` with one entry per example.
+        is_mean: whether it is a `Mean`, or else a scalar.
+        total: the dependence of the total, or of the scalar.
+        weight: the dependence of the weight; FREE for a scalar.
+    """
+
+    has_rows: bool
+    is_mean: bool
+    total: Value
+    weight: Value
+
+    @property
+    def worst(self) -> Value:
+        """The total or the weight, whichever depends on the examples in the worse way."""
+        return max(self.total, self.weight, key=lambda value: value.kind)
+
+    @property
+    def is_independent(self) -> bool:
+        """Whether each entry depends on its own example alone."""
+        return self.has_rows and self.worst.kind <= Kind.ROWS
+
+
+@dataclass(frozen=True)
+class TracedLoss:
+    """Facts about a loss that are known before anything is compiled.
+
+    Attributes:
+        shapes: shapes and dtypes of the batch that the loss was traced with.
+        metrics: "loss", then the additional metrics, by name.
+        flops: floating-point operations of one forward pass.
+        items: the sum of the weights of one batch, for example its number of tokens; masks count as
+            all ones. None if the sum is only known when the step runs.
+        has_barrier: whether the forward pass calls `stream_barrier` of `kernels.norm`.
+        findings: likely mistakes in the loss or the model.
+    """
+
+    shapes: Batch
+    metrics: Mapping[str, TracedMetric]
+    flops: float
+    items: int | None
+    has_barrier: bool
+    findings: tuple[Finding, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """ "loss", then the names of the additional metrics."""
+        return tuple(self.metrics)
+
+    @property
+    def scalars(self) -> tuple[str, ...]:
+        """The metrics that come without one entry per example."""
+        return tuple(
+            name for name, metric in self.metrics.items() if not metric.has_rows
+        )
+
+    @property
+    def dependent(self) -> tuple[str, ...]:
+        """The metrics whose entries depend on other examples, or may do so."""
+        return tuple(
+            name for name, metric in self.metrics.items() if not metric.is_independent
+        )
+
+
+def trace_loss(
+    spec: StateSpec, loss: Loss, batch: Batch, *, is_training: bool = True
+) -> TracedLoss:
+    """Trace `loss` for the model of `spec` and batches like `batch`. Nothing is compiled.
+
+    Args:
+        spec: the abstract state.
+        loss: the loss.
+        batch: a batch, as arrays or shapes.
+        is_training: whether the model is in training mode, or else in evaluation mode.
+
+    Raises:
+        ConfigError: if the loss raises, or if it returns something that is not a `LossValue`.
+    """
+    shapes = batch_shapes(batch)
+    rows = num_rows(batch)
+    # Filled while `forward` is traced: these facts are not part of its output.
+    kinds: dict[str, tuple[bool, bool]] = {}
+    items: list[int | None] = []
+
+    def forward(
+        state: TrainState, batch: Batch, key: jax.Array
+    ) -> list[tuple[ArrayLike, ArrayLike]]:
+        model = spec.module(state, key)
+        if not is_training:
+            model.eval()
+        named = named_metrics(call_loss(loss, model, batch, key, state.step))
+        value = named["loss"]
+        items.append(value.items if isinstance(value, Mean) else rows)
+        parts: list[tuple[ArrayLike, ArrayLike]] = []
+        for name, value in named.items():
+            if isinstance(value, Mean):
+                kinds[name] = (value.has_rows(rows), True)
+                parts.append((value.total, value.weights))
+            else:
+                kinds[name] = (False, False)
+                parts.append((value, 1.0))
+        return [(jnp.asarray(total), jnp.asarray(weight)) for total, weight in parts]
+
+    arguments = (spec.abstract, shapes, jax.random.key(0))
+    try:
+        closed = jax.make_jaxpr(forward)(*arguments)
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        arrays = [
+            f"{name} {x.dtype}{list(x.shape)}"
+            for name, x in named_leaves(batch).items()
+        ]
+        raise ConfigError(
+            f"the loss failed for a batch of {', '.join(arrays)}: {where(error)}"
+        ) from error
+    dependence = _analyze(closed, arguments, rows)
+    values = dependence.outputs
+    metrics = {
+        name: TracedMetric(has_rows, is_mean, *values[2 * index : 2 * index + 2])
+        for index, (name, (has_rows, is_mean)) in enumerate(kinds.items())
+    }
+    return TracedLoss(
+        shapes=shapes,
+        metrics=metrics,
+        flops=count_jaxpr_flops(closed.jaxpr),
+        items=items[-1],
+        has_barrier=calls_function(closed.jaxpr, "stream_barrier"),
+        findings=_findings(dependence),
+    )
+
+
+def _analyze(
+    closed: core.ClosedJaxpr, arguments: Sequence[object], rows: int
+) -> Dependence:
+    state, batch, _ = arguments
+    num_state = len(jax.tree.leaves(state))
+    num_batch = len(jax.tree.leaves(batch))
+    is_batch = [
+        num_state <= index < num_state + num_batch
+        for index in range(len(closed.jaxpr.invars))
+    ]
+    return analyze(closed, is_batch, rows)
+
+
+def _findings(dependence: Dependence) -> tuple[Finding, ...]:
+    findings = [
+        Finding(
+            "examples-broadcast",
+            f"{cause} combines every example with every other one",
+            "If that is a mistake, give both arrays the same shape, for example with "
+            "x[:, 0] or y[:, None].",
+        )
+        for cause in dependence.broadcasts[:1]
+    ]
+    findings += [
+        Finding(
+            "fixed-random-key",
+            f"random numbers are drawn from a key that is the same in every step ({cause.place})",
+            "Take `rngs` as an argument of the loss: loss(model, batch, rngs).",
+        )
+        for cause in dependence.fixed_keys[:1]
+    ]
+    return tuple(findings)
+
+
+def summed_scalars(
+    whole: TracedLoss, part: TracedLoss, parts: float
+) -> tuple[str, ...]:
+    """Return the scalars of a loss that are sums over the examples.
+
+    A mean of means is the mean, and a sum of sums is the sum. Whether a scalar is a mean or a sum
+    shows when it is traced for two batch sizes: the factor of a mean is `1 / B`.
+
+    Args:
+        whole: the loss, traced with the complete batch.
+        part: the loss, traced with a part of it.
+        parts: the number of parts.
+    """
+    return tuple(
+        name
+        for name in whole.scalars
+        if not whole.metrics[name].is_mean
+        and growth(whole.metrics[name].total, part.metrics[name].total, parts) == 1
+    )
+
+
+def inexact_metrics(
+    whole: TracedLoss, part: TracedLoss, parts: float
+) -> tuple[str, ...]:
+    """Return the metrics that cannot be computed exactly from micro-batches.
+
+    Args:
+        whole: the loss, traced with the complete batch.
+        part: the loss, traced with a micro-batch.
+        parts: the number of micro-batches.
+    """
+    inexact = []
+    for name, metric in whole.metrics.items():
+        if metric.is_independent:
+            continue
+        other = part.metrics[name]
+        total = growth(metric.total, other.total, parts)
+        weight = growth(metric.weight, other.weight, parts)
+        # A scalar is a mean or a sum; both are exact, see `as_means`.
+        is_exact = total == weight if metric.is_mean else total in (1, 1 / parts)
+        if metric.has_rows or total is None or not is_exact:
+            inexact.append(name)
+    return tuple(inexact)
+
+
+def growth(whole: Value, part: Value, parts: float) -> float | None:
+    """Return the ratio of a value of the batch to the sum of its values for all micro-batches.
+
+    Args:
+        whole: the value, traced with the complete batch.
+        part: the value, traced with a micro-batch.
+        parts: the number of micro-batches.
+
+    Returns:
+        1 for a sum, `1 / parts` for a mean or a constant, and None if it depends on the values.
+    """
+    if whole.kind == part.kind == Kind.FREE:
+        if whole.constant is None or part.constant is None or not part.constant:
+            return 1 / parts
+        return _rounded(whole.constant / (parts * part.constant), parts)
+    if not whole.kind == part.kind == Kind.SUM:
+        return None
+    if len(whole.factors) != len(part.factors) or 0 in part.factors:
+        return None
+    ratios = {
+        _rounded(a / b, parts) for a, b in zip(whole.factors, part.factors, strict=True)
+    }
+    if whole.has_offset:
+        ratios.add(1 / parts)
+    return ratios.pop() if len(ratios) == 1 else None
+
+
+def _rounded(ratio: float, parts: float) -> float:
+    """Return 1 or `1 / parts` if the ratio is equal to it, but for rounding."""
+    for exact in (1.0, 1 / parts):
+        if math.isclose(ratio, exact, rel_tol=1e-5):
+            return exact
+    return ratio
