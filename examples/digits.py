@@ -17,7 +17,7 @@ from flax import nnx
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from shardwise import Batches, Mean, Run, fit, use_cpu_devices
+from shardwise import Batches, Mean, Run, fit, optim, use_cpu_devices
 
 
 class ConvNet(nnx.Module):
@@ -73,7 +73,7 @@ def recipe(mesh: str = "data=-1", steps: int = 200) -> Run:
         # Any function from rngs to a module.
         model=ConvNet,
         loss=loss,
-        optimizer=optax.adamw(schedule, weight_decay=0.05),
+        optimizer=optim.adamw(schedule, weight_decay=0.05),
         # 200 steps of 128 images are 19 epochs.
         data=Batches({"image": x, "label": y}, batch_size=128),
         # 128 does not divide the 450 test images. Each of them still counts once.

@@ -286,6 +286,7 @@ def test_every_option_of_train_reaches_the_runs_as_it_was_given():
             "lr",
         ),
         *("--accept", "seed", "--track", "tensorboard", "--force-unlock", "--no-plan"),
+        "--strict",
     ]
     shared = shared_parser().parse_args(given)
     forwarded = _forwarded_options(shared)

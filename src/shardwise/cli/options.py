@@ -128,6 +128,11 @@ def add_train_options(parser: Parser) -> None:
         help="start even if the step seems to need more memory than the device has",
     )
     parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="measure the optimizer, and refuse to start if there are findings",
+    )
+    parser.add_argument(
         "--watchdog",
         type=float,
         metavar="SECONDS",

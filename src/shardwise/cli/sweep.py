@@ -110,6 +110,8 @@ def _forwarded_options(shared: argparse.Namespace) -> list[str]:
         words.append("--force-unlock")
     if shared.no_plan:
         words.append("--no-plan")
+    if shared.strict:
+        words.append("--strict")
     return words
 
 

@@ -122,6 +122,7 @@ def _train(
         accept=(*run.accept, *shared.accept),
         trackers=(*run.trackers, *trackers),
         profile=shared.profile or run.profile,
+        strict=shared.strict or run.strict,
     )
     result = fit(
         run,

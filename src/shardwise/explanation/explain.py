@@ -19,6 +19,7 @@ from rich.table import Table
 from shardwise.console import line_picture
 from shardwise.errors import ShardwiseError
 from shardwise.explanation.findings import Row, View, find
+from shardwise.explanation.predict import predict
 from shardwise.findings import Finding
 from shardwise.mesh import make_mesh
 from shardwise.module import ModelFactory
@@ -29,6 +30,7 @@ from shardwise.optim.read import (
     Chain,
     Chains,
     Optimizer,
+    SampledUpdates,
     calls_per_update,
     read_chains,
 )
@@ -68,8 +70,7 @@ class Explanation:
             summary = f"peak {values.max():.3g}, last {values[-1]:.3g}"
             yield f"{group:{width}}  {sparkline(values)}  {summary}"
         for finding in self.findings:
-            where = f" ({_first_few(finding.paths)})" if finding.paths else ""
-            yield f"{finding.name}: {finding.fact}{where}. {finding.remedy}"
+            yield finding.line()
         if not self.findings:
             yield "nothing suspicious found"
 
@@ -179,6 +180,53 @@ def explain_state(spec: StateSpec, steps: int) -> Explanation:
 
     chains = read_chains(spec.optimizer, params)
     measured, representative = _probe(spec.optimizer, params, chains, steps)
+    view = _view(spec, steps, chains, measured, representative)
+    within = slice(measured.num_within)
+    curves: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    for row in view.rows:
+        if row.moves:
+            curves.setdefault(
+                row.group, (measured.steps[within], view.rates[row.path][within])
+            )
+    return Explanation(steps, view.rows, find(view), curves)
+
+
+def predict_findings(spec: StateSpec, steps: int) -> tuple[Finding, ...]:
+    """Return the findings that need no measurement, in milliseconds.
+
+    Args:
+        spec: the description of the training state.
+        steps: the length of the run in updates.
+
+    Returns:
+        Findings of `explain_state`. None about an optimizer with a part whose effect is not known,
+        or with `optax.MultiSteps`.
+    """
+    params = named_leaves(spec.abstract.params)
+    chains = read_chains(spec.optimizer, spec.abstract.params)
+    representative = _representatives(spec.abstract.params, chains)
+    try:
+        predicted = predict(
+            {path: chains[path] for path in sorted(set(representative.values()))},
+            {path: leaf.dtype for path, leaf in params.items()},
+            SampledUpdates.of_run(steps),
+        )
+    except Exception:
+        # A schedule can raise anything for an update after the end of the run.
+        return ()
+    if predicted is None:
+        return ()
+    return find(_view(spec, steps, chains, predicted, representative))
+
+
+def _view(
+    spec: StateSpec,
+    steps: int,
+    chains: Chains,
+    measured: Probe,
+    representative: Mapping[str, str],
+) -> View:
+    """Return what the checks read, from measurements of representative parameters."""
     column = {path: measured.paths.index(representative[path]) for path in spec.params}
     rate_of = {
         path: _learning_rate(chains[path], measured, measured.paths.index(path))
@@ -197,15 +245,7 @@ def explain_state(spec: StateSpec, steps: int) -> Explanation:
         )
         for path, placement in spec.params.items()
     )
-    findings = find(View(spec, steps, rows, chains, measured, column, rates))
-    within = slice(measured.num_within)
-    curves: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-    for row in rows:
-        if row.moves:
-            curves.setdefault(
-                row.group, (measured.steps[within], rates[row.path][within])
-            )
-    return Explanation(steps, rows, findings, curves)
+    return View(spec, steps, rows, chains, measured, column, rates)
 
 
 def _not_applicable(steps: int, error: Exception) -> Explanation:
@@ -234,19 +274,24 @@ def _probe(
     paths = list(named_leaves(params))
     every = calls_per_update(chains)
     if all(part.is_known for part in chains[ANY].parts):
-        kinds = {path: _kind(path, params, chains[path]) for path in paths}
-        first_of_kind: dict[tuple[object, ...], str] = {}
-        for path in paths:
-            first_of_kind.setdefault(kinds[path], path)
-        keys = [tuple(path.split("/")) for path in sorted(first_of_kind.values())]
+        representative = _representatives(params, chains)
+        keys = [tuple(path.split("/")) for path in sorted(set(representative.values()))]
         subset = nest({key: lookup(params, key) for key in keys})
-        representative = {path: first_of_kind[kinds[path]] for path in paths}
         try:
             return probe(tx, subset, steps, every), representative
         except Exception:  # noqa: S110
             # A transformation can raise anything for a subset of its parameters.
             pass
     return probe(tx, params, steps, every), {path: path for path in paths}
+
+
+def _representatives(params: Params, chains: Chains) -> dict[str, str]:
+    """Return for each parameter the first one of its kind."""
+    first_of_kind: dict[tuple[object, ...], str] = {}
+    return {
+        path: first_of_kind.setdefault(_kind(path, params, chains[path]), path)
+        for path in named_leaves(params)
+    }
 
 
 def _kind(path: str, params: Params, chain: Chain) -> tuple[object, ...]:
@@ -391,10 +436,3 @@ def sparkline(values: np.ndarray, width: int = 60) -> str:
     )
     heights = 8 * np.nan_to_num(values[picked]) / peak
     return "".join(SPARKS[min(7, int(height))] for height in heights)
-
-
-def _first_few(paths: Sequence[str], count: int = 3) -> str:
-    """Return the first paths, and how many more there are."""
-    text = ", ".join(paths[:count])
-    num_more = len(paths) - count
-    return f"{text} and {num_more} more" if num_more > 0 else text

@@ -15,13 +15,7 @@ import numpy as np
 from shardwise.findings import Finding
 from shardwise.optim.groups import VECTORS
 from shardwise.optim.probe import PLAIN, STILL, STILL_DOUBLE, Probe
-from shardwise.optim.read import (
-    ANY,
-    Chain,
-    ChainPart,
-    calls_per_update,
-    schedule_values,
-)
+from shardwise.optim.read import ANY, Chain, ChainPart, calls_per_update
 from shardwise.state import StateSpec
 from shardwise.text import show_bytes
 from shardwise.tree import named_leaves, num_bytes
@@ -38,6 +32,8 @@ ADAPTIVE = (
     "scale_by_radam",
     "scale_by_amsgrad",
 )
+# `optax.adamw` decays everything by 1e-4 by default, which is too weak to have an effect.
+WEAK_DECAY = 1.5e-4
 # Adam keeps 2 numbers per parameter, with a master copy and an average of the weights 4.
 MAX_STATE_PER_PARAMETER = 4.5
 
@@ -259,7 +255,7 @@ def _decay_of_vectors(view: View) -> Iterator[Finding]:
     def is_vector(row: Row) -> bool:
         return len(row.shape) < 2 or row.path.rpartition("/")[2] in VECTORS
 
-    if paths := view.paths_where(lambda row: row.decay > 0 and is_vector(row)):
+    if paths := view.paths_where(lambda row: row.decay > WEAK_DECAY and is_vector(row)):
         yield Finding(
             "decay-of-vectors",
             "weight decay applies to norms and biases",
@@ -442,14 +438,14 @@ def _wrong_length(
 
 def _two_learning_rates(view: View) -> Iterator[Finding]:
     """Find two small factors in one chain, such as `optax.adam(1e-3)` followed by a scale."""
-    steps = view.probe.steps[: view.probe.num_within]
+    within = slice(view.probe.num_within)
 
     def has_two(row: Row) -> bool:
-        factors = [part.factor for part in view.chains[row.path].parts]
+        parts = view.chains[row.path].parts
+        # At all measured updates, because these values are known already.
+        factors = [part.factors(view.probe.steps) for part in parts]
         peaks = [
-            float(np.abs(schedule_values(factor, steps)).max())
-            for factor in factors
-            if factor is not None
+            np.abs(values[within]).max() for values in factors if values is not None
         ]
         return row.moves and sum(peak < 0.1 for peak in peaks) > 1
 

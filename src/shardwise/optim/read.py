@@ -12,6 +12,7 @@ rates of such an optimizer are measured with `shardwise.optim.probe` instead.
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from importlib.metadata import version
 from typing import Any, TypeAlias
 
@@ -22,7 +23,7 @@ import optax
 
 from shardwise.errors import ShardwiseError
 from shardwise.optim.groups import param_path
-from shardwise.optim.probe import probe
+from shardwise.optim.probe import BEYOND, probe
 from shardwise.optim.schedules import Schedule, as_schedule
 from shardwise.tree import Params, PyTree
 
@@ -42,6 +43,8 @@ SELF_TUNED = (
     "momo",
     "momo_adam",
 )
+# Schedules are evaluated at this many updates at once.
+CHUNK = 512
 # Transformations that multiply the update by a number, and the variable that holds it.
 FACTOR_VARIABLES = {
     "scale": "step_size",
@@ -83,11 +86,33 @@ class ChainPart:
 
         None if the part does something else.
         """
+        value = self._factor
+        return None if value is None else as_schedule(value)
+
+    @property
+    def _factor(self) -> float | Schedule | None:
         variable = FACTOR_VARIABLES.get(self.name)
         if self.name in SELF_TUNED:
             variable = "learning_rate"
-        value = None if variable is None else self.settings.get(variable)
-        return None if value is None else as_schedule(value)
+        value: float | Schedule | None = None
+        if variable is not None:
+            value = self.settings.get(variable)
+        return value
+
+    def factors(self, steps: np.ndarray) -> np.ndarray | None:
+        """Return what the update is multiplied by at some updates, shape (n,), or None.
+
+        Args:
+            steps: numbers of updates, shape (n,).
+        """
+        value = self._factor
+        if value is None:
+            return None
+        # `scale_by_lr` multiplies by minus its value.
+        sign = -1 if self.name == "scale_by_lr" else 1
+        if callable(value):
+            return sign * schedule_values(value, steps)
+        return np.full(len(steps), sign * float(value), "f4")
 
 
 @dataclass(frozen=True)
@@ -136,11 +161,11 @@ class Chain:
             The learning rate at these updates, shape (n,). None if the chain has no such factor,
             or has parts that could not be read.
         """
-        factors = [part.factor for part in self.parts if part.factor is not None]
-        if not factors or not self.is_readable:
+        if not self.is_readable:
             return None
-        sizes = [np.abs(schedule_values(factor, steps)) for factor in factors]
-        return np.asarray(np.prod(sizes, axis=0))
+        factors = [part.factors(steps) for part in self.parts]
+        sizes = [np.abs(values) for values in factors if values is not None]
+        return np.asarray(np.prod(sizes, axis=0)) if sizes else None
 
 
 Chains: TypeAlias = dict[str, Chain]
@@ -176,6 +201,27 @@ def read_chains(tx: Optimizer, params: Params) -> Chains:
             stacklevel=1,
         )
     return chains
+
+
+@dataclass(frozen=True)
+class SampledUpdates:
+    """Numbers of updates at which the schedules of a run are evaluated.
+
+    Attributes:
+        numbers: numbers of updates in ascending order, shape (n,). Some are after the end of the
+            run, to see whether a schedule ends later.
+        num_within: how many of them are within the run.
+    """
+
+    numbers: np.ndarray
+    num_within: int
+
+    @classmethod
+    def of_run(cls, steps: int) -> "SampledUpdates":
+        """Return 257 updates that are evenly spaced over a run, and 128 beyond its end."""
+        within = np.unique(np.linspace(0, steps - 1, 257).astype(int))
+        beyond = np.unique(np.geomspace(steps, BEYOND * steps, 128).astype(int))
+        return cls(np.concatenate([within, beyond]), len(within))
 
 
 def sample_rates(
@@ -261,14 +307,25 @@ def schedule_values(schedule: Schedule, steps: np.ndarray) -> np.ndarray:
         Exception: whatever the schedule raises for a single number.
     """
     try:
-        # One compiled program. Without jit, each operation would be compiled on its own.
-        values = jax.jit(jax.vmap(lambda n: jnp.asarray(schedule(n), jnp.float32)))(
-            steps
-        )
-        return np.asarray(values)
+        return _compiled_values(schedule, tuple(steps.tolist()))
     except Exception:
         # A schedule written in Python, with `if` or `math`, fails on traced values.
         return np.asarray([float(schedule(int(n))) for n in steps])
+
+
+@lru_cache(maxsize=128)
+def _compiled_values(schedule: Schedule, steps: tuple[int, ...]) -> np.ndarray:
+    # The shape is always the same, so that a schedule is compiled once.
+    padded = np.pad(np.array(steps), (0, -len(steps) % CHUNK), mode="edge")
+    function = _compiled(schedule)
+    values = [np.asarray(function(chunk)) for chunk in padded.reshape(-1, CHUNK)]
+    return np.concatenate(values)[: len(steps)]
+
+
+@lru_cache(maxsize=128)
+def _compiled(schedule: Schedule) -> Callable[[np.ndarray], jax.Array]:
+    # One compiled program. Without jit, each operation would be compiled on its own.
+    return jax.jit(jax.vmap(lambda n: jnp.asarray(schedule(n), jnp.float32)))
 
 
 class _Unreadable(Exception):

@@ -15,6 +15,7 @@ from shardwise.cluster.group import ProcessGroup, wait_for
 from shardwise.cluster.watch import Watch
 from shardwise.console import warn, working
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.explanation.explain import explain_state, predict_findings
 from shardwise.files.durable import (
     check_links,
     check_writable,
@@ -65,6 +66,35 @@ def claim_directory(
             f"process 0 created. Put the run directory on a file system that all processes share."
         )
     watch.folder = directory
+
+
+def check_findings(run: Run, prepared: Prepared, console: Console) -> None:
+    """Print likely mistakes of a run, or refuse to start it with `Run.strict`.
+
+    Without `strict`, only findings about the optimizer that need no measurement are printed: a
+    measurement takes seconds.
+
+    Args:
+        run: the run.
+        prepared: the same run, prepared.
+        console: where to print, one line for each finding.
+
+    Raises:
+        ConfigError: there is a finding, and `run.strict` is set.
+    """
+    if run.strict:
+        about_optimizer = explain_state(prepared.spec, run.steps).findings
+    else:
+        about_optimizer = predict_findings(prepared.spec, run.steps)
+    lines = [finding.line() for finding in (*prepared.findings, *about_optimizer)]
+    if lines and run.strict:
+        listed = "\n".join(f"  {line}" for line in lines)
+        raise ConfigError(
+            f"strict is set, and there are findings:\n{listed}\n"
+            "Correct them, or start without strict (--strict)."
+        )
+    for line in lines:
+        warn(console, line)
 
 
 def describe(run: Run, prepared: Prepared, extra: Mapping[str, object]) -> Json:

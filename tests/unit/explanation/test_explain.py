@@ -10,9 +10,9 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
-from shardwise import explain, optim
+from shardwise import abstract_state, explain, make_mesh, optim
 from shardwise.errors import ConfigError
-from shardwise.explanation.explain import sparkline
+from shardwise.explanation.explain import predict_findings, sparkline
 from shardwise.optim import Group
 from shardwise.tree import leaf_name
 
@@ -277,6 +277,46 @@ def test_nothing_is_found_in_a_good_optimizer(case):
         names(explain(GOOD[case], HalfNet if "half" in case else Net, steps=STEPS))
         == []
     )
+
+
+# What only a measurement shows: an optimizer with a part whose effect is not known, and an update
+# that changes the type of the state.
+MEASURED_ONLY = (
+    "schedule counted in micro-batches",
+    "by hand, uphill",
+    "a long history",
+    "injected for bfloat16",
+)
+
+
+def predicted(tx, model):
+    mesh = make_mesh("data=1", jax.devices()[:1])
+    spec = abstract_state(model, tx, mesh)
+    return [finding.name for finding in predict_findings(spec, STEPS)]
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in BAD if BAD[case][1] != "not-applicable"]
+)
+def test_the_mistake_is_found_without_a_measurement(case):
+    tx, mistake = BAD[case]
+    found = predicted(tx, HalfNet if "bfloat16" in case else Net)
+    assert found == ([] if case in MEASURED_ONLY else [mistake])
+
+
+@pytest.mark.parametrize("case", GOOD)
+def test_nothing_is_predicted_for_a_good_optimizer(case):
+    assert predicted(GOOD[case], HalfNet if "half" in case else Net) == []
+
+
+def test_a_schedule_that_ends_with_the_run_is_accepted():
+    """It raises for any update after the end of the run."""
+    table = [1e-3] * STEPS
+    assert predicted(optax.adam(lambda n: table[int(n)]), Net) == []
+
+
+def test_weak_decay_of_vectors_is_no_finding():
+    assert predicted(optax.adamw(1e-3), Net) == []
 
 
 def test_hyperparameters_in_bfloat16_give_updates_that_are_not_finite():
