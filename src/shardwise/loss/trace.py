@@ -15,6 +15,7 @@ from shardwise.findings import Finding
 from shardwise.flops import calls_function, count_jaxpr_flops
 from shardwise.loss.contract import Loss, call_loss, named_metrics
 from shardwise.loss.dependence import Dependence, analyze
+from shardwise.loss.fingerprint import jaxpr_fingerprint
 from shardwise.loss.value import Kind, Value
 from shardwise.metrics import Mean
 from shardwise.state import StateSpec, TrainState
@@ -59,6 +60,7 @@ class TracedLoss:
         items: the sum of the weights of one batch, for example its number of tokens; masks count as
             all ones. None if the sum is only known when the step runs.
         has_barrier: whether the forward pass calls `stream_barrier` of `kernels.norm`.
+        fingerprint: a digest of what the forward pass computes, see `jaxpr_fingerprint`.
         findings: likely mistakes in the loss or the model.
     """
 
@@ -67,6 +69,7 @@ class TracedLoss:
     flops: float
     items: int | None
     has_barrier: bool
+    fingerprint: str
     findings: tuple[Finding, ...]
 
     @property
@@ -153,6 +156,7 @@ def trace_loss(
         flops=count_jaxpr_flops(closed.jaxpr),
         items=items[-1],
         has_barrier=calls_function(closed.jaxpr, "stream_barrier"),
+        fingerprint=jaxpr_fingerprint(closed),
         findings=_findings(dependence),
     )
 
