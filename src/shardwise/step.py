@@ -24,7 +24,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.lax import with_sharding_constraint
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from shardwise.data.layout import BatchLayout as BatchLayout
@@ -44,7 +44,14 @@ from shardwise.optim.finite import all_finite, representative_leaves, tree_is_fi
 from shardwise.optim.parts import evaluation_params, leaf_changes, live_values, norm
 from shardwise.optim.read import read_chains
 from shardwise.precision import sums_in_float32
-from shardwise.sharding import activations_on, batch_spec, num_batch_shards, put
+from shardwise.sharding import (
+    Placement,
+    activations_on,
+    at_use,
+    batch_spec,
+    num_batch_shards,
+    put,
+)
 from shardwise.state import StateSpec, TrainState
 from shardwise.tree import Batch as Batch
 from shardwise.tree import Params, PyTree, named_leaves
@@ -738,35 +745,62 @@ def access_hooks(
     kept in memory.
     """
     dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
-    hooks = {}
-    for path, placement in {**spec.params, **spec.frozen}.items():
-        used = spec.at_use(path).spec
-        hooks[path] = _gather_hook(spec, placement.shape, placement.spec, used, dtype)
-    for path, placement in spec.other.items():
-        hooks[path] = _gather_hook(
-            spec, placement.shape, placement.spec, PartitionSpec(), None
+    return {
+        path: _Access(spec, placement, dtype, is_parameter)
+        for leaves, is_parameter in (
+            (spec.params, True),
+            (spec.frozen, True),
+            (spec.other, False),
         )
-    return hooks
+        for path, placement in leaves.items()
+    }
 
 
-def _gather_hook(
-    spec: StateSpec,
-    full_shape: tuple[int, ...],
-    stored: PartitionSpec,
-    used: PartitionSpec,
-    dtype: jnp.dtype | None,
-) -> AccessHook:
-    """Return a hook that casts and gathers forward, and casts and reduces backward."""
+@dataclass(frozen=True, eq=False)
+class _Access:
+    """A hook that casts and gathers forward, and casts and reduces backward.
 
-    def hook(variable: nnx.Variable[jax.Array], value: jax.Array) -> jax.Array:
+    NNX compares the hooks of two variables when `jax.tree.map` is applied to two modules. All hooks
+    of a step are therefore equal.
+
+    Attributes:
+        spec: the abstract state.
+        placement: the placement of the variable.
+        dtype: the dtype that parameters are cast to; None leaves them as they are.
+        is_parameter: whether the variable is a trained or frozen parameter. An `nnx.Param` always
+            counts as one, also if it is not trained.
+    """
+
+    spec: StateSpec
+    placement: Placement
+    dtype: jnp.dtype | None
+    is_parameter: bool
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Access) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[Mesh, jnp.dtype | None]:
+        return self.spec.mesh, self.dtype
+
+    def __call__(
+        self, variable: nnx.Variable[jax.Array], value: jax.Array
+    ) -> jax.Array:
+        """Return the value that the model reads."""
+        is_parameter = self.is_parameter or isinstance(variable, nnx.Param)
         is_cast = (
-            dtype is not None
+            self.dtype is not None
+            and is_parameter
             and jnp.issubdtype(value.dtype, jnp.floating)
             and not variable.get_metadata("keep_dtype", False)
         )
-        cast_dtype = dtype if is_cast else value.dtype
-        used_sharding = spec.sharding(_spec_of_slice(used, full_shape, value.shape))
-        stored_sharding = spec.sharding(_spec_of_slice(stored, full_shape, value.shape))
+        cast_dtype = self.dtype if is_cast else value.dtype
+        stored, shape = self.placement.spec, self.placement.shape
+        used = at_use(stored, self.spec.rules) if is_parameter else PartitionSpec()
+        used_sharding = self.spec.sharding(_spec_of_slice(used, shape, value.shape))
+        stored_sharding = self.spec.sharding(_spec_of_slice(stored, shape, value.shape))
 
         @jax.custom_vjp
         def gather(x: jax.Array) -> jax.Array:
@@ -785,8 +819,6 @@ def _gather_hook(
 
         gather.defvjp(forward, backward)
         return gather(value)
-
-    return hook
 
 
 def _spec_of_slice(
