@@ -1,6 +1,6 @@
 """Batches of a source. The examples of a step depend on (seed, step) alone."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias, TypeGuard
@@ -164,10 +164,21 @@ def fingerprint_of(source: SourceLike) -> Json:
     return {"type": type(source).__qualname__, "rows": len(source)}
 
 
+def copied(batch: Batch) -> Batch:
+    """Return `batch` with copies of its NumPy arrays. JAX arrays cannot change and stay."""
+    # Data processes import this module, and they need no JAX.
+    import jax
+
+    return jax.tree.map(
+        lambda x: np.array(x) if isinstance(x, np.ndarray) else x, batch
+    )
+
+
 class Stream:
     """Batches from a plain iterable, one step after the other.
 
-    An iterable cannot go back, so a run that reads from it cannot resume.
+    An iterable cannot go back, so a run that reads from it cannot resume. The arrays are copied, so
+    the iterable may fill the same arrays again for its next batch.
 
     Args:
         iterable: yields one batch per step.
@@ -186,7 +197,7 @@ class Stream:
         """
         if step == self._step + 1:
             try:
-                self._batch = next(self._iterator)
+                self._batch = copied(next(self._iterator))
             except StopIteration:
                 raise DataError(
                     f"the data ended after {step} batches; batch {step} is needed."
@@ -205,8 +216,41 @@ def as_batches(data: BatchFunction | Iterable[Batch]) -> BatchFunction:
 
     Args:
         data: `Batches`, a function from a step to its batch, or an iterable of batches.
+
+    Raises:
+        ConfigError: if `data` is a collection, whose items are usually examples and not batches.
     """
-    return data if callable(data) else Stream(data)
+    if callable(data):
+        return data
+    if isinstance(data, Mapping):
+        names = ", ".join(map(repr, data))
+        raise ConfigError(
+            f"the data is a dictionary of {names}, not a function from a step to its batch. Use "
+            "Batches(data, batch_size=...) if it has all examples, or lambda step: data if it is "
+            "the batch of every step."
+        )
+    is_indexable = hasattr(data, "__getitem__")
+    if is_indexable and (hasattr(data, "__len__") or not hasattr(data, "__iter__")):
+        size = f" of {_size_of(data)} items" if hasattr(data, "__len__") else ""
+        raise ConfigError(
+            f"the data is a {type(data).__name__}{size}, which may be examples or batches. Use "
+            "Batches(data, batch_size=...) if its items are examples, or "
+            "lambda step: data[step % len(data)] if they are batches."
+        )
+    if not hasattr(data, "__iter__"):
+        raise ConfigError(
+            f"the data is a {type(data).__name__}, neither a function from a step to its batch "
+            "nor an iterable of batches. Use Batches(...)."
+        )
+    return Stream(data)
+
+
+def _size_of(data: object) -> str:
+    try:
+        return f"{len(data):,}"  # type: ignore[arg-type]
+    except (TypeError, OverflowError):
+        # An infinitely repeated data set has no length that Python can express.
+        return "many"
 
 
 @dataclass(frozen=True)

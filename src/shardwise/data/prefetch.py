@@ -13,6 +13,7 @@ from multiprocessing.context import SpawnProcess
 from pickle import PicklingError
 
 from shardwise.data.batches import Batch, BatchFunction, Stream
+from shardwise.data.reuse import Copied, owned
 from shardwise.errors import ConfigError, DataError, Stopped
 
 THREAD = "shardwise-prefetch"
@@ -32,13 +33,16 @@ class Prefetch:
 
     `prefetch(step)` returns `place(batches(step))`, for one step after the other. The number of
     workers never changes a batch. An exception of the batch function is raised at the step that
-    needs the batch.
+    needs the batch. Arrays of a user's function are copied, so that it may reuse them.
 
     Args:
         batches: returns the batch of a step.
         first: the first step.
         until: the step after the last.
         place: called with each batch, in a thread of this process; usually puts it on the devices.
+            The batch is its own to keep.
+        inspect: called with each step and its batch before `place`, in the same thread.
+        agree: called with each step before its batch is returned, in the thread of the caller.
         threads: threads that read batches. A `Stream` is always read by one.
         processes: processes that read batches instead of threads. They are spawned, so the batch
             function and all that it refers to must be picklable (no lambda).
@@ -61,14 +65,17 @@ class Prefetch:
         until: int,
         *,
         place: Callable[[Batch], Batch] = identity,
+        inspect: Callable[[int, Batch], None] | None = None,
+        agree: Callable[[int], None] | None = None,
         threads: int = 1,
         processes: int = 0,
         depth: int = 2,
         is_stopped: Callable[[], bool] = lambda: False,
     ):
         self.waited = 0.0
-        self._batches = batches
         self._place = place
+        self._inspect = inspect
+        self._agree = agree
         self._until = until
         self._is_stopped = is_stopped
         # The next step that a worker starts, and the next step that the caller asks for.
@@ -82,6 +89,12 @@ class Prefetch:
             threads, processes = 1, 0
         num_workers = max(processes or threads, 1)
         self._depth = max(depth, num_workers)
+        # What comes from another process is new here.
+        if processes and isinstance(batches, Copied):
+            batches = batches.batches
+        elif not processes:
+            batches = owned(batches, num_workers, self._depth)
+        self._batches = batches
         self._threads = [
             threading.Thread(
                 target=self._work, args=(processes > 0,), daemon=True, name=THREAD
@@ -105,6 +118,12 @@ class Prefetch:
                 f"batch {step} is needed, but {self._next_asked} is next, and {self._until - 1} is"
                 " the last."
             )
+        batch = self._wait(step)
+        if self._agree is not None:
+            self._agree(step)
+        return batch
+
+    def _wait(self, step: int) -> Batch:
         start = time.perf_counter()
         with self._changed:
             future = self._futures.setdefault(step, Future())
@@ -166,9 +185,14 @@ class Prefetch:
             try:
                 if in_process and read is self._batches:
                     read = self._start_child()
-                future.set_result(self._place(read(step)))
+                future.set_result(self._prepare(step, read(step)))
             except BaseException as error:
                 future.set_exception(error)
+
+    def _prepare(self, step: int, batch: Batch) -> Batch:
+        if self._inspect is not None:
+            self._inspect(step, batch)
+        return self._place(batch)
 
     def _start_child(self) -> BatchFunction:
         """Start a process; return a function that lets it call the batch function."""

@@ -5,18 +5,21 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from rich.console import Console
 
 from shardwise.checkpoint.store import Checkpoints
-from shardwise.cluster.group import current_group
+from shardwise.cluster.group import ProcessGroup, current_group
 from shardwise.cluster.signals import stop_on_signals
 from shardwise.cluster.stragglers import Stragglers
 from shardwise.cluster.watch import Watch
 from shardwise.console import warn, working
 from shardwise.data import Prefetch, part_of
+from shardwise.data.batches import BatchFunction, LocalBatches
+from shardwise.data.contract import DataCheck, check_same_data, check_summaries
+from shardwise.data.reuse import owned
 from shardwise.errors import DataError, NumericsError, ShardwiseError, Stopped
 from shardwise.loop import steps
 from shardwise.plan.compile import check_fits, compile_run
@@ -24,6 +27,7 @@ from shardwise.plan.plan import Plan
 from shardwise.run import Prepared, Run, prepare
 from shardwise.rundir.phases import Phase
 from shardwise.state import StateSpec, TrainState
+from shardwise.text import Json
 from shardwise.trackers.base import TrackedRun, Tracking
 from shardwise.training import starting
 from shardwise.training.bad_steps import BadSteps
@@ -110,6 +114,7 @@ def fit(
         watch.phase(Phase.PREPARING)
         prepared = prepare(run)
         headline(console, prepared)
+        starting.check_findings(run, prepared, console)
         checkpoints = None
         if run.out is not None:
             starting.claim_directory(stack, run.out, watch, force_unlock)
@@ -133,7 +138,9 @@ def _open_session(
 ) -> Session:
     """Find the checkpoint to resume from, compile the step, load the state, and open the logs."""
     group = watch.group
+    prepared = _compare_first_batch(prepared, group)
     about = starting.describe(run, prepared, extra)
+    _compare_data(run, about, group)
     watch.phase(Phase.VERIFYING)
     saved = None
     if checkpoints is not None:
@@ -158,8 +165,8 @@ def _open_session(
         starting.write_run_json(run, description, stop_reason)
     if start >= until:
         _print(console, _nothing_to_do(run, start, stop_reason))
-    # Each process reads only the examples that its devices need.
-    batches = part_of(prepared.batches, prepared.step.layout.ranges)
+    prepared, batches = _own_batches(run, prepared)
+    check = DataCheck(group.within("data"), prepared.step.layout, start)
     return Session(
         run=run,
         prepared=prepared,
@@ -173,7 +180,10 @@ def _open_session(
             batches,
             start,
             until,
-            place=prepared.step.place,
+            # A `Prefetch` owns its batches already.
+            place=partial(prepared.step.layout.place, copy=False),
+            inspect=check.inspect if prepared.first_batch else None,
+            agree=check.agree if prepared.first_batch else None,
             is_stopped=watch.is_stopping,
             threads=run.data_threads,
             processes=run.data_processes,
@@ -191,6 +201,42 @@ def _open_session(
         evaluations=evaluations,
         stop_reason=stop_reason,
     )
+
+
+def _compare_first_batch(prepared: Prepared, group: ProcessGroup) -> Prepared:
+    """Check that the first batches of all processes fit together, before anything is compiled."""
+    if not prepared.first_batch:
+        return prepared
+    summaries = group.union("first batch", prepared.first_batch[0])
+    check_summaries(summaries, 0, group)
+    return replace(prepared, first_batch=tuple(summaries))
+
+
+def _compare_data(run: Run, about: Json, group: ProcessGroup) -> None:
+    """Check that all processes have the same `Batches`; describe the data of the first one."""
+    if group.count == 1:
+        return
+    if run.data_scope == "process":
+        about["data"] = group.share("data", about["data"])
+    elif isinstance(about["data"], dict):
+        check_same_data(group, "data", about["data"])
+    if run.eval_data is not None:
+        check_same_data(group, "eval_data", run.eval_data.fingerprint())
+
+
+def _own_batches(run: Run, prepared: Prepared) -> tuple[Prepared, BatchFunction]:
+    """Return the function that this process reads batches with, and the step that places them."""
+    if run.data_scope == "process":
+        batches = prepared.batches
+    else:
+        # Each process reads only the examples that its devices need.
+        batches = part_of(prepared.batches, prepared.step.layout.ranges)
+    if isinstance(batches, LocalBatches):
+        layout = prepared.step.layout.per_process()
+        prepared = replace(prepared, step=replace(prepared.step, layout=layout))
+    if run.data_processes == 0:
+        batches = owned(batches, run.data_threads)
+    return prepared, batches
 
 
 def _compile(run: Run, prepared: Prepared, console: Console) -> tuple[Plan, Prepared]:
