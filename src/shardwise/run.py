@@ -6,7 +6,7 @@
 import math
 import platform
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
@@ -19,16 +19,25 @@ from jax.sharding import Mesh
 
 from shardwise.checkpoint.init_from import InitFrom
 from shardwise.checkpoint.store import Keep
-from shardwise.data import Batches, as_batches
+from shardwise.data import Batches, Stream, as_batches
 from shardwise.data.batches import is_plain
-from shardwise.errors import ConfigError, ShardwiseError, where
+from shardwise.data.contract import (
+    SCOPES,
+    UNKNOWN_DATA,
+    Scope,
+    describe_batch,
+    first_batch_digest,
+    global_shapes,
+)
+from shardwise.data.layout import check_integers
+from shardwise.errors import ConfigError, DataError, ShardwiseError, where
 from shardwise.findings import Finding
 from shardwise.hardware import find_chip
 from shardwise.mesh import mesh_text
 from shardwise.metrics import EarlyStop
 from shardwise.module import ModelFactory, describe_model
 from shardwise.optim.read import read_chains, sample_rates
-from shardwise.sharding import Rules
+from shardwise.sharding import Rules, batch_spec, num_batch_shards
 from shardwise.state import StateSpec, abstract_state
 from shardwise.step import (
     Batch,
@@ -110,7 +119,12 @@ class Run:
         accept: differences to the checkpoint that are allowed when the run resumes: "lr", "data",
             "optimizer", "seed", "compute_dtype". All others are refused.
         out: the run directory, for metrics, checkpoints and reports. None writes nothing.
-        data_threads: the number of threads that read batches in advance.
+        data_scope: what `data` supplies if several processes run. "global": every process supplies
+            the complete batch. "process": every process supplies only the examples for its own
+            devices, as a loader does that is sharded by process. Digests of the batches are
+            compared, and a contradiction is refused.
+        data_threads: the number of threads that read batches in advance. A data function must then
+            return new arrays at each call.
         data_processes: the number of processes that read batches in advance, instead of threads.
             Use it if decoding takes much time in Python. 0 uses threads.
         sample: a function from the model to text, for example to generate a continuation. The text
@@ -162,6 +176,7 @@ class Run:
     keep: Keep = field(default_factory=Keep)
     accept: tuple[str, ...] = ()
     out: Path | None = None
+    data_scope: Scope = "global"
     data_threads: int = 1
     data_processes: int = 0
     sample: Callable[[nnx.Module], str] | None = None
@@ -191,6 +206,9 @@ class Prepared:
             `{group: {update: rate}}`.
         flops: floating-point operations of one step: the forward pass, and twice as many backward.
         peak_flops: the peak of all devices together, in FLOP/s; None for unknown devices.
+        first_batch: summaries of the first batch, see `describe_batch`: that of this process, or
+            of all processes once `fit` has compared them. Empty for data that each process reads
+            in parts.
         findings: likely mistakes in loss, precision and data that `prepare` has seen.
     """
 
@@ -201,6 +219,7 @@ class Prepared:
     rates: dict[str, dict[str, float]]
     flops: float
     peak_flops: float | None
+    first_batch: tuple[Json, ...] = ()
     findings: tuple[Finding, ...] = ()
 
 
@@ -227,15 +246,8 @@ def prepare(run: Run) -> Prepared:
     _check_output(run)
 
     batches = as_batches(run.data)
-    step = make_train_step(
-        spec,
-        run.loss,
-        batches.example() if is_plain(batches) else batches(0),
-        seed=run.seed,
-        accumulate=run.accumulate,
-        compute_dtype=run.compute_dtype,
-        norms=run.norms,
-    )
+    example = _example(run, batches)
+    step = _train_step(run, spec, example)
     _check_metrics(run, step.traced.names)
     chip = find_chip(spec.mesh.devices.flat[0].device_kind)
     return Prepared(
@@ -246,7 +258,54 @@ def prepare(run: Run) -> Prepared:
         rates=rates,
         flops=3 * step.traced.flops,
         peak_flops=chip.flops * spec.mesh.size if chip else None,
+        first_batch=_first_batch(run, step, example),
     )
+
+
+def _is_read_in_parts(run: Run) -> bool:
+    """Whether each process reads only its own examples of global batches."""
+    return is_plain(run.data) and run.data_scope == "global"
+
+
+def _example(run: Run, batches: Callable[[int], Batch]) -> Batch:
+    """Return the first batch, or arrays like it if the batches have a cheap example."""
+    if is_plain(batches) and _is_read_in_parts(run):
+        example: Batch = batches.example()
+    else:
+        example = batches(0)
+    check_integers(example)
+    return example
+
+
+def _train_step(run: Run, spec: StateSpec, example: Batch) -> TrainStep:
+    is_local = run.data_scope == "process"
+    sharding = spec.sharding(batch_spec(spec.mesh, spec.rules))
+    step = make_train_step(
+        spec,
+        run.loss,
+        global_shapes(example, sharding) if is_local else example,
+        seed=run.seed,
+        accumulate=run.accumulate,
+        compute_dtype=run.compute_dtype,
+        norms=run.norms,
+    )
+    if not is_local:
+        return step
+    layout = step.layout
+    if layout.padded_rows != layout.rows:
+        multiple = num_batch_shards(spec.mesh, spec.rules) * run.accumulate
+        raise DataError(
+            f"the processes supply {layout.rows} examples together, which is not a multiple of "
+            f"{multiple} (batch shards x accumulate={run.accumulate}). With "
+            'data_scope="process" a batch is never padded: change the batch size or accumulate.'
+        )
+    return replace(step, layout=layout.per_process())
+
+
+def _first_batch(run: Run, step: TrainStep, example: Batch) -> tuple[Json, ...]:
+    if _is_read_in_parts(run):
+        return ()
+    return (describe_batch(example, step.layout),)
 
 
 def _check_numbers(run: Run) -> None:
@@ -255,6 +314,10 @@ def _check_numbers(run: Run) -> None:
         for name, minimum in MINIMUM.items()
         if getattr(run, name) < minimum
     ]
+    if run.data_scope not in SCOPES:
+        problems.append(
+            f"data_scope={run.data_scope!r}; it must be {' or '.join(map(repr, SCOPES))}."
+        )
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -309,6 +372,12 @@ def _eval_step(run: Run, spec: StateSpec, step: TrainStep) -> EvalStep | None:
     data = run.eval_data
     if data is None:
         return None
+    if not isinstance(data, Batches):
+        raise ConfigError(
+            f"eval_data is a {type(data).__name__}, but it must be Batches, which every evaluation "
+            "reads once from its start. Use Batches(examples, batch_size=...). For batches of a "
+            "loader, call evaluate(step, state, loader) in a custom loop."
+        )
     batch = data.example() if is_plain(data) else next(data.once())
     return make_eval_step(
         spec, run.loss, batch, compute_dtype=run.compute_dtype, traced=step.traced
@@ -336,11 +405,9 @@ def describe_run(run: Run, prepared: Prepared) -> Json:
 
     `checkpoint.resume` compares the description of a checkpoint with that of the resumed run.
     """
-    fingerprint = getattr(run.data, "fingerprint", None)
-    data = "a function or an iterator, whose content is not known"
     return {
         "model": _describe_model(prepared.spec),
-        "data": data if fingerprint is None else fingerprint(),
+        "data": _describe_data(run, prepared),
         "lr": prepared.rates,
         "optimizer": _describe_optimizer(run.optimizer, prepared.spec.abstract.params),
         "seed": run.seed,
@@ -349,6 +416,24 @@ def describe_run(run: Run, prepared: Prepared) -> Json:
         "mesh": mesh_text(prepared.spec.mesh),
         **_environment(),
     }
+
+
+def _describe_data(run: Run, prepared: Prepared) -> Json | str:
+    """Return what identifies the data: its own fingerprint, or a digest of the first batch."""
+    fingerprint = getattr(run.data, "fingerprint", None)
+    if run.data_scope == "global":
+        if fingerprint is not None:
+            content: Json = fingerprint()
+            return content
+        if isinstance(prepared.batches, Stream):
+            return UNKNOWN_DATA
+        return {"first_batch": first_batch_digest(prepared.first_batch)}
+    described: Json = {"scope": run.data_scope}
+    if not isinstance(prepared.batches, Stream):
+        described["first_batch"] = first_batch_digest(prepared.first_batch)
+    if fingerprint is not None:
+        described["batches"] = fingerprint()
+    return described
 
 
 def _describe_model(spec: StateSpec) -> Json:
