@@ -6,7 +6,7 @@ a different run are refused, unless the user accepts them by name with `--accept
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from rich.table import Table
@@ -16,6 +16,7 @@ from shardwise.text import Json, columns
 
 # Settings that would make it a different run, and what a change means. They need --accept.
 ACCEPTABLE = {
+    "loss": "the loss or the model computes something else",
     "data": "other data, or the same data in another order",
     "lr": "another learning rate, or a schedule of another length",
     "optimizer": "another optimizer",
@@ -28,6 +29,8 @@ HARMLESS = {
     "devices": "resharded",
     "accumulate": "same sums, split differently",
 }
+# The same loss has another fingerprint with another version of these packages.
+TRACING_PACKAGES = ("shardwise", "jax", "flax", "optax")
 # How many values of one setting `report` lists, and how many `check_accepted` lists in all.
 VALUES_PER_SETTING = 4
 MAX_REFUSED = 12
@@ -84,6 +87,41 @@ def compare(saved: Json, now: Json) -> list[ChangedSetting]:
     return sorted(changes, key=lambda change: order.get(change.key, len(order)))
 
 
+def not_comparable(saved: Json, now: Json) -> dict[str, str]:
+    """Return the settings that cannot be compared, and why.
+
+    Args:
+        saved: the description in the checkpoint.
+        now: the description of the current run.
+    """
+    reasons: dict[str, str] = {}
+    # The description of a data function or an iterator is a text.
+    if isinstance(saved.get("data"), str):
+        reasons["data"] = "the checkpoint does not describe its content"
+    if "loss" not in now:
+        return reasons
+    if "loss" not in saved:
+        reasons["loss"] = "the checkpoint does not describe it"
+    elif saved["loss"].get("fingerprint") != now["loss"].get("fingerprint"):
+        # The fingerprint also depends on these. It says nothing if one of them has changed.
+        before, after = _traced_with(saved), _traced_with(now)
+        changed = [name for name in after if before.get(name) != after[name]]
+        if changed:
+            reasons["loss"] = f"it depends on {', '.join(changed)}, which changed"
+    return reasons
+
+
+def _traced_with(description: Json) -> Json:
+    """Return what the fingerprint of a loss depends on, apart from the loss."""
+    versions = description.get("versions", {})
+    return {
+        **{f"the version of {name}": versions.get(name) for name in TRACING_PACKAGES},
+        "the device": description.get("devices", {}).get("kind"),
+        "compute_dtype": description.get("compute_dtype"),
+        "the shapes of the batch": description.get("loss", {}).get("batch"),
+    }
+
+
 def check_accepted(
     changes: list[ChangedSetting], accept: Collection[str], place: str
 ) -> None:
@@ -114,17 +152,30 @@ def check_accepted(
 
 
 def report(
-    changes: list[ChangedSetting], accept: Collection[str], title: str
-) -> Table | str:
-    """Return a table of changes and their consequences that fits on one screen.
+    changes: list[ChangedSetting],
+    accept: Collection[str],
+    title: str,
+    compared: Collection[str],
+    skipped: Mapping[str, str],
+) -> Iterator[Table | str]:
+    """Yield a table of changes and their consequences that fits on one screen, and notes.
 
     Args:
         changes: the differences that `compare` found.
         accept: the keys that the user accepts.
         title: the title of the table.
+        compared: the keys that were compared.
+        skipped: the keys that were not compared, and why.
     """
-    if not changes:
-        return f"{title}: nothing differs from the run that saved it"
+    if changes:
+        yield _table(changes, accept, title)
+    else:
+        yield f"{title}: no differences in {', '.join(compared)}"
+    for key, reason in skipped.items():
+        yield f"not compared: {key}, because {reason}"
+
+
+def _table(changes: list[ChangedSetting], accept: Collection[str], title: str) -> Table:
     table = Table("", "saved", "now", "", title=title, title_justify="left")
     for key in dict.fromkeys(change.key for change in changes):
         same_key = [change for change in changes if change.key == key]

@@ -9,7 +9,12 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from shardwise.checkpoint.resume import check_accepted, compare, report
+from shardwise.checkpoint.resume import (
+    check_accepted,
+    compare,
+    not_comparable,
+    report,
+)
 from shardwise.checkpoint.store import Checkpoints
 from shardwise.cluster.group import ProcessGroup, wait_for
 from shardwise.cluster.watch import Watch
@@ -150,14 +155,23 @@ def find_checkpoint(
                 "are not compared. Make sure that the schedule is the same.",
             )
         rates = saved_rates = {}
-    differences = compare(
-        {**saved, "lr": _by_update(saved_rates)}, {**about, "lr": _by_update(rates)}
-    )
+    skipped = not_comparable(saved, about)
+    before = {**saved, "lr": _by_update(saved_rates)}
+    after = {**about, "lr": _by_update(rates)}
+    for key in skipped:
+        before.pop(key, None)
+        after.pop(key, None)
+    differences = compare(before, after)
     check_accepted(differences, run.accept, f"checkpoint {checkpoints.path(step)}")
     title = f"resuming {run.out} at step {step}"
-    console.print(
-        report(differences, run.accept, title), highlight=False, soft_wrap=True
-    )
+    # Without learning rates, an empty description was compared with an empty one.
+    compared = [
+        key.removesuffix("_digest")
+        for key in after
+        if key in before and (key != "lr" or rates)
+    ]
+    for part in report(differences, run.accept, title, compared, skipped):
+        console.print(part, highlight=False, soft_wrap=True)
     return step
 
 

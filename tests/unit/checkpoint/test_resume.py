@@ -5,7 +5,12 @@ import io
 import pytest
 from rich.console import Console
 
-from shardwise.checkpoint.resume import check_accepted, compare, report
+from shardwise.checkpoint.resume import (
+    check_accepted,
+    compare,
+    not_comparable,
+    report,
+)
 from shardwise.errors import ConfigError
 
 SAVED = {
@@ -64,12 +69,64 @@ def test_all_refused_changes_are_listed_with_their_flags():
 def test_the_report_fits_on_one_screen():
     now = {**SAVED, "mesh": "data=4", "versions": dict.fromkeys("abcdefgh", "1")}
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(report(compare(SAVED, now), (), "resuming runs/a at step 10"))
+    parts = report(compare(SAVED, now), (), "resuming runs/a at step 10", SAVED, {})
+    console.print(*parts)
     text = console.export_text()
     assert "resharded" in text
     assert "5 more" in text
     assert len(text.splitlines()) < 20
-    unchanged = report([], (), "resuming a at step 3")
-    assert (
-        unchanged == "resuming a at step 3: nothing differs from the run that saved it"
-    )
+
+
+def test_the_report_names_what_was_compared_and_what_was_not():
+    parts = report([], (), "resuming a", ["data", "lr"], {"loss": "it is not known"})
+    assert list(parts) == [
+        "resuming a: no differences in data, lr",
+        "not compared: loss, because it is not known",
+    ]
+
+
+def described(fingerprint, **changes):
+    return {
+        **SAVED,
+        "compute_dtype": None,
+        "devices": {"kind": "cpu", "count": 8},
+        "loss": {"fingerprint": fingerprint, "batch": {"x": "float32[8, 4]"}},
+        **changes,
+    }
+
+
+def test_another_loss_is_refused_by_name():
+    before, now = described("a"), described("b", mesh="data=1")
+    assert not_comparable(before, now) == {}
+    changes = compare(before, now)
+    with pytest.raises(ConfigError, match="pass --accept loss "):
+        check_accepted(changes, (), "checkpoint x/10")
+    check_accepted(changes, ("loss",), "checkpoint x/10")
+
+
+@pytest.mark.parametrize(
+    ("cause", "changes"),
+    [
+        ("the version of jax", {"versions": {"jax": "0.11.2"}}),
+        ("the device", {"devices": {"kind": "H200", "count": 1}}),
+        ("compute_dtype", {"compute_dtype": "bfloat16"}),
+        (
+            "the shapes of the batch",
+            {"loss": {"fingerprint": "b", "batch": {"x": "float32[16, 4]"}}},
+        ),
+    ],
+)
+def test_a_fingerprint_says_nothing_if_what_it_depends_on_has_changed(cause, changes):
+    reasons = not_comparable(described("a"), described("b", **changes))
+    assert reasons == {"loss": f"it depends on {cause}, which changed"}
+    if "loss" not in changes:
+        # The same fingerprint is the same loss in any case.
+        assert not_comparable(described("a"), described("a", **changes)) == {}
+
+
+def test_what_an_older_checkpoint_does_not_describe_is_not_compared():
+    text = "a function or an iterator, whose content is not known"
+    reasons = not_comparable({**SAVED, "data": text}, described("a"))
+    assert sorted(reasons) == ["data", "loss"]
+    # A run whose data was known, and now is not, is another run.
+    assert not_comparable(described("a"), described("a", data=text)) == {}
