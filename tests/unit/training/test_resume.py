@@ -1,4 +1,4 @@
-"""A resumed run says what it compared, and refuses a loss or a model that computes something else."""
+"""A resumed run says what it compared, and refuses another computation of the loss."""
 
 import io
 from collections.abc import Callable
