@@ -32,6 +32,7 @@ class Case:
         steps: training steps.
         seed: the seed of data, parameters and random streams.
         accumulate: micro-batches per batch.
+        separate: whether micro-batches may change the result, see `make_train_step`.
         mesh: the mesh; the product of its sizes is the number of devices.
         min_size: `Rules.fsdp_min_size`.
         drive: how the run is carried out: by "steps" or by "fit".
@@ -64,6 +65,7 @@ class Case:
     steps: int = 3
     seed: int = 0
     accumulate: int = 1
+    separate: bool = False
     mesh: str = "data=1"
     min_size: int = 8
     drive: str = "steps"
@@ -183,6 +185,8 @@ STATEFUL = (
     "spectralnorm",
 )
 RANDOM = ("dropout", "noise")
+# Blocks in which the examples of a batch meet.
+COUPLING = ("centered", "across_batch", "moe")
 # Losses that are sums or means over examples.
 SEPARABLE = (
     "mean",
@@ -199,6 +203,30 @@ SEPARABLE = (
     "row_means",
     "mean_plus_sum",
     "half_precision",
+    "row_max",
+    "mean_of_columns",
+    "mean_times_count",
+    "scaled_sum",
+    "two_means",
+    "flat",
+    "flat_weighted",
+    "row_weight",
+    "dot",
+    "einsum",
+    "vmapped",
+    "mapped",
+    "looped",
+    "gradient_penalty",
+    "halved",
+    "checkpointed",
+    "reversed",
+    "transposed",
+    "wrong_weight",
+    "accuracy",
+    "scalar_weight",
+    "mean_as_total",
+    "repeated",
+    "total_weight",
 )
 # Losses with one entry per example.
 PADDABLE = (
@@ -211,6 +239,22 @@ PADDABLE = (
     "rows_reg",
     "normalized_rows",
     "centered",
+    "row_weight",
+    "mapped",
+    "checkpointed",
+    "gradient_penalty",
+    "reversed",
+    "transposed",
+    "wrong_weight",
+    "top_rows",
+    "above_mean",
+    "below_max",
+    "clipped_rows",
+    "softmax_rows",
+    "outer",
+    "broadcast",
+    "total_weight",
+    "max_weight",
 )
 REGULARIZED = ("mean_reg", "sum_reg", "rows_reg", "summed_reg")
 COUPLED = (
@@ -226,6 +270,34 @@ COUPLED = (
     "normalized_rows",
     "ratio",
     "centered",
+    "sum_over_sqrt",
+    "column_max",
+    "squared_sums",
+    "abs_mean",
+    "hinge_mean",
+    "product",
+    "product_sums",
+    "variance",
+    "covariance",
+    "by_class",
+    "segments",
+    "cumsum",
+    "scanned",
+    "branched",
+    "top",
+    "top_rows",
+    "above_mean",
+    "below_max",
+    "pairs",
+    "clipped_rows",
+    "softmax_rows",
+    "taken",
+    "conv",
+    "fft",
+    "outer",
+    "broadcast",
+    "last",
+    "max_weight",
 )
 LOSSES = (*SEPARABLE, *REGULARIZED, *COUPLED)
 METRICS = (
@@ -296,6 +368,8 @@ def cases(draw: st.DrawFn) -> Case:
     kinds = (*BLOCKS, *(("attention",) * 3 if stem == "tokens" else ()))
     if one_in(3):
         kinds = (*kinds, *STATEFUL * 2)
+    if one_in(6):
+        kinds = (*kinds, *COUPLING * 3)
     if one_in(8):
         kinds = (*kinds, *RANDOM * 4)
     blocks = tuple(draw(st.lists(st.sampled_from(kinds), max_size=3)))
@@ -331,6 +405,7 @@ def cases(draw: st.DrawFn) -> Case:
         metrics=tuple(draw(st.lists(st.sampled_from(METRICS), max_size=2, unique=True)))
         if one_in(3)
         else (),
+        signature=pick(("", "", "", "step", "rngs")) if one_in(3) else "",
         optimizer=pick(OPTIMIZERS),
         data=data,
         structure="dict"
@@ -342,6 +417,7 @@ def cases(draw: st.DrawFn) -> Case:
         steps=steps,
         seed=draw(st.integers(0, 99)),
         accumulate=accumulate,
+        separate=one_in(5),
         mesh=mesh,
         min_size=draw(st.sampled_from((8, 16, 64))),
         drive=drive,

@@ -243,6 +243,48 @@ class Sow(Dense):
         return h
 
 
+class Centered(nnx.Module):
+    """Subtracts the mean over the batch, without keeping it."""
+
+    def __init__(self, case, rngs):
+        self.linear = _linear(case, rngs, WIDTH, WIDTH)
+
+    def __call__(self, h):
+        return self.linear(h - h.mean(0))
+
+
+class AcrossBatch(nnx.Module):
+    """Attention between the examples of a batch."""
+
+    def __init__(self, case, rngs):
+        self.query = _linear(case, rngs, WIDTH, WIDTH)
+
+    def __call__(self, h):
+        flat = h.reshape(len(h), -1)
+        query = self.query(h).reshape(len(h), -1)
+        return h + (jax.nn.softmax(query @ flat.T) @ flat).reshape(h.shape)
+
+
+class Moe(nnx.Module):
+    """Experts with a capacity: later examples lose their place in a full expert."""
+
+    def __init__(self, case, rngs):
+        self.router = _linear(case, rngs, WIDTH, 2, ("embed", None))
+        self.experts = nnx.Param(
+            jax.random.uniform(rngs.params(), (2, WIDTH, WIDTH), minval=-0.5)
+        )
+
+    def __call__(self, h):
+        flat = h.reshape(-1, WIDTH)
+        gates = jax.nn.softmax(self.router(flat))
+        chosen = jax.nn.one_hot(gates.argmax(1), 2)
+        places = jnp.cumsum(chosen, 0) * chosen
+        chosen = chosen * (places <= len(flat) // 2)
+        experts = self.experts[...].astype(h.dtype)
+        out = jnp.einsum("nd,kde,nk->ne", flat, experts, chosen * gates)
+        return h + out.reshape(h.shape).astype(h.dtype)
+
+
 class Kept(nnx.Variable):
     """A variable that a model updates by itself."""
 
@@ -358,6 +400,9 @@ BLOCKS: dict[str, Callable[[Case, nnx.Rngs], nnx.Module]] = {
     "clipped": Clipped,
     "gate": Gate,
     "sow": Sow,
+    "centered": Centered,
+    "across_batch": AcrossBatch,
+    "moe": Moe,
     "counter": Counter,
     "ema": Ema,
     "codebook": Codebook,
@@ -411,6 +456,8 @@ class Facts:
         features: the outputs of the model, (B, F).
         w: weights of the examples, (B,).
         m: weights of the elements, (B, K).
+        x: the inputs of the model.
+        step: the number of steps before this one.
     """
 
     model: nnx.Module
@@ -418,6 +465,8 @@ class Facts:
     features: jax.Array
     w: jax.Array
     m: jax.Array
+    x: jax.Array
+    step: jax.Array
 
     @property
     def rows(self) -> jax.Array:
@@ -430,9 +479,9 @@ class Facts:
 
 
 def make_terms(case: Case) -> Callable[..., Terms]:
-    """Return `terms(model, batch)`: the loss and the metrics of a case."""
+    """Return `terms(model, batch, step)`: the loss and the metrics of a case."""
 
-    def terms(model: nnx.Module, batch: Any) -> Terms:
+    def terms(model: nnx.Module, batch: Any, step: Any = 0) -> Terms:
         x, y, w, m = unpack(case, batch)
         out = model(x)
         if case.stem == "tokens":
@@ -442,9 +491,9 @@ def make_terms(case: Case) -> Callable[..., Terms]:
         else:
             errors = (out.astype(jnp.float32) - y.astype(jnp.float32)) ** 2
         features = out.reshape(out.shape[0], -1).astype(jnp.float32)
-        facts = Facts(
-            model, errors, features, w.astype(jnp.float32), m.astype(jnp.float32)
-        )
+        w, m = w.astype(jnp.float32), m.astype(jnp.float32)
+        errors = errors * (1 + 0.1 * step)
+        facts = Facts(model, errors, features, w, m, x, step)
         metrics = {f"m_{name}": TERMS[name](facts) for name in case.metrics}
         return TERMS[case.loss](facts), metrics
 
@@ -480,7 +529,134 @@ def _mean_plus_sum(f: Facts) -> Term:
     return Scalar(f.rows.mean() + 0.1 * (f.features**2).sum())
 
 
+def _gradient_penalty(f: Facts) -> Term:
+    """The norm of the gradient at each input, as in the loss of a Wasserstein GAN."""
+    if jnp.issubdtype(f.x.dtype, jnp.integer):
+        return Scalar(f.errors.mean())
+    slopes = jax.grad(lambda x: f.model(x).sum())(f.x.astype(jnp.float32))
+    norms = jnp.sqrt(1e-3 + (slopes.reshape(len(slopes), -1) ** 2).sum(1))
+    return Weighted(f.rows + (norms - 1) ** 2)
+
+
+def _by_class(f: Facts) -> Term:
+    """The mean over classes of the mean over the examples of a class."""
+    classes = jax.nn.one_hot((f.w > 1).astype(jnp.int32), 2)
+    sums, counts = classes.T @ f.rows, classes.sum(0)
+    return Scalar((sums / jnp.maximum(counts, 1)).mean())
+
+
+def _segments(f: Facts) -> Term:
+    classes = (f.w > 1).astype(jnp.int32)
+    return Scalar((jax.ops.segment_sum(f.rows, classes, 2) ** 2).mean())
+
+
+def _scanned(f: Facts) -> Term:
+    """A recurrence over the examples."""
+
+    def body(carry: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+        carry = 0.5 * carry + row
+        return carry, carry
+
+    return Scalar(jax.lax.scan(body, jnp.float32(0), f.rows)[1].mean())
+
+
+def _mapped(f: Facts) -> Term:
+    return Weighted(jax.lax.map(lambda row: jnp.tanh(row).sum(), f.errors))
+
+
+def _looped(f: Facts) -> Term:
+    """A sum over the examples as a loop."""
+
+    def add(i: jax.Array, total: jax.Array) -> jax.Array:
+        return total + f.rows[i]
+
+    return Scalar(jax.lax.fori_loop(0, len(f.rows), add, jnp.float32(0)) / len(f.rows))
+
+
+def _branched(f: Facts) -> Term:
+    """A branch that the whole batch decides."""
+    return Scalar(
+        jax.lax.cond(
+            f.rows.mean() > 1, lambda e: e.mean(), lambda e: 2 * e.mean(), f.errors
+        )
+    )
+
+
+@jax.custom_vjp
+def _halved_gradient(x: jax.Array) -> jax.Array:
+    return x
+
+
+_halved_gradient.defvjp(lambda x: (x, None), lambda _, g: (g / 2,))
+
+
+def _above_mean(f: Facts) -> Term:
+    """One entry per example, of those that are worse than the mean."""
+    is_bad = (f.rows > f.rows.mean()).astype(jnp.float32)
+    return Weighted(f.rows * is_bad, is_bad)
+
+
+def _pairs(f: Facts) -> Term:
+    """One entry per pair of neighbors."""
+    rows = jnp.concatenate([f.rows, f.rows[:1]]) if len(f.rows) % 2 else f.rows
+    return Weighted(jnp.abs(rows[::2] - rows[1::2]) + f.rows.mean())
+
+
 TERMS: dict[str, Callable[[Facts], Term]] = {
+    "row_max": lambda f: Scalar(f.errors.max(1).mean()),
+    "mean_of_columns": lambda f: Scalar(f.errors.mean(0).sum()),
+    "mean_times_count": lambda f: Scalar(f.errors.mean() * len(f.rows), is_sum=True),
+    "scaled_sum": lambda f: Scalar(f.errors.sum() / 16, is_sum=True),
+    "two_means": lambda f: Scalar(f.errors.mean() + 0.1 * (f.features**2).mean()),
+    "flat": lambda f: Weighted(f.errors.reshape(-1)),
+    "flat_weighted": lambda f: Weighted((f.errors * f.m).reshape(-1), f.m.reshape(-1)),
+    "row_weight": lambda f: Weighted(f.errors * f.w[:, None], f.w),
+    "dot": lambda f: Scalar(jnp.dot(f.rows, f.w) / len(f.rows)),
+    "einsum": lambda f: Scalar(jnp.einsum("bk,bk->", f.errors, f.m) / f.m.size),
+    "vmapped": lambda f: Scalar(
+        jax.vmap(lambda e, m: (e * m).sum() / m.sum())(f.errors, f.m).mean()
+    ),
+    "mapped": _mapped,
+    "looped": _looped,
+    "gradient_penalty": _gradient_penalty,
+    "halved": lambda f: Scalar(_halved_gradient(f.errors).mean()),
+    "checkpointed": lambda f: Weighted(jax.checkpoint(jnp.tanh)(f.rows)),
+    "reversed": lambda f: Weighted(f.rows[::-1] * f.w[::-1], f.w[::-1]),
+    "transposed": lambda f: Weighted((f.errors * f.m).T, f.m.T),
+    "wrong_weight": lambda f: Weighted(f.rows * f.w[::-1], f.w),
+    "accuracy": lambda f: Weighted(f.features.argmax(1) % 2 == 0),
+    "sum_over_sqrt": lambda f: Scalar(f.errors.sum() / len(f.rows) ** 0.5),
+    "column_max": lambda f: Scalar(f.errors.mean(0).max()),
+    "squared_sums": lambda f: Scalar((f.errors.sum(0) ** 2).mean()),
+    "abs_mean": lambda f: Scalar(jnp.abs(f.features.mean())),
+    "hinge_mean": lambda f: Scalar(jax.nn.relu(f.errors.mean() - 0.5)),
+    "product": lambda f: Scalar(f.errors.mean() * f.w.mean()),
+    "product_sums": lambda f: Scalar(f.errors.mean() * (1 + f.features.mean() ** 2)),
+    "variance": lambda f: Scalar(f.rows.mean() + f.features.var(0).mean()),
+    "covariance": lambda f: Scalar((f.features.T @ f.features / f.w.size).mean()),
+    "by_class": _by_class,
+    "segments": _segments,
+    "cumsum": lambda f: Scalar(jnp.cumsum(f.rows).mean()),
+    "scanned": _scanned,
+    "branched": _branched,
+    "top": lambda f: Scalar(jax.lax.top_k(f.rows, 2)[0].mean()),
+    "top_rows": lambda f: Weighted(jax.lax.top_k(f.rows, len(f.rows))[0] * f.w),
+    "above_mean": _above_mean,
+    "below_max": lambda f: Weighted(jnp.where(f.rows < f.rows.max(), f.rows, 0.0)),
+    "pairs": _pairs,
+    "clipped_rows": lambda f: Weighted(jnp.minimum(f.rows, 1.5 * f.rows.mean())),
+    "softmax_rows": lambda f: Weighted(f.rows * jax.nn.softmax(f.rows) * f.w.size),
+    "taken": lambda f: Scalar(f.rows[jnp.argsort(f.w)[: (len(f.w) + 1) // 2]].mean()),
+    "conv": lambda f: Scalar(jnp.convolve(f.rows, jnp.ones(2) / 2, "same").mean()),
+    "fft": lambda f: Scalar(jnp.abs(jnp.fft.fft(f.rows)).mean()),
+    "outer": lambda f: Weighted((f.rows[:, None] * f.w[None]).mean(1)),
+    "broadcast": lambda f: Weighted((f.rows[:, None] - f.w) ** 2),
+    "last": lambda f: Scalar(f.rows[-1] + f.rows.mean()),
+    "total_weight": lambda f: Weighted(f.rows * f.w, f.w / f.w.sum()),
+    "scalar_weight": lambda f: Weighted(f.rows, f.w.sum()),
+    "mean_as_total": lambda f: Weighted(f.errors.mean(), 1.0),
+    "repeated": lambda f: Weighted(jnp.repeat(f.rows, 2)),
+    "max_weight": lambda f: Weighted(f.rows * f.w / f.w.max(), f.w),
     "mean": lambda f: Scalar(f.errors.mean()),
     "sum": lambda f: Scalar(f.errors.sum(), is_sum=True),
     "rows": lambda f: Weighted(f.rows),

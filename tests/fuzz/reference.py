@@ -34,6 +34,7 @@ class Trace:
         params: the parameters at the end, by path.
         other: other variables at the end, by path.
         evaluations: the validation metrics after some steps.
+        warnings: what the run has printed.
     """
 
     initial: Arrays = field(default_factory=dict)
@@ -41,6 +42,7 @@ class Trace:
     params: Arrays = field(default_factory=dict)
     other: Arrays = field(default_factory=dict)
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
 
 
 class Reference:
@@ -98,10 +100,10 @@ class Reference:
         state = nnx.from_flat_state((self.paths[k], v) for k, v in values.items())
         return nnx.merge(definition, state)
 
-    def _total(self, params: Any, other: Any, batch: Any) -> Any:
+    def _total(self, params: Any, other: Any, batch: Any, step: Any) -> Any:
         """Return the total of the loss, and its weight, metrics, new variables and parameters."""
         model = self._merge(self.train_def, params, other)
-        loss, metrics = self.terms(model, batch)
+        loss, metrics = self.terms(model, batch, step)
         new = {
             "/".join(map(str, path)): _value(variable)
             for path, variable in nnx.to_flat_state(nnx.state(model))
@@ -113,13 +115,13 @@ class Reference:
         sums = {k: reduce_term(v, self.count) for k, v in metrics.items()}
         return total, (weight, sums, other, params)
 
-    def _gradients(self, params: Any, other: Any, batch: Any) -> Any:
+    def _gradients(self, params: Any, other: Any, batch: Any, step: Any) -> Any:
         """Return gradients, loss, metrics, and new variables and parameters."""
         gradient = jax.value_and_grad(self._total, has_aux=True)
         parts = []
         for index in range(self.count):
             part = jax.tree.map(lambda x, i=index: x[i :: self.count], batch)
-            (total, aux), grads = gradient(params, other, part)
+            (total, aux), grads = gradient(params, other, part, step)
             weight, metrics, other, params = aux
             parts.append((total, weight, metrics, grads))
         total, weight, metrics, grads = jax.tree.map(lambda *x: sum(x), *parts)
@@ -127,8 +129,11 @@ class Reference:
         values = {k: total / weight for k, (total, weight) in metrics.items()}
         return grads, total / weight, values, other, params
 
-    def _step(self, params: Any, opt_state: Any, other: Any, batch: Any) -> Any:
-        grads, loss, values, other, params = self._gradients(params, other, batch)
+    def _step(
+        self, params: Any, opt_state: Any, other: Any, batch: Any, step: Any
+    ) -> Any:
+        """Return the new parameters, optimizer state and variables, and the metrics."""
+        grads, loss, values, other, params = self._gradients(params, other, batch, step)
         optimizer = optax.with_extra_args_support(self.optimizer)
         updates, opt_state = optimizer.update(
             grads, opt_state, params, value=loss, grad=grads
@@ -143,9 +148,9 @@ class Reference:
         metrics["param_norm"] = _norm(params)
         return params, opt_state, other, metrics
 
-    def _evaluate_batch(self, params: Any, other: Any, batch: Any) -> Any:
+    def _evaluate_batch(self, params: Any, other: Any, batch: Any, step: Any) -> Any:
         model = self._merge(self.eval_def, params, other)
-        loss, metrics = self.terms(model, batch)
+        loss, metrics = self.terms(model, batch, step)
         rows = jax.tree.leaves(batch)[0].shape[0]
         # A number of a batch counts as often as the batch has examples.
         result = {}
@@ -155,11 +160,13 @@ class Reference:
             result[name] = (total * factor, weight * factor)
         return result
 
-    def evaluate(self, params: Any, opt_state: Any, other: Any) -> dict[str, float]:
+    def evaluate(
+        self, params: Any, opt_state: Any, other: Any, step: Any
+    ) -> dict[str, float]:
         """Return the mean of the loss and of each metric over the validation data."""
         params = self.eval_params(opt_state, params)
         parts = [
-            jax.device_get(self.evaluate_batch(params, other, batch))
+            jax.device_get(self.evaluate_batch(params, other, batch, step))
             for batch in eval_batches(self.case)
         ]
         return {
@@ -186,13 +193,16 @@ class Reference:
         params = {name: change(name, value) for name, value in self.params.items()}
         opt_state, other = self.optimizer.init(params), self.other
         trace = Trace()
+        uses_step = self.case.signature == "step"
         for n, batch in enumerate(batches, 1):
             params, opt_state, other, metrics = self.step(
-                params, opt_state, other, batch
+                params, opt_state, other, batch, n - 1 if uses_step else 0
             )
             trace.steps.append({k: float(v) for k, v in metrics.items()})
             if n in evaluate_after:
-                trace.evaluations[n] = self.evaluate(params, opt_state, other)
+                trace.evaluations[n] = self.evaluate(
+                    params, opt_state, other, n if uses_step else 0
+                )
         trace.params = to_host({**params, **self.frozen})
         trace.other = to_host(
             {

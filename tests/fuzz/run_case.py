@@ -1,5 +1,6 @@
 """Run one case by shardwise and by hand, and compare everything that both compute."""
 
+import io
 import json
 import math
 import re
@@ -9,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -48,9 +49,12 @@ from tests.fuzz.problems import (
     make_terms,
     pack,
     plain_batches,
+    unpack,
 )
 from tests.fuzz.reference import Reference, Trace, to_host
 
+# (path, value) -> a changed value.
+Change: TypeAlias = Callable[[str, Any], Any]
 # Relative difference of float32 numbers after a few steps, and the same for parameters, which are
 # compared with the largest element of their array.
 TOLERANCE = 2e-5
@@ -129,10 +133,18 @@ def _compare_by_hand(case: Case, ours: Trace | Exception, folder: Path) -> Outco
         except ShardwiseError as error:
             text = str(error)
             return Outcome("refused", text, f"on one device: {message_class(text)}")
-        return _outcome(case, differences(case, expected, ours), "one device")
+        found = differences(case, expected, ours)
+        if found:
+
+            def again(change: Change) -> Trace:
+                moved = replace(one, compiled_init=False)
+                return train(moved, folder / "moved", change)
+
+            found = _without_chaos(again, expected, found)
+        return _outcome(case, found, "one device")
     batches = host_batches(case)
     evaluate_after = evaluation_steps(case)
-    reference = Reference(case)
+    reference = Reference(case, by_micro_batches=case.separate)
     if isinstance(ours, Exception):
         expected = reference.train(batches)
         finite = all(math.isfinite(x["loss"]) for x in expected.steps)
@@ -148,13 +160,23 @@ def _compare_by_hand(case: Case, ours: Trace | Exception, folder: Path) -> Outco
     found = differences(case, expected, ours)
     if not found:
         return Outcome("same")
-    found = _without_chaos(case, reference, batches, expected, found)
+
+    def retrain(change: Change) -> Trace:
+        return reference.train(batches, evaluate_after, change)
+
+    found = _without_chaos(retrain, expected, found)
     if found and case.accumulate > 1 and is_stateful(case):
         by_parts = Reference(case, by_micro_batches=True)
         by_parts.load(ours.initial)
-        again = by_parts.train(batches, evaluate_after)
-        rest = differences(case, again, ours)
-        if not rest or not _without_chaos(case, by_parts, batches, again, rest):
+        expected = by_parts.train(batches, evaluate_after)
+        rest = differences(case, expected, ours)
+        if rest:
+
+            def retrain_parts(change: Change) -> Trace:
+                return by_parts.train(batches, evaluate_after, change)
+
+            rest = _without_chaos(retrain_parts, expected, rest)
+        if not rest:
             return Outcome("micro", found[0].text, "micro-batch statistics")
     return _outcome(case, found, "by hand")
 
@@ -214,6 +236,8 @@ def differences(case: Case, expected: Trace, ours: Trace) -> list[Difference]:
     found = []
     for key, a in want.items():
         stage = key[2] if key[0] == "step" else key[0]
+        if any(f"metric '{key[-1]}' is averaged" in text for text in ours.warnings):
+            continue
         if key not in have:
             # Not every run computes and logs all norms.
             is_needed = key[0] != "step" or key[-1] in ("loss", "grad_norm")
@@ -237,13 +261,15 @@ def differences(case: Case, expected: Trace, ours: Trace) -> list[Difference]:
 
 
 def _without_chaos(
-    case: Case,
-    reference: Reference,
-    batches: list[Any],
-    expected: Trace,
-    found: list[Difference],
+    train: Callable[[Change], Trace], expected: Trace, found: list[Difference]
 ) -> list[Difference]:
-    """Return the differences that are larger than those of rounding errors at the start."""
+    """Return the differences that are larger than those of rounding errors at the start.
+
+    Args:
+        train: trains again, with initial parameters that the given function has changed.
+        expected: the run without changes.
+        found: the differences.
+    """
     noise: dict[tuple[str, ...], float] = {}
     for seed in range(3):
         rng = np.random.default_rng(seed)
@@ -252,13 +278,11 @@ def _without_chaos(
             factor = 1 + 2e-7 * rng.standard_normal(value.shape)
             return (value.astype(jnp.float32) * factor).astype(value.dtype)
 
-        moved = reference.train(batches, evaluation_steps(case), change)
-        values = _values(moved)
+        values = _values(train(change))
         for key, a in _values(expected).items():
-            size = np.abs(np.asarray(a, np.float64) - np.asarray(values[key])).max(
-                initial=0
-            )
-            noise[key] = max(noise.get(key, 0.0), float(size))
+            b = np.asarray(values.get(key, a), np.float64)
+            size = float(np.abs(np.asarray(a, np.float64) - b).max(initial=0))
+            noise[key] = max(noise.get(key, 0.0), size)
     return [d for d in found if not d.size <= CHAOS * noise[d.key]]
 
 
@@ -266,7 +290,8 @@ def _without_chaos(
 
 
 def is_random(case: Case) -> bool:
-    return any(name in case.blocks for name in cases.RANDOM)
+    has_block = any(name in case.blocks for name in cases.RANDOM)
+    return has_block or case.signature == "rngs"
 
 
 def is_stateful(case: Case) -> bool:
@@ -333,12 +358,23 @@ def make_loss(case: Case) -> Callable[..., Any]:
     """Return the loss as a user of shardwise writes it."""
     terms = make_terms(case)
 
-    def loss(model: Any, batch: Any) -> Any:
-        value, metrics = terms(model, batch)
+    def loss(model: Any, batch: Any, step: Any = 0) -> Any:
+        value, metrics = terms(model, batch, step)
         named = {name: to_mean(term) for name, term in metrics.items()}
         return (to_mean(value), named) if named else to_mean(value)
 
-    return loss
+    def with_rngs(model: Any, batch: Any, rngs: Any) -> Any:
+        x, *rest = unpack(case, batch)
+        if case.stem != "tokens":
+            x = x + 0.1 * jax.random.normal(rngs.noise(), x.shape)
+        changed = dict(zip("xywm", (x, *rest), strict=True))
+        return loss(model, pack(case, changed))
+
+    if case.signature == "rngs":
+        return with_rngs
+    if case.signature == "step":
+        return lambda model, batch, step: loss(model, batch, step)
+    return lambda model, batch: loss(model, batch)
 
 
 def mesh_of(text: str) -> Any:
@@ -347,8 +383,8 @@ def mesh_of(text: str) -> Any:
     return make_mesh(text, jax.devices()[:count])
 
 
-def train(case: Case, folder: Path) -> Trace:
-    """Train the case by shardwise."""
+def train(case: Case, folder: Path, change: Change | None = None) -> Trace:
+    """Train the case by shardwise, from initial parameters that `change` may change."""
     model = make_model(case)
     if case.frozen:
         model = freeze(model, case.frozen)
@@ -358,10 +394,12 @@ def train(case: Case, folder: Path) -> Trace:
         "optimizer": make_optimizer(case)[0],
         "rules": Rules(fsdp_min_size=case.min_size),
     }
-    return (_by_steps if case.drive == "steps" else _by_fit)(case, parts, folder)
+    if case.drive == "steps":
+        return _by_steps(case, parts, change)
+    return _by_fit(case, parts, folder)
 
 
-def _by_steps(case: Case, parts: dict[str, Any], folder: Path) -> Trace:
+def _by_steps(case: Case, parts: dict[str, Any], change: Change | None) -> Trace:
     data, trace = make_data(case), Trace()
     example = host_batches(case)[0]
     state: Any = None
@@ -376,9 +414,12 @@ def _by_steps(case: Case, parts: dict[str, Any], folder: Path) -> Trace:
             seed=case.seed,
             accumulate=case.accumulate,
             norms=case.norms,
+            **_micro_batches(case),
         )
+        for finding in step.traced.findings:
+            trace.warnings.append(str(finding))
         if state is None:
-            state = _initial_state(case, spec)
+            state = _initial_state(case, spec, change)
             trace.initial = _arrays(state)
         else:
             state = jax.device_put(jax.device_get(state), spec.shardings)
@@ -396,10 +437,16 @@ def _by_steps(case: Case, parts: dict[str, Any], folder: Path) -> Trace:
     return trace
 
 
-def _initial_state(case: Case, spec: StateSpec) -> TrainState:
+def _micro_batches(case: Case) -> dict[str, str]:
+    return {"micro_batches": "separate"} if case.separate else {}
+
+
+def _initial_state(case: Case, spec: StateSpec, change: Change | None) -> TrainState:
     if case.compiled_init:
         return init_state(spec, case.seed)
     reference = Reference(case)
+    if change is not None:
+        reference.params = {k: change(k, v) for k, v in reference.params.items()}
 
     def nested(arrays: dict[str, Any]) -> Any:
         return nest({tuple(name.split("/")): x for name, x in arrays.items()})
@@ -426,12 +473,15 @@ def _by_fit(case: Case, parts: dict[str, Any], folder: Path) -> Trace:
             seed=case.seed,
             accumulate=case.accumulate,
             norms=case.norms,
+            **_micro_batches(case),
             eval_data=eval_source(case) if case.eval_examples else None,
             eval_every=case.eval_every,
             data_threads=case.threads,
             out=folder / "run",
         )
-        result = fit(run, console=Console(quiet=True))
+        text = io.StringIO()
+        result = fit(run, console=Console(file=text, width=500))
+        trace.warnings.append(text.getvalue())
     records = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     for record in map(json.loads, records):
         values = {k: float(v) for k, v in record.items() if _is_number(v)}
