@@ -2,7 +2,8 @@
 
 `freeze` and `lora` turn a model factory into another one; the code of the model does not change. A
 frozen parameter is marked in its metadata. It gets no gradient and no optimizer state, and no
-checkpoint contains it. A weight with adapters is replaced by `Adapted`, which behaves like a
+checkpoint contains it. `build_module` puts modules with frozen parameters only into evaluation
+mode. A weight with adapters is replaced by `Adapted`, which behaves like a
 variable with the value base + scale * A @ B wherever the model reads it, also inside `nnx.scan` and
 `nnx.remat`.
 """
@@ -36,6 +37,9 @@ def freeze(
 ) -> ModelFactory:
     """Return a model factory whose parameters are partly frozen.
 
+    A module whose parameters are all frozen runs in evaluation mode: its dropout is off, and its
+    batch statistics keep their values. A module with a trained parameter trains as before.
+
     Args:
         model: the model factory.
         *patterns: the paths of the parameters to freeze, such as `"encoder/*"`.
@@ -68,6 +72,9 @@ def lora(
     dtype: DTypeLike | None = None,
 ) -> ModelFactory:
     """Return a model factory that trains low-rank adapters and nothing else.
+
+    Layers with adapters are trained layers, and modules that contain them keep their dropout. A
+    module whose parameters are all frozen runs in evaluation mode, as with `freeze`.
 
     A weight with more than two dims is treated as a matrix from its input dims to its output dims.
     Its bias, which has the output dims, shows which is which. So does its metadata, as in
