@@ -238,6 +238,9 @@ def own_loop(case: str, mesh: str) -> dict:
                     step.layout.sharding, x, (BATCH_SIZE, *x.shape[1:])
                 )
             }
+    elif case == "own loop, too few":
+        step = make_train_step(spec, loss, complete(0))
+        batches = local
     else:
         assert case == "own loop, wrong"
         step = make_train_step(spec, loss, local(0))

@@ -52,6 +52,8 @@ WRONG = {
         "wrong: sizes @ data=8": "process 0 are part of a global batch of 16, and those "
         "of process 1 of one of 32",
         "own loop, wrong @ data=8": DIFFERENT,
+        "own loop, too few @ data=8": "8 is the number of examples for the devices of "
+        "this process. If the data is sharded by process, set",
     },
     4: {
         "wrong: by process @ data=2,model=4": "Load shard 0 of 2 in process 0, 1; shard 1 "

@@ -37,11 +37,13 @@ def run(model: str, layout: str) -> dict:
     spec = abstract_state(MODELS[model], optimizer(), make_mesh(layout), Rules())
     step = make_train_step(spec, loss, batches.example(), seed=7, accumulate=2)
     source.read.clear()
+    # Each process reads only its own examples.
+    layout = step.layout.per_process()
     shards: dict[int, dict[str, str]] = {}
     losses = []
 
     def place(batch: dict) -> dict:
-        placed = step.place(batch)
+        placed = layout.place(batch)
         number = len(shards)
         shards[number] = {}
         for shard in placed["inputs"].addressable_shards:
@@ -49,7 +51,7 @@ def run(model: str, layout: str) -> dict:
             shards[number][f"{rows.start}-{rows.stop}"] = digest(np.asarray(shard.data))
         return placed
 
-    feed = Prefetch(part_of(batches, step.layout.ranges), 0, STEPS, place=place)
+    feed = Prefetch(part_of(batches, layout.ranges), 0, STEPS, place=place)
     state = init_state(spec, 3)
     for n, state, metrics in steps(step, state, feed, until=STEPS):
         losses.append(float(metrics["loss"]))

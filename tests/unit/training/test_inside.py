@@ -139,7 +139,7 @@ def test_records_and_samples_after_the_checkpoint_are_removed_on_resume(tmp_path
 
 def test_phases_are_written_when_the_data_ends_early(tmp_path):
     with pytest.raises(DataError):
-        train(make(tmp_path / "a", data=[poisoned({})(n) for n in range(6)]))
+        train(make(tmp_path / "a", data=map(poisoned({}), range(6))))
     assert [p["step"] for p in lines(tmp_path / "a" / "phases.jsonl")] == [6]
 
 
