@@ -7,24 +7,27 @@ string keys, which JAX, Optax and Orbax handle without knowledge of Flax.
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from shardwise.errors import ConfigError
+from shardwise.precision import AccessHook as AccessHook
+from shardwise.precision import cast_hook, compute_in
 from shardwise.sharding import ModelLeaf, model_leaf, recorded_axis_rules
 from shardwise.text import Json
-from shardwise.tree import KeyPath, PyTree, lookup, nest
+from shardwise.tree import DType, KeyPath, PyTree, lookup, nest
 
+# An NNX filter: a type of variable, a predicate of path and variable, or a combination of these.
+Filter: TypeAlias = nnx.filterlib.Filter
 # `model(rngs)` returns the model.
 ModelFactory: TypeAlias = Callable[[nnx.Rngs], nnx.Module]
 # Nested dictionaries of arrays with string keys.
 Pure: TypeAlias = dict[str, PyTree]
-# `hook(variable, value)` returns the value that the model gets when it reads the variable.
-AccessHook: TypeAlias = Callable[[nnx.Variable[jax.Array], jax.Array], jax.Array]
 # The attribute under which NNX keeps a weight that has LoRA adapters (`weights/adapters.py`). Names
 # omit it, so that the weight has the same name with and without adapters.
 BASE = "lora_base"
@@ -75,6 +78,8 @@ class ModuleDef:
         adapters: for each weight with adapters, by name, the description that `lora` stores with
             it.
         fixed: the part of `other` that keeps its values, because it belongs to frozen modules.
+        compute_dtype: the dtype in which the module computes, see `precision.compute_in`. None
+            leaves it to the layers and to the dtypes of parameters and inputs.
     """
 
     graphdef: nnx.GraphDef[nnx.Module]
@@ -84,6 +89,7 @@ class ModuleDef:
     frozen: Mapping[KeyPath, ModelLeaf] = field(default_factory=dict)
     adapters: Mapping[str, Json] = field(default_factory=dict)
     fixed: frozenset[KeyPath] = frozenset()
+    compute_dtype: DType | None = None
 
     @property
     def moving(self) -> tuple[str, ...]:
@@ -106,7 +112,8 @@ class ModuleDef:
             key: the root key of the random streams.
             hooks: functions by variable name. The value of a variable passes through its hook at
                 every access, also inside `nnx.scan` and `nnx.remat`. This is how a parameter is
-                gathered and cast where the model uses it, and only there.
+                gathered and cast where the model uses it, and only there. Without hooks, parameters
+                are cast to `self.compute_dtype`.
             frozen: values of the frozen parameters, if there are any.
         """
         values: list[tuple[KeyPath, PyTree]] = []
@@ -118,12 +125,22 @@ class ModuleDef:
             values += [(path, lookup(arrays, _parts(path))) for path in leaves]
         values += [(rng.path, rng.value(key)) for rng in self.rngs]
         module: nnx.Module = nnx.merge(self.graphdef, nnx.from_flat_state(values))
+        if self.compute_dtype is not None:
+            compute_in(module, self.compute_dtype)
+            if hooks is None:
+                cast = cast_hook(self.compute_dtype)
+                paths = (*self.params, *self.frozen)
+                hooks = {path_name(path): cast for path in paths}
         if hooks:
             for path, variable in nnx.to_flat_state(nnx.state(module)):
                 hook = hooks.get(path_name(path))
                 if hook is not None:
                     variable.set_metadata(on_get_value=hook)
         return module
+
+    def computing_in(self, dtype: DTypeLike | None) -> "ModuleDef":
+        """Return the definition of the module that computes in `dtype`; None for its own."""
+        return replace(self, compute_dtype=None if dtype is None else jnp.dtype(dtype))
 
     def read_other(self, module: nnx.Module, before: Pure) -> Pure:
         """Return the values of `self.other` after a forward pass.
@@ -153,11 +170,15 @@ class ModuleDef:
         return nest({_parts(path): variables[path].get_value() for path in paths})
 
 
-def split_module(module: nnx.Module) -> tuple[ModuleDef, Pure, Pure]:
+def split_module(
+    module: nnx.Module, wrt: Filter = nnx.Param
+) -> tuple[ModuleDef, Pure, Pure]:
     """Split a module into its definition, its trainable parameters and its other variables.
 
-    Trainable parameters are the `nnx.Param` whose metadata do not say `frozen`. To get the frozen
-    ones, call `read_frozen` of the definition.
+    Args:
+        module: the module.
+        wrt: the variables that are trained, unless their metadata say `frozen`. To get the frozen
+            ones, call `read_frozen` of the definition.
 
     Raises:
         ConfigError: if a variable does not hold one array, or if there is nothing to train.
@@ -169,6 +190,7 @@ def split_module(module: nnx.Module) -> tuple[ModuleDef, Pure, Pure]:
             "two variables of the model have the same path once indices are written as text. "
             "Rename one of them."
         )
+    is_trained = nnx.filterlib.to_predicate(wrt)
     rngs: list[RngLeaf] = []
     params: dict[KeyPath, ModelLeaf] = {}
     other: dict[KeyPath, ModelLeaf] = {}
@@ -190,14 +212,18 @@ def split_module(module: nnx.Module) -> tuple[ModuleDef, Pure, Pure]:
         leaf = model_leaf(name, value.shape, value.dtype, metadata)
         if metadata.get("frozen"):
             frozen[path] = leaf
-        elif isinstance(variable, nnx.Param):
+        elif is_trained(path, variable):
+            _check_differentiable(name, value)
             params[path] = leaf
         else:
             other[path] = leaf
         if "lora" in metadata:
             adapters[name] = dict(metadata["lora"])
     if not params:
-        missing = "no nnx.Param that is not frozen" if frozen else "no nnx.Param"
+        missing = (
+            "no nnx.Param" if wrt is nnx.Param else f"no variable that fits wrt={wrt}"
+        )
+        missing += " that is not frozen" if frozen else ""
         raise ConfigError(
             f"the model {type(module).__name__} has {missing}, so there is nothing to train."
         )
@@ -212,6 +238,15 @@ def split_module(module: nnx.Module) -> tuple[ModuleDef, Pure, Pure]:
         return nest({_parts(path): variables[path].get_value() for path in leaves})
 
     return definition, arrays(params), arrays(other)
+
+
+def _check_differentiable(name: str, value: jax.Array) -> None:
+    if not jnp.issubdtype(value.dtype, jnp.inexact):
+        raise ConfigError(
+            f"variable '{name}' of the model is trained, but its dtype is {value.dtype}, which has "
+            "no gradient. Make it an nnx.Variable of another type than nnx.Param, or exclude it "
+            "with Run(wrt=...)."
+        )
 
 
 def build_module(factory: ModelFactory, key: jax.Array) -> nnx.Module:

@@ -35,7 +35,7 @@ from shardwise.findings import Finding
 from shardwise.hardware import find_chip
 from shardwise.mesh import mesh_text
 from shardwise.metrics import EarlyStop
-from shardwise.module import ModelFactory, describe_model
+from shardwise.module import Filter, ModelFactory, describe_model
 from shardwise.optim.read import read_chains, sample_rates
 from shardwise.sharding import Rules, batch_spec, num_batch_shards
 from shardwise.state import StateSpec, abstract_state
@@ -49,7 +49,7 @@ from shardwise.step import (
 )
 from shardwise.text import Json, any_layer, did_you_mean
 from shardwise.trackers.base import Tracker
-from shardwise.tree import Params
+from shardwise.tree import Params, named_leaves
 
 # The smallest valid value of each numeric field of `Run`.
 MINIMUM = {
@@ -84,9 +84,11 @@ class Run:
 
     Attributes:
         model: a function from `nnx.Rngs` to the model, for example the class of the model.
-        loss: `loss(model, batch)`. It returns a scalar or `Mean(total, weight)`, or a tuple of one
-            of these and a dictionary of additional metrics. Return a `Mean` with one entry per
-            example if the batch may need padding, or if examples have different weights.
+        loss: `loss(model, batch)`, also with arguments named `rngs` (random streams of this step,
+            an `nnx.Rngs`) and `step` (the number of steps before this one). It returns a scalar or
+            `Mean(total, weight)`, or a tuple of one of these and a dictionary of additional
+            metrics. Return a `Mean` with one entry per example if the batch may need padding, or if
+            examples have different weights.
         optimizer: any Optax optimizer, including those of `shardwise.optim`.
         data: the batches: usually `Batches(...)`, or any function from the step number to a batch.
             An iterable without state works too, but such a run cannot resume.
@@ -99,8 +101,16 @@ class Run:
             order of the data, see `Batches(seed=...)`.
         accumulate: the number of micro-batches that a batch is split into. Increase it when
             activations do not fit in memory; the result does not change.
-        compute_dtype: the dtype in which the model reads its parameters, for example "bfloat16".
-            Parameters and optimizer state keep their own dtype. None uses that of the parameters.
+        micro_batches: what accumulation does with a loss that combines examples with each other,
+            such as batch statistics or a contrastive loss. "exact" refuses it, because the result
+            would change. "separate" computes it within each micro-batch, and averages.
+        compute_dtype: the dtype in which the model computes, for example "bfloat16". The model reads
+            its parameters in it, and layers of Flax without a `dtype` cast their inputs to it. The
+            batch, the parameters and the optimizer state keep their own dtypes. None uses those of
+            parameters and inputs.
+        wrt: the variables that are trained, as an NNX filter, for example
+            `nnx.All(nnx.Param, nnx.Not(nnx.PathContains("teacher")))`. All others are part of the
+            state, and change only if the loss assigns to them.
         init_from: the weights to start from, for fine-tuning. It has no effect when the run
             resumes. None initializes from `seed`.
         norms: also log the norms of updates and parameters, and all norms for each parameter group
@@ -117,7 +127,7 @@ class Run:
             run stops in any case.
         keep: which checkpoints are kept. The default keeps the last 3.
         accept: differences to the checkpoint that are allowed when the run resumes: "lr", "data",
-            "optimizer", "seed", "compute_dtype". All others are refused.
+            "optimizer", "loss", "seed", "compute_dtype". All others are refused.
         out: the run directory, for metrics, checkpoints and reports. None writes nothing.
         data_scope: what `data` supplies if several processes run. "global": every process supplies
             the complete batch. "process": every process supplies only the examples for its own
@@ -164,7 +174,9 @@ class Run:
     rules: Rules = field(default_factory=Rules)
     seed: int = 0
     accumulate: int = 1
+    micro_batches: Literal["exact", "separate"] = "exact"
     compute_dtype: str | None = None
+    wrt: Filter = nnx.Param
     init_from: InitFrom | None = None
     norms: bool = False
     eval_data: Batches | None = None
@@ -249,16 +261,18 @@ def prepare(run: Run) -> Prepared:
     example = _example(run, batches)
     step = _train_step(run, spec, example)
     _check_metrics(run, step.traced.names)
+    eval_step = _eval_step(run, spec)
     chip = find_chip(spec.mesh.devices.flat[0].device_kind)
     return Prepared(
         spec=spec,
         batches=batches,
         step=step,
-        eval_step=_eval_step(run, spec, step),
+        eval_step=eval_step,
         rates=rates,
         flops=3 * step.traced.flops,
         peak_flops=chip.flops * spec.mesh.size if chip else None,
         first_batch=_first_batch(run, step, example),
+        findings=(*step.traced.findings, *_evaluation_findings(run, eval_step)),
     )
 
 
@@ -286,6 +300,7 @@ def _train_step(run: Run, spec: StateSpec, example: Batch) -> TrainStep:
         global_shapes(example, sharding) if is_local else example,
         seed=run.seed,
         accumulate=run.accumulate,
+        micro_batches=run.micro_batches,
         compute_dtype=run.compute_dtype,
         norms=run.norms,
     )
@@ -368,7 +383,7 @@ def _check_metrics(run: Run, names: Sequence[str]) -> None:
             )
 
 
-def _eval_step(run: Run, spec: StateSpec, step: TrainStep) -> EvalStep | None:
+def _eval_step(run: Run, spec: StateSpec) -> EvalStep | None:
     data = run.eval_data
     if data is None:
         return None
@@ -379,9 +394,35 @@ def _eval_step(run: Run, spec: StateSpec, step: TrainStep) -> EvalStep | None:
             "loader, call evaluate(step, state, loader) in a custom loop."
         )
     batch = data.example() if is_plain(data) else next(data.once())
-    return make_eval_step(
-        spec, run.loss, batch, compute_dtype=run.compute_dtype, traced=step.traced
-    )
+    step = make_eval_step(spec, run.loss, batch, compute_dtype=run.compute_dtype)
+    sizes = _evaluation_sizes(data)
+    if sizes:
+        step.check_sizes(sizes)
+    return step
+
+
+def _evaluation_sizes(data: Batches | None) -> set[int]:
+    """Return the different batch sizes of an evaluation; empty if it has a single batch."""
+    if data is None or not is_plain(data):
+        return set()
+    count, size = len(data.source), data.batch_size
+    if count <= size:
+        return set()
+    return {size, count % size} - {0}
+
+
+def _evaluation_findings(run: Run, step: EvalStep | None) -> list[Finding]:
+    sizes = _evaluation_sizes(run.eval_data)
+    if step is None or not sizes:
+        return []
+    return [
+        Finding(
+            "metric-of-batches",
+            f"eval_{name} is a mean over batches, not over examples: {reason}",
+            "Return Mean(total, weight) to make it exact.",
+        )
+        for name, reason in step.inexact(sizes).items()
+    ]
 
 
 def describe_state(run: Run) -> StateSpec:
@@ -391,7 +432,8 @@ def describe_state(run: Run) -> StateSpec:
         ConfigError: if mesh, model, rules and optimizer do not fit together.
     """
     try:
-        return abstract_state(run.model, run.optimizer, run.mesh, run.rules)
+        spec = abstract_state(run.model, run.optimizer, run.mesh, run.rules, run.wrt)
+        return spec.computing_in(run.compute_dtype)
     except ShardwiseError:
         raise
     except Exception as error:
@@ -407,6 +449,7 @@ def describe_run(run: Run, prepared: Prepared) -> Json:
     """
     return {
         "model": _describe_model(prepared.spec),
+        "loss": _describe_loss(prepared.step),
         "data": _describe_data(run, prepared),
         "lr": prepared.rates,
         "optimizer": _describe_optimizer(run.optimizer, prepared.spec.abstract.params),
@@ -434,6 +477,15 @@ def _describe_data(run: Run, prepared: Prepared) -> Json | str:
     if fingerprint is not None:
         described["batches"] = fingerprint()
     return described
+
+
+def _describe_loss(step: TrainStep) -> Json:
+    """Return what identifies the computation of loss and model, and the shapes it is for."""
+    batch = {
+        name: f"{leaf.dtype}{list(leaf.shape)}"
+        for name, leaf in named_leaves(step.traced.shapes).items()
+    }
+    return {"fingerprint": step.traced.fingerprint, "batch": batch}
 
 
 def _describe_model(spec: StateSpec) -> Json:

@@ -5,17 +5,19 @@ description, and nothing else changes.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from shardwise.errors import ConfigError, ShardwiseError, where
 from shardwise.mesh import make_mesh
 from shardwise.module import (
+    Filter,
     ModelFactory,
     ModuleDef,
     Pure,
@@ -66,6 +68,7 @@ class StateSpec:
         other: the placement of each variable in `TrainState.other`, by name.
         opt_state: the placement of each leaf of the optimizer state, by name.
         frozen: the placement of each frozen parameter, by name.
+        wrt: which variables are trained.
     """
 
     factory: ModelFactory
@@ -78,6 +81,7 @@ class StateSpec:
     other: Mapping[str, Placement]
     opt_state: Mapping[str, Placement]
     frozen: Mapping[str, Placement] = field(default_factory=dict)
+    wrt: Filter = nnx.Param
 
     @property
     def shardings(self) -> TrainState:
@@ -93,6 +97,15 @@ class StateSpec:
         """Return the sharding of a parameter where the loss uses it, see `sharding.at_use`."""
         placement = self.frozen[path] if path in self.frozen else self.params[path]
         return self.sharding(at_use(placement.spec, self.rules))
+
+    def computing_in(self, dtype: DTypeLike | None) -> "StateSpec":
+        """Return the description of a state whose model computes in `dtype`.
+
+        Args:
+            dtype: the dtype of layers and of parameters where the model reads them. The state keeps
+                its dtypes. None leaves both to the model.
+        """
+        return replace(self, definition=self.definition.computing_in(dtype))
 
     def module(self, state: TrainState, key: jax.Array | None = None) -> nnx.Module:
         """Return the model with the arrays of `state`.
@@ -129,6 +142,7 @@ def abstract_state(
     optimizer: optax.GradientTransformation,
     mesh: Mesh | str,
     rules: Rules | None = None,
+    wrt: Filter = nnx.Param,
 ) -> StateSpec:
     """Describe the state of a model and an optimizer on a mesh. Nothing is allocated or compiled.
 
@@ -137,6 +151,8 @@ def abstract_state(
         optimizer: any Optax optimizer.
         mesh: a mesh, or a text for `make_mesh`.
         rules: how arrays are sharded; `Rules()` if None.
+        wrt: the variables that are trained, as an NNX filter. All others are part of the state, and
+            change only if the loss assigns to them.
 
     Raises:
         ConfigError: if the model cannot be built, or if a rule or an annotation does not fit the
@@ -157,7 +173,7 @@ def abstract_state(
     definitions: list[ModuleDef] = []
 
     def create() -> TrainState:
-        definition, state = _create(model, optimizer, jax.random.key(0))
+        definition, state = _create(model, optimizer, jax.random.key(0), wrt)
         definitions.append(definition)
         return state
 
@@ -192,6 +208,7 @@ def abstract_state(
         other,
         opt_state,
         frozen,
+        wrt,
     )
 
 
@@ -222,7 +239,7 @@ def init_state(spec: StateSpec, seed: int) -> TrainState:
     """
 
     def create(key: jax.Array) -> TrainState:
-        return _create(spec.factory, spec.optimizer, key)[1]
+        return _create(spec.factory, spec.optimizer, key, spec.wrt)[1]
 
     # On CPUs, XLA vectorizes a shard that is narrower than a vector register in another way than
     # the complete array, and rounds normal draws differently (jax 0.12.0). Level 1 does not
@@ -235,7 +252,10 @@ def init_state(spec: StateSpec, seed: int) -> TrainState:
 
 
 def _create(
-    factory: ModelFactory, optimizer: optax.GradientTransformation, key: jax.Array
+    factory: ModelFactory,
+    optimizer: optax.GradientTransformation,
+    key: jax.Array,
+    wrt: Filter,
 ) -> tuple[ModuleDef, TrainState]:
     """Build model and optimizer state. Traced once for shapes, and compiled once for arrays."""
     try:
@@ -244,7 +264,7 @@ def _create(
         raise
     except Exception as error:
         raise ConfigError(f"the model cannot be built: {where(error)}") from error
-    definition, params, other = split_module(module)
+    definition, params, other = split_module(module, wrt)
     state = TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,

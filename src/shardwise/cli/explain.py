@@ -24,7 +24,7 @@ def main(args: list[str], shared: argparse.Namespace) -> tuple[Json, int]:
     from shardwise.state import abstract_state
 
     mesh = make_mesh(run.mesh)
-    spec = abstract_state(run.model, run.optimizer, mesh, run.rules)
+    spec = abstract_state(run.model, run.optimizer, mesh, run.rules, run.wrt)
     console = Console(width=None if sys.stdout.isatty() else 160)
     kinds = {
         "parameters": spec.params,

@@ -210,7 +210,7 @@ def live_values(opt_state: OptState) -> dict[str, jax.Array]:
         groups = [
             keys[i + 1] for i, key in enumerate(keys[:-1]) if key == "inner_states"
         ]
-        if keys[-1] == "learning_rate":
+        if keys[-1:] == ["learning_rate"]:
             values["/".join(["lr", *groups])] = leaf
         elif keys[-2:-1] == ["recorded"]:
             values["/".join([keys[-1], *groups])] = leaf
