@@ -127,16 +127,28 @@ class ModuleDef:
         module: nnx.Module = nnx.merge(self.graphdef, nnx.from_flat_state(values))
         if self.compute_dtype is not None:
             compute_in(module, self.compute_dtype)
-            if hooks is None:
-                cast = cast_hook(self.compute_dtype)
-                paths = (*self.params, *self.frozen)
-                hooks = {path_name(path): cast for path in paths}
-        if hooks:
+        if hooks or self.compute_dtype is not None:
             for path, variable in nnx.to_flat_state(nnx.state(module)):
-                hook = hooks.get(path_name(path))
+                if hooks is None:
+                    hook = self._cast(path, variable)
+                else:
+                    hook = hooks.get(path_name(path))
                 if hook is not None:
                     variable.set_metadata(on_get_value=hook)
         return module
+
+    def _cast(
+        self, path: KeyPath, variable: nnx.Variable[jax.Array]
+    ) -> AccessHook | None:
+        """Return the hook that casts a parameter; other variables have none."""
+        is_parameter = (
+            path in self.params
+            or path in self.frozen
+            or isinstance(variable, nnx.Param)
+        )
+        if self.compute_dtype is None or not is_parameter:
+            return None
+        return cast_hook(self.compute_dtype)
 
     def computing_in(self, dtype: DTypeLike | None) -> "ModuleDef":
         """Return the definition of the module that computes in `dtype`; None for its own."""

@@ -104,10 +104,10 @@ class Run:
         micro_batches: what accumulation does with a loss that combines examples with each other,
             such as batch statistics or a contrastive loss. "exact" refuses it, because the result
             would change. "separate" computes it within each micro-batch, and averages.
-        compute_dtype: the dtype in which the model computes, for example "bfloat16". The model reads
-            its parameters in it, and layers of Flax without a `dtype` cast their inputs to it. The
-            batch, the parameters and the optimizer state keep their own dtypes. None uses those of
-            parameters and inputs.
+        compute_dtype: the dtype in which the model computes, for example "bfloat16". The model
+            reads its parameters in it, and layers of Flax without a `dtype` cast their inputs to
+            it. The batch, the parameters and the optimizer state keep their own dtypes. None uses
+            those of parameters and inputs.
         wrt: the variables that are trained, as an NNX filter, for example
             `nnx.All(nnx.Param, nnx.Not(nnx.PathContains("teacher")))`. All others are part of the
             state, and change only if the loss assigns to them.

@@ -12,12 +12,18 @@ from jax.typing import ArrayLike
 from shardwise.data.layout import batch_shapes, num_rows
 from shardwise.errors import ConfigError, ShardwiseError, where
 from shardwise.findings import Finding
-from shardwise.flops import calls_function, count_jaxpr_flops
+from shardwise.flops import (
+    MatmulDtypes,
+    calls_function,
+    count_jaxpr_flops,
+    matmul_dtypes,
+)
 from shardwise.loss.contract import Loss, call_loss, named_metrics
 from shardwise.loss.dependence import Dependence, analyze
 from shardwise.loss.fingerprint import jaxpr_fingerprint
 from shardwise.loss.value import Kind, Value
 from shardwise.metrics import Mean
+from shardwise.precision import find_other_dtypes
 from shardwise.state import StateSpec, TrainState
 from shardwise.tree import Batch, named_leaves
 
@@ -57,6 +63,7 @@ class TracedLoss:
         shapes: shapes and dtypes of the batch that the loss was traced with.
         metrics: "loss", then the additional metrics, by name.
         flops: floating-point operations of one forward pass.
+        matmuls: the dtypes of these operations.
         items: the sum of the weights of one batch, for example its number of tokens; masks count as
             all ones. None if the sum is only known when the step runs.
         has_barrier: whether the forward pass calls `stream_barrier` of `kernels.norm`.
@@ -67,6 +74,7 @@ class TracedLoss:
     shapes: Batch
     metrics: Mapping[str, TracedMetric]
     flops: float
+    matmuls: MatmulDtypes
     items: int | None
     has_barrier: bool
     fingerprint: str
@@ -144,6 +152,7 @@ def trace_loss(
         raise ConfigError(
             f"the loss failed for a batch of {', '.join(arrays)}: {where(error)}"
         ) from error
+    matmuls = matmul_dtypes(closed.jaxpr)
     dependence = _analyze(closed, arguments, rows)
     values = dependence.outputs
     metrics = {
@@ -154,10 +163,14 @@ def trace_loss(
         shapes=shapes,
         metrics=metrics,
         flops=count_jaxpr_flops(closed.jaxpr),
+        matmuls=matmuls,
         items=items[-1],
         has_barrier=calls_function(closed.jaxpr, "stream_barrier"),
         fingerprint=jaxpr_fingerprint(closed),
-        findings=_findings(dependence),
+        findings=(
+            *_findings(dependence),
+            *find_other_dtypes(matmuls, spec.definition.compute_dtype),
+        ),
     )
 
 
