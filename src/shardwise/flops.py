@@ -17,7 +17,7 @@ import jax
 from jax.extend import core
 
 from shardwise.errors import PACKAGE, is_library
-from shardwise.text import show_share
+from shardwise.text import show_matmuls
 from shardwise.tree import PyTree
 
 JAX = str(Path(jax.__file__).parent)
@@ -71,26 +71,9 @@ class MatmulDtypes:
     lines: Mapping[str, str]
     unasked_lines: Mapping[str, str]
 
-    def share(self, dtype: str) -> float:
-        """Return the share of operations with operands of `dtype`; 0.0 if there are none at all."""
-        total = sum(self.flops.values())
-        return self.flops.get(dtype, 0.0) / total if total else 0.0
-
     def __str__(self) -> str:
         """Return a text such as "matmuls: 93 % bfloat16, 7 % float32 (model.py:41)"."""
-        dtypes = list(self.flops)
-        if not dtypes:
-            return "no matmuls"
-        if len(dtypes) == 1:
-            return f"matmuls in {dtypes[0]}"
-        parts, total = [], sum(self.flops.values())
-        for dtype in dtypes:
-            part = f"{show_share(self.flops[dtype], total)} {dtype}"
-            # The line is of interest for the exceptions only.
-            if dtype != dtypes[0] and dtype in self.lines:
-                part += f" ({self.lines[dtype]})"
-            parts.append(part)
-        return f"matmuls: {', '.join(parts)}"
+        return show_matmuls(self.flops, self.lines)
 
 
 def matmul_dtypes(jaxpr: core.Jaxpr) -> MatmulDtypes:

@@ -6,7 +6,8 @@ This module imports no JAX, so that commands which only display something start 
 import datetime
 import difflib
 import math
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 # A JSON object as `json.loads` returns it.
@@ -63,6 +64,22 @@ def show_short_time(seconds: float) -> str:
 def show_share(part: float, whole: float) -> str:
     """Return `part` as a percentage of `whole`; a dash if `whole` is 0."""
     return f"{100 * part / whole:.1f} %" if whole else NONE
+
+
+def show_matmuls(flops: Mapping[str, float], lines: Mapping[str, str]) -> str:
+    """Return the dtypes of matmuls: "matmuls: 93.0 % bfloat16, 7.0 % float32 (model.py:41)".
+
+    Args:
+        flops: operations by dtype, most operations first.
+        lines: a place in the code by dtype. It is shown for all dtypes but the first.
+    """
+    if len(flops) < 2:
+        return f"matmuls in {next(iter(flops))}" if flops else "no matmuls"
+    total = sum(flops.values())
+    parts = [f"{show_share(part, total)} {dtype}" for dtype, part in flops.items()]
+    places = [f" ({lines[dtype]})" if dtype in lines else "" for dtype in flops]
+    texts = [parts[0], *map(operator.add, parts[1:], places[1:])]
+    return f"matmuls: {', '.join(texts)}"
 
 
 def show_number(value: float) -> str:

@@ -9,7 +9,7 @@ from rich.table import Table
 from shardwise.mesh import show_sizes
 from shardwise.plan.plan import Plan, Times
 from shardwise.plan.search import Candidate, Entry, Search, Status
-from shardwise.text import show_bytes, show_count, show_seconds
+from shardwise.text import show_bytes, show_count, show_matmuls, show_seconds
 
 MAX_BUFFERS = 8
 SECONDS_PER_MONTH = 30 * 86400
@@ -29,7 +29,8 @@ def show_plan(console: Console, plan: Plan) -> None:
     _print_line(
         console,
         f"per step: {show_count(plan.flops, ' ')}FLOP per device (model: {model_flops}FLOP), "
-        f"{show_bytes(plan.bytes)} of memory traffic per device, {plan.items:,} {plan.unit}",
+        f"{show_bytes(plan.bytes)} of memory traffic per device, {plan.items:,} {plan.unit}, "
+        f"{show_matmuls(plan.matmul_flops, plan.matmul_lines)}",
     )
     if plan.times is not None:
         _print_line(console, _estimate_line(plan, plan.times))

@@ -458,6 +458,8 @@ class _KnownFields(TypedDict):
     unit: str
     num_params: int
     model_flops: float
+    matmul_flops: dict[str, float]
+    matmul_lines: dict[str, str]
     peak_flops: float | None
     leaves: list[PlannedLeaf]
 
@@ -469,6 +471,8 @@ def _known_fields(run: Run, prepared: Prepared) -> _KnownFields:
         "unit": run.unit,
         "num_params": prepared.spec.num_params,
         "model_flops": prepared.flops,
+        "matmul_flops": dict(prepared.step.traced.matmuls.flops),
+        "matmul_lines": dict(prepared.step.traced.matmuls.lines),
         "peak_flops": prepared.peak_flops,
         "leaves": [
             _planned_leaf(placement) for placement in prepared.spec.params.values()

@@ -46,7 +46,7 @@ SOURCES = {
         "mfu",
         "limit",
     ],
-    "trace": ["model_flops", "leaves", "items"],
+    "trace": ["model_flops", "matmul_flops", "matmul_lines", "leaves", "items"],
 }
 
 
@@ -184,6 +184,8 @@ class Plan:
         peak_flops: peak FLOP per second of all devices, or None if it is unknown.
         leaves: the parameters and their shardings.
         unknown_kernels: number of calls of each custom kernel whose FLOP are unknown.
+        matmul_flops: FLOP of the forward pass by the dtype of the operands, largest first.
+        matmul_lines: the line of the user's code with the most of them, by dtype.
         compile_seconds: seconds that tracing and compiling took.
         compile_memory: largest memory of the planning process so far, in bytes.
     """
@@ -208,6 +210,8 @@ class Plan:
     peak_flops: float | None
     leaves: list[PlannedLeaf]
     unknown_kernels: dict[str, int] = field(default_factory=dict)
+    matmul_flops: dict[str, float] = field(default_factory=dict)
+    matmul_lines: dict[str, str] = field(default_factory=dict)
     compile_seconds: float = 0.0
     compile_memory: float = 0.0
 

@@ -32,6 +32,7 @@ from shardwise.text import (
     Json,
     show_bytes,
     show_count,
+    show_matmuls,
     show_share,
     show_short_time,
 )
@@ -57,6 +58,8 @@ FIELD_NAMES = {
     "mfu": "MFU",
     "limit": "the memory limit",
     "model_flops": "FLOPs of the model",
+    "matmul_flops": "FLOPs by dtype",
+    "matmul_lines": "lines by dtype",
     "leaves": "the parameter layout",
     "items": "items per step",
 }
@@ -164,6 +167,7 @@ def _run_facts(plan: Plan) -> dict[str, str]:
         "parameters": f"{plan.num_params:,}",
         "FLOPs per device": f"{show_count(plan.flops, ' ')}FLOP per step, as compiled",
         "FLOPs of the model": f"{show_count(plan.model_flops, ' ')}FLOP per step, all devices",
+        "precision": escape(show_matmuls(plan.matmul_flops, plan.matmul_lines)),
         "memory traffic per device": f"{show_bytes(plan.bytes)} per step",
     }
 

@@ -118,7 +118,7 @@ def headline(console: Console, prepared: Prepared) -> None:
         f"[bold]{show_count(spec.num_params)} parameters[/]{frozen} on mesh "
         f"[bold]{mesh_text(spec.mesh)}[/] ({spec.mesh.devices.flat[0].device_kind}), "
         f"{show_bytes(spec.bytes_per_device)} of state per device, "
-        f"{show_count(prepared.flops, ' ')}FLOP per step",
+        f"{show_count(prepared.flops, ' ')}FLOP per step, {prepared.step.traced.matmuls}",
         soft_wrap=True,
     )
     layout = prepared.step.layout
