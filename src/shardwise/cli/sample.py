@@ -244,6 +244,7 @@ def _load_model(source: Source, options: argparse.Namespace) -> "nnx.Module":
     else:
         mesh = make_mesh(options.mesh)
     spec = abstract_state(source.factory, optax.identity(), mesh, source.rules)
+    spec = spec.computing_in(options.dtype)
     init = InitFrom(source.path, average=options.average, cast=True)
     state, _ = load_initial(init, spec, seed=0)
 
