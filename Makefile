@@ -6,7 +6,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The main job is sized for a laptop; say JAX_PLATFORMS=cuda make run to use a GPU.
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: run test test-312 test-jax-0.11 browser slurm test-slow test-trackers faults lint docs docs-serve bench bench-loop bench-optimizers bench-data bench-checkpoints bench-plan bench-plan-scale bench-weak-scaling bench-plan-search bench-published compare-optimizers clean
+.PHONY: run test test-312 test-jax-0.11 browser slurm test-slow test-trackers faults fuzz lint docs docs-serve bench bench-loop bench-optimizers bench-data bench-checkpoints bench-plan bench-plan-scale bench-weak-scaling bench-plan-search bench-published compare-optimizers clean
 
 run: $(VENV)/.run
 	$(BIN)/shardwise train recipes/stdlib_gpt.py
@@ -57,6 +57,11 @@ test-slow: slurm $(VENV)/.test test-jax-0.11
 
 faults: $(VENV)/.test
 	FAULTS_TABLE=docs/faults.md $(BIN)/python -m pytest tests/faults tests/hosts -m "faults or not faults" -s
+
+# Random models, losses, optimizers and meshes, compared with a loop of plain Flax and Optax, until
+# the time is over: make fuzz FUZZ_SECONDS=1800 FUZZ_SEED=1. One line of JSON per case.
+fuzz: $(VENV)/.test
+	$(BIN)/python -m tests.fuzz.fuzz --out build/fuzz.jsonl
 
 # Weights & Biases, MLflow and Trackio read back what a run wrote; half a gigabyte, so in an environment of its own.
 test-trackers:

@@ -19,7 +19,10 @@ class Case:
         tied: whether the head uses the embedding table; "tokens" only.
         annotate: sharding annotations of the kernels: "", "mesh" or "logical" names.
         frozen: a pattern of parameters that are not trained, or "".
+        wrt: the variables that are trained: "" for all parameters, "head" or "kernel" for those
+            with this name in their path, "kept" also for variables that are not parameters.
         param_dtype: the dtype of the parameters.
+        compute_dtype: the dtype in which the model reads parameters, or "".
         loss: the loss, see `problems.LOSSES`.
         metrics: additional metrics, of the same kinds as losses and some others.
         signature: the arguments of the loss: "", "rngs" or "step", in addition to model and batch.
@@ -30,6 +33,7 @@ class Case:
         examples: the number of examples of the source.
         batch_size: examples per batch.
         steps: training steps.
+        bad_step: the number of a step whose batch has a NaN, counted from 1; 0 for none.
         seed: the seed of data, parameters and random streams.
         accumulate: micro-batches per batch.
         separate: whether micro-batches may change the result, see `make_train_step`.
@@ -52,7 +56,9 @@ class Case:
     tied: bool = False
     annotate: str = ""
     frozen: str = ""
+    wrt: str = ""
     param_dtype: str = "float32"
+    compute_dtype: str = ""
     loss: str = "mean"
     metrics: tuple[str, ...] = ()
     signature: str = ""
@@ -63,6 +69,7 @@ class Case:
     examples: int = 16
     batch_size: int = 8
     steps: int = 3
+    bad_step: int = 0
     seed: int = 0
     accumulate: int = 1
     separate: bool = False
@@ -221,6 +228,9 @@ SEPARABLE = (
     "checkpointed",
     "reversed",
     "transposed",
+    "columns",
+    "param_rows",
+    "column_weights",
     "wrong_weight",
     "accuracy",
     "scalar_weight",
@@ -245,6 +255,9 @@ PADDABLE = (
     "gradient_penalty",
     "reversed",
     "transposed",
+    "columns",
+    "param_rows",
+    "column_weights",
     "wrong_weight",
     "top_rows",
     "above_mean",
@@ -388,7 +401,7 @@ def cases(draw: st.DrawFn) -> Case:
     loss = pick(losses[groups])
     batch_size = shards * accumulate * (1 if shards > 4 else 2)
     if one_in(2 if loss in PADDABLE else 12):
-        batch_size = draw(st.integers(max(accumulate, 4), 13))
+        batch_size = draw(st.sampled_from((4, 4, 5, 6, 7, 8, 8, 10, 13)))
     steps = draw(st.sampled_from((2, 3, 3, 4)))
     drive = pick(("steps", "steps", "fit"))
     resume_at = draw(st.integers(0, steps - 1)) if one_in(3) else 0
@@ -399,8 +412,10 @@ def cases(draw: st.DrawFn) -> Case:
         blocks=blocks,
         tied=stem == "tokens" and one_in(3),
         annotate=annotate,
-        frozen=pick(("stem/*", "blocks/0/*")) if one_in(8) and blocks else "",
-        param_dtype="bfloat16" if one_in(12) else "float32",
+        frozen=pick(("stem/*", "*bias", "*/linear/kernel")) if one_in(8) else "",
+        wrt=pick(("head", "kernel")) if one_in(8) else "",
+        param_dtype="bfloat16" if one_in(16) else "float32",
+        compute_dtype="bfloat16" if one_in(16) else "",
         loss=loss,
         metrics=tuple(draw(st.lists(st.sampled_from(METRICS), max_size=2, unique=True)))
         if one_in(3)
@@ -415,6 +430,7 @@ def cases(draw: st.DrawFn) -> Case:
         examples=batch_size + draw(st.integers(0, 9)),
         batch_size=batch_size,
         steps=steps,
+        bad_step=draw(st.integers(1, steps)) if one_in(10) else 0,
         seed=draw(st.integers(0, 99)),
         accumulate=accumulate,
         separate=one_in(5),

@@ -20,14 +20,14 @@ FLAGS = (
 )
 
 
-def prepare_jax() -> None:
-    """Choose 8 CPU devices and fast compilation. Call it before JAX starts."""
+def prepare_jax(num_devices: int = 8) -> None:
+    """Choose virtual CPU devices and fast compilation. Call it before JAX starts."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     from shardwise import use_cpu_devices
 
-    use_cpu_devices(8)
+    use_cpu_devices(num_devices)
 
 
 def draw_cases(seed: int, chunk: int = 16) -> Iterator[list]:
@@ -85,7 +85,10 @@ class Report:
         self.counts: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
         self.failures: dict[str, list] = {}
-        self._file = path.open("a", buffering=1) if path else None
+        self._file = None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", buffering=1)
 
     def add(self, case, outcome, seconds: float) -> None:
         self.counts[outcome.status] += 1

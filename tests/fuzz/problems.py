@@ -5,7 +5,7 @@ have a counterpart that is chained from Optax by hand.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from flax import nnx
 from tests.fuzz.cases import Case
 
 WIDTH, OUT, VOCAB, LENGTH = 8, 4, 12, 4
-LR = 0.05
+LR = 0.02
 # Uniform numbers compile faster than normal ones.
 INIT = nnx.initializers.variance_scaling(1.0, "fan_in", "uniform")
 
@@ -29,6 +29,15 @@ INIT = nnx.initializers.variance_scaling(1.0, "fan_in", "uniform")
 def make_model(case: Case) -> Callable[[nnx.Rngs], nnx.Module]:
     """Return the model factory of a case."""
     return lambda rngs: Net(case, rngs)
+
+
+def make_wrt(case: Case) -> Any:
+    """Return the filter of the variables that are trained."""
+    if case.wrt == "kept":
+        return nnx.Any(nnx.Param, nnx.PathContains("average"))
+    if case.wrt:
+        return nnx.All(nnx.Param, nnx.PathContains(case.wrt))
+    return nnx.Param
 
 
 class Net(nnx.Module):
@@ -547,7 +556,7 @@ def _by_class(f: Facts) -> Term:
 
 def _segments(f: Facts) -> Term:
     classes = (f.w > 1).astype(jnp.int32)
-    return Scalar((jax.ops.segment_sum(f.rows, classes, 2) ** 2).mean())
+    return Scalar(0.01 * (jax.ops.segment_sum(f.rows, classes, 2) ** 2).mean())
 
 
 def _scanned(f: Facts) -> Term:
@@ -596,6 +605,12 @@ def _above_mean(f: Facts) -> Term:
     return Weighted(f.rows * is_bad, is_bad)
 
 
+def _some_param(f: Facts) -> jax.Array:
+    """Return a vector of parameters, which may be as long as the batch."""
+    leaves = jax.tree.leaves(nnx.state(f.model.stem, nnx.Param))
+    return leaves[0].reshape(-1)[:WIDTH].astype(jnp.float32)
+
+
 def _pairs(f: Facts) -> Term:
     """One entry per pair of neighbors."""
     rows = jnp.concatenate([f.rows, f.rows[:1]]) if len(f.rows) % 2 else f.rows
@@ -623,11 +638,14 @@ TERMS: dict[str, Callable[[Facts], Term]] = {
     "checkpointed": lambda f: Weighted(jax.checkpoint(jnp.tanh)(f.rows)),
     "reversed": lambda f: Weighted(f.rows[::-1] * f.w[::-1], f.w[::-1]),
     "transposed": lambda f: Weighted((f.errors * f.m).T, f.m.T),
-    "wrong_weight": lambda f: Weighted(f.rows * f.w[::-1], f.w),
+    "wrong_weight": lambda f: Weighted(f.rows * f.w[::-1], f.w + 0.5),
+    "columns": lambda f: Weighted(f.errors.mean(0)),
+    "param_rows": lambda f: Weighted(f.rows.mean() + _some_param(f) ** 2),
+    "column_weights": lambda f: Weighted((f.errors * f.m).sum(0), f.m.sum(0)),
     "accuracy": lambda f: Weighted(f.features.argmax(1) % 2 == 0),
     "sum_over_sqrt": lambda f: Scalar(f.errors.sum() / len(f.rows) ** 0.5),
     "column_max": lambda f: Scalar(f.errors.mean(0).max()),
-    "squared_sums": lambda f: Scalar((f.errors.sum(0) ** 2).mean()),
+    "squared_sums": lambda f: Scalar(0.01 * (f.errors.sum(0) ** 2).mean()),
     "abs_mean": lambda f: Scalar(jnp.abs(f.features.mean())),
     "hinge_mean": lambda f: Scalar(jax.nn.relu(f.errors.mean() - 0.5)),
     "product": lambda f: Scalar(f.errors.mean() * f.w.mean()),
@@ -909,6 +927,18 @@ def plain_batches(case: Case) -> list[Any]:
         indices = np.arange(step * case.batch_size, (step + 1) * case.batch_size)
         indices %= case.examples
         batches.append(pack(case, {k: v[indices] for k, v in arrays.items()}))
+    return spoiled(case, batches)
+
+
+def spoiled(case: Case, batches: list[Any]) -> list[Any]:
+    """Return the batches with a NaN in that of the bad step."""
+    if not case.bad_step or case.stem == "tokens":
+        return batches
+    batches = list(batches)
+    bad = jax.tree.map(np.array, batches[case.bad_step - 1])
+    x, *_ = unpack(case, bad)
+    x[-1] = np.nan
+    batches[case.bad_step - 1] = bad
     return batches
 
 
@@ -917,6 +947,11 @@ def make_data(case: Case) -> Any:
     from shardwise import Batches
 
     arrays = make_arrays(case, case.examples, case.seed)
+    if case.bad_step and case.data in ("batches", "unshuffled", "list"):
+        # The NaN is in a batch, not in an example, which comes again in the next epoch.
+        data = make_data(replace(case, bad_step=0))
+        batches = spoiled(case, [data(step) for step in range(case.steps)])
+        return lambda step: batches[step]
     if case.data == "batches":
         return Batches(arrays, case.batch_size, seed=case.seed)
     if case.data == "unshuffled":
@@ -929,7 +964,7 @@ def make_data(case: Case) -> Any:
         return Batches(items, case.batch_size, seed=case.seed)
     batches = plain_batches(case)
     if case.data == "iterator":
-        return batches
+        return _Iterable(batches)
     if case.data == "generator":
         return iter(batches)
     if case.data == "jax":
@@ -939,6 +974,16 @@ def make_data(case: Case) -> Any:
     if case.data == "reuse":
         return _reusing(batches)
     return lambda step: batches[step]
+
+
+@dataclass(frozen=True)
+class _Iterable:
+    """Batches that can be read more than once, but not by step."""
+
+    batches: list[Any]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
 
 
 def _view(array: np.ndarray) -> np.ndarray:

@@ -19,6 +19,7 @@ from tests.fuzz.problems import (
     make_model,
     make_optimizer,
     make_terms,
+    make_wrt,
 )
 
 Arrays = dict[str, np.ndarray]
@@ -65,18 +66,24 @@ class Reference:
         self.eval_def, _ = nnx.split(model)
         model.train()
         self.paths = {}
+        # The parameters that the model reads in the dtype of computation.
+        self.cast: set[str] = set()
+        is_trained = nnx.filterlib.to_predicate(make_wrt(case))
         self.params: dict[str, Any] = {}
         self.frozen: dict[str, Any] = {}
         self.other: dict[str, Any] = {}
         for path, variable in nnx.to_flat_state(state):
             name = "/".join(map(str, path))
             self.paths[name] = path
-            if not isinstance(variable, nnx.Param):
-                group = self.other
-            elif case.frozen and fnmatch.fnmatch(name, case.frozen):
+            is_param = isinstance(variable, nnx.Param)
+            if is_param:
+                self.cast.add(name)
+            if is_param and case.frozen and fnmatch.fnmatch(name, case.frozen):
                 group = self.frozen
-            else:
+            elif is_trained(path, variable):
                 group = self.params
+            else:
+                group = self.other
             group[name] = _value(variable)
         _, self.optimizer, self.eval_params = make_optimizer(case)
         self.terms = make_terms(case)
@@ -97,6 +104,10 @@ class Reference:
 
     def _merge(self, definition: Any, params: Any, other: Any) -> nnx.Module:
         values = {**params, **self.frozen, **other}
+        if self.case.compute_dtype:
+            dtype = jnp.dtype(self.case.compute_dtype)
+            names = (self.cast - set(other)) & set(values)
+            values |= {name: values[name].astype(dtype) for name in names}
         state = nnx.from_flat_state((self.paths[k], v) for k, v in values.items())
         return nnx.merge(definition, state)
 
@@ -110,7 +121,7 @@ class Reference:
         }
         other = {name: new[name] for name in other}
         # A forward pass may write parameters, as `nnx.SpectralNorm` does.
-        params = {name: new[name] for name in params}
+        params = {name: new[name].astype(params[name].dtype) for name in params}
         total, weight = reduce_term(loss, self.count)
         sums = {k: reduce_term(v, self.count) for k, v in metrics.items()}
         return total, (weight, sums, other, params)
@@ -133,9 +144,10 @@ class Reference:
         self, params: Any, opt_state: Any, other: Any, batch: Any, step: Any
     ) -> Any:
         """Return the new parameters, optimizer state and variables, and the metrics."""
+        before = params, opt_state, other
         grads, loss, values, other, params = self._gradients(params, other, batch, step)
         optimizer = optax.with_extra_args_support(self.optimizer)
-        updates, opt_state = optimizer.update(
+        updates, new_opt_state = optimizer.update(
             grads, opt_state, params, value=loss, grad=grads
         )
         metrics = {
@@ -146,6 +158,12 @@ class Reference:
         }
         params = optax.apply_updates(params, updates)
         metrics["param_norm"] = _norm(params)
+        # A step with a NaN changes nothing.
+        is_good = jnp.isfinite(loss + metrics["grad_norm"])
+        new, old = (params, new_opt_state, other), before
+        params, opt_state, other = jax.tree.map(
+            lambda n, o: jnp.where(is_good, n, o), new, old
+        )
         return params, opt_state, other, metrics
 
     def _evaluate_batch(self, params: Any, other: Any, batch: Any, step: Any) -> Any:

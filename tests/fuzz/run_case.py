@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from rich.console import Console
 
 from shardwise import (
@@ -47,6 +48,7 @@ from tests.fuzz.problems import (
     make_model,
     make_optimizer,
     make_terms,
+    make_wrt,
     pack,
     plain_batches,
     unpack,
@@ -71,8 +73,9 @@ class Outcome:
     """How a case ended.
 
     Attributes:
-        status: "same", "refused", "different", "error", "nonfinite", or "micro" for a model with
-            batch statistics that does what a loop by hand does with each micro-batch alone.
+        status: "same", "refused", "different", "error", "nonfinite" (or diverging), or "micro" for
+            a model with batch statistics that does what a loop by hand does with each micro-batch
+            alone.
         detail: the first differences, or the message.
         kind: a short text that is equal for outcomes of the same cause.
     """
@@ -82,8 +85,16 @@ class Outcome:
     kind: str = ""
 
 
-def run_case(case: Case) -> Outcome:
-    """Run a case both ways and compare."""
+def run_case(case: Case, folder: Path | None = None) -> Outcome:
+    """Run a case both ways and compare.
+
+    Args:
+        case: the case.
+        folder: the parent of the run directory; it must be the same for all processes. It is
+            removed if it is not given.
+    """
+    if folder is not None:
+        return _run_case(case, folder)
     folder = Path(tempfile.mkdtemp(prefix="shardwise-fuzz-"))
     try:
         return _run_case(case, folder)
@@ -133,6 +144,8 @@ def _compare_by_hand(case: Case, ours: Trace | Exception, folder: Path) -> Outco
         except ShardwiseError as error:
             text = str(error)
             return Outcome("refused", text, f"on one device: {message_class(text)}")
+        if not is_finite(case, expected):
+            return Outcome("nonfinite")
         found = differences(case, expected, ours)
         if found:
 
@@ -146,9 +159,7 @@ def _compare_by_hand(case: Case, ours: Trace | Exception, folder: Path) -> Outco
     evaluate_after = evaluation_steps(case)
     reference = Reference(case, by_micro_batches=case.separate)
     if isinstance(ours, Exception):
-        expected = reference.train(batches)
-        finite = all(math.isfinite(x["loss"]) for x in expected.steps)
-        if finite and all(math.isfinite(x["grad_norm"]) for x in expected.steps):
+        if is_finite(case, reference.train(batches)):
             return Outcome("different", f"by hand all is finite: {ours}", "nonfinite")
         return Outcome("nonfinite", str(ours))
     # A run by `fit` does not show its initial state.
@@ -157,6 +168,8 @@ def _compare_by_hand(case: Case, ours: Trace | Exception, folder: Path) -> Outco
     if wrong or (ours.initial and not set(far) >= set(reference.params)):
         return Outcome("different", f"initial values differ: {wrong}", "init")
     expected = reference.train(batches, evaluate_after)
+    if not is_finite(case, expected):
+        return Outcome("nonfinite")
     found = differences(case, expected, ours)
     if not found:
         return Outcome("same")
@@ -236,6 +249,8 @@ def differences(case: Case, expected: Trace, ours: Trace) -> list[Difference]:
     found = []
     for key, a in want.items():
         stage = key[2] if key[0] == "step" else key[0]
+        if key[:2] == ("step", str(case.bad_step)):
+            continue
         if any(f"metric '{key[-1]}' is averaged" in text for text in ours.warnings):
             continue
         if key not in have:
@@ -298,11 +313,20 @@ def is_stateful(case: Case) -> bool:
     return any(name in case.blocks for name in cases.STATEFUL)
 
 
-def is_half(case: Case) -> bool:
-    return case.param_dtype != "float32" or "half_precision" in (
-        case.loss,
-        *case.metrics,
+def is_finite(case: Case, trace: Trace) -> bool:
+    """Return whether a run has not diverged, so that rounding errors stay small."""
+    first = trace.steps[0]["grad_norm"]
+    limit = 100 * max(first, 1) if math.isfinite(first) else 100
+    return all(
+        math.isfinite(x["loss"] + x["grad_norm"]) and x["grad_norm"] <= limit
+        for n, x in enumerate(trace.steps, 1)
+        if n != case.bad_step
     )
+
+
+def is_half(case: Case) -> bool:
+    is_lossy = "half_precision" in (case.loss, *case.metrics)
+    return is_lossy or case.param_dtype != "float32" or case.compute_dtype != ""
 
 
 def is_padded(case: Case) -> bool:
@@ -388,7 +412,9 @@ def train(case: Case, folder: Path, change: Change | None = None) -> Trace:
     model = make_model(case)
     if case.frozen:
         model = freeze(model, case.frozen)
+    options: dict[str, Any] = {"wrt": make_wrt(case)} if case.wrt else {}
     parts = {
+        **options,
         "model": model,
         "loss": make_loss(case),
         "optimizer": make_optimizer(case)[0],
@@ -405,7 +431,11 @@ def _by_steps(case: Case, parts: dict[str, Any], change: Change | None) -> Trace
     state: Any = None
     for mesh, until in _legs(case):
         spec = abstract_state(
-            parts["model"], parts["optimizer"], mesh_of(mesh), parts["rules"]
+            parts["model"],
+            parts["optimizer"],
+            mesh_of(mesh),
+            parts["rules"],
+            **({"wrt": parts["wrt"]} if case.wrt else {}),
         )
         step = make_train_step(
             spec,
@@ -414,6 +444,7 @@ def _by_steps(case: Case, parts: dict[str, Any], change: Change | None) -> Trace
             seed=case.seed,
             accumulate=case.accumulate,
             norms=case.norms,
+            compute_dtype=case.compute_dtype or None,
             **_micro_batches(case),
         )
         for finding in step.traced.findings:
@@ -428,7 +459,12 @@ def _by_steps(case: Case, parts: dict[str, Any], change: Change | None) -> Trace
             trace.steps.append({k: float(v) for k, v in metrics.items()})
     if case.eval_examples:
         batches = list(eval_batches(case))
-        eval_step = make_eval_step(spec, parts["loss"], batches[0])
+        eval_step = make_eval_step(
+            spec,
+            parts["loss"],
+            batches[0],
+            compute_dtype=case.compute_dtype or None,
+        )
         source: Any = batches
         if case.structure == "dict" and case.seed % 2:
             source = eval_source(case)
@@ -473,6 +509,8 @@ def _by_fit(case: Case, parts: dict[str, Any], folder: Path) -> Trace:
             seed=case.seed,
             accumulate=case.accumulate,
             norms=case.norms,
+            compute_dtype=case.compute_dtype or None,
+            on_nonfinite="skip",
             **_micro_batches(case),
             eval_data=eval_source(case) if case.eval_examples else None,
             eval_every=case.eval_every,
@@ -532,14 +570,25 @@ class _Packed(Batches):
 def _arrays(state: Any) -> dict[str, np.ndarray]:
     named = {**named_leaves(state.params), **named_leaves(state.other)}
     named |= named_leaves(state.frozen)
-    return {name: np.array(value) for name, value in named.items()}
+    return {name: np.array(_whole(value)) for name, value in named.items()}
 
 
 def _add_final(trace: Trace, state: Any) -> None:
-    frozen = named_leaves(state.frozen)
-    trace.params = to_host({**named_leaves(state.params), **frozen})
-    trace.other = to_host(named_leaves(state.other))
+    params, other, frozen = (
+        {name: _whole(value) for name, value in named_leaves(part).items()}
+        for part in (state.params, state.other, state.frozen)
+    )
+    trace.params = to_host({**params, **frozen})
+    trace.other = to_host(other)
+
+
+def _whole(array: jax.Array) -> Any:
+    """Return an array of which this process may hold a part only."""
+    if array.is_fully_addressable:
+        return array
+    return multihost_utils.process_allgather(array, tiled=True)
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float)
+    # Non-finite numbers are written as text.
+    return isinstance(value, int | float) or value in ("nan", "inf", "-inf")
