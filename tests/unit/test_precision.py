@@ -347,7 +347,20 @@ def test_raw_matmuls_of_float32_inputs_stay_float32_and_are_found():
             return x @ self.kernel[...]
 
     _, _, step = on_one_device(Raw)
-    forward = jax.make_jaxpr(lambda state: step.spec.module(state)(INPUTS))
-    found = matmul_dtypes(forward(step.spec.abstract).jaxpr)
-    line = Raw.__call__.__code__.co_firstlineno + 1
-    assert found.unasked_lines == {"float32": f"test_precision.py:{line}"}
+    found = step.traced.matmuls
+    line = f"test_precision.py:{Raw.__call__.__code__.co_firstlineno + 1}"
+    assert found.unasked_lines == {"float32": line}
+    (finding,) = step.traced.findings
+    assert finding.name == "matmul-dtype"
+    assert f"100.0 % of the matmul FLOPs are in float32 ({line})" in finding.fact
+    # Without a compute dtype, float32 is what the user asked for.
+    assert not on_one_device(Raw, None)[2].traced.findings
+
+
+def test_a_model_whose_layers_all_have_another_dtype_is_found():
+    def model(rngs):
+        return MLP(rngs, dtype=jnp.float32)
+
+    (finding,) = on_one_device(model)[2].traced.findings
+    assert "100.0 % of the matmul FLOPs are in float32" in finding.fact
+    assert not on_one_device(MLP)[2].traced.findings
