@@ -63,7 +63,11 @@ WRONG = {
         "wrong: grain loader @ data=8": DIFFERENT,
     },
 }
-LATER = {"wrong: later @ data=8": "batch 2: process 0 and process 1 supplied different"}
+# Cases that differ from a later step on.
+LATER = {
+    "wrong: later @ data=8": "batch 2: process 0 and process 1 supplied different",
+    "wrong: much later @ data=8": "batch 5: process 0 and process 1 supplied different",
+}
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +152,7 @@ def test_a_loader_of_the_other_contract_is_refused_before_anything_compiles(
         assert result[case].get("step", 0) == 0
 
 
-def test_a_difference_at_a_later_step_is_found_too(train):
+@pytest.mark.parametrize("case", LATER)
+def test_a_difference_at_a_later_step_is_found_too(train, case):
     for result in train(2):
-        (case,) = LATER
         assert LATER[case] in result[case]["error"]

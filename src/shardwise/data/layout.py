@@ -229,7 +229,7 @@ _NARROWED = {"int64": np.iinfo(np.int32), "uint64": np.iinfo(np.uint32)}
 def check_integers(batch: Batch) -> None:
     """Check that integers of 64 bits survive the conversion to 32 bits on the way to a device.
 
-    It takes 12 us for 64 x 1024 numbers (CPU).
+    It takes 23 us for 64 x 1024 numbers of 64 bits, and 5 us if there are none (CPU).
 
     Raises:
         DataError: if a number is out of range. JAX would silently drop its upper 32 bits.
