@@ -4,6 +4,8 @@ The step of shardwise has no explicit reduction, so the mistakes are where a use
 in a loss, a layer or an optimizer with `jax.shard_map`, and in data or weights made for a mesh.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -285,6 +287,32 @@ def local_clipping(mesh: str = "fsdp=8") -> Run:
     return make(
         optimizer=optax.chain(transformation(mesh, clip, cut), optax.sgd(1.0)),
         mesh=mesh,
+    )
+
+
+def size_of_batch(accumulate: int = 1, rows: int = ROWS, last: int = 0) -> Run:
+    """Wrong: the loss of an example is multiplied by the number of examples in the batch.
+
+    Micro-batches and padded batches have another number.
+
+    Args:
+        accumulate: the number of micro-batches.
+        rows: the number of examples in a batch.
+        last: the number of examples in the last batch of an evaluation; 0 for no evaluation.
+    """
+
+    def loss(model, batch):
+        values = squares(model, batch)
+        return Mean(values * len(values) / ROWS)
+
+    run = make(loss)
+    source = run.data.source
+    evaluation = jax.tree.map(lambda x: x[: ROWS + last], source.arrays)
+    return replace(
+        run,
+        data=Batches(source, rows),
+        accumulate=accumulate,
+        eval_data=Batches(evaluation, ROWS) if last else None,
     )
 
 

@@ -14,11 +14,19 @@ import optax
 import pytest
 from flax import nnx
 
-from shardwise import Rules, abstract_state, init_state, make_train_step, verify
+from shardwise import (
+    Batches,
+    Rules,
+    abstract_state,
+    init_state,
+    make_train_step,
+    verify,
+)
 from shardwise.errors import ConfigError, NumericsError
 from shardwise.models.gpt import GPT, PRESETS
 from shardwise.recipe import load_recipe
 from shardwise.tree import named_leaves
+from shardwise.verification.compare import Kind
 from shardwise.verification.verify import meshes_to_verify
 from tests.helpers import command
 
@@ -178,6 +186,83 @@ def test_a_planted_mistake_is_found_and_named(name, mesh, kind, leaf, meaning):
             "(-, fsdp)",
             "automatic FSDP on dim 1",
         )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "meaning"),
+    [
+        (
+            {"rows": 21},
+            Kind.LOSS,
+            "With 16 examples, which need no padding, both agree",
+        ),
+        (
+            {"last": 20},
+            Kind.EVALUATION,
+            "With 40 examples, which need no padding, both agree: a metric",
+        ),
+    ],
+)
+def test_padding_that_changes_the_result_is_named(arguments, kind, meaning):
+    found = verify(planted.size_of_batch(**arguments), ["data=8"], steps=1)
+    assert not found.ok
+    first = found.results[0].first
+    assert not found.results[0].worst[kind].ok
+    assert first.meaning.startswith(meaning)
+
+
+def test_micro_batches_are_compared_with_the_complete_batch():
+    run = planted.size_of_batch(accumulate=2, rows=48)
+    found = verify(run, ["data=4,fsdp=2"], steps=1)
+    # Meshes agree with one device, which has the same micro-batches.
+    assert found.results[0].first is None
+    assert not found.ok
+    text = "\n".join(found.lines())
+    assert "accumulate=2 differs from accumulate=1 at step 1" in text
+    assert "Every gradient is 0.5 times that of accumulate=1" in text
+    assert found.as_json()["accumulation"]["ok"] is False
+
+
+def test_a_right_run_agrees_with_dropout_micro_batches_and_a_short_last_batch():
+    run = planted.make(
+        model=lambda rngs: planted.Net(
+            rngs, dropout=lambda rngs: nnx.Dropout(0.2, rngs=rngs)
+        )
+    )
+    evaluation = Batches(run.data.source, 24)
+    run = replace(run, accumulate=4, eval_data=evaluation)
+    found = verify(run, ["data=8"], steps=1)
+    assert found.ok
+    assert found.accumulation.mesh == "accumulate=4"
+    assert Kind.EVALUATION in found.results[0].worst
+
+
+def test_small_parameters_are_sharded_so_that_fsdp_is_tested():
+    """`Rules.fsdp_min_size` leaves them replicated, where the mistake has no effect."""
+
+    def make(mesh):
+        return replace(planted.local_clipping(mesh=mesh), rules=Rules())
+
+    assert not verify(make, ["fsdp=8"], steps=1).ok
+
+
+def test_an_axis_that_shards_nothing_is_mentioned():
+    run = planted.make(model=lambda rngs: Odd(rngs))
+    found = verify(run, ["fsdp=8"], steps=1)
+    assert found.ok
+    assert "fsdp=8: no parameter can be sharded over fsdp, so it is not tested" in (
+        found.lines()
+    )
+
+
+class Odd(nnx.Module):
+    """A model without a dimension that 8 divides."""
+
+    def __init__(self, rngs):
+        self.out = nnx.Linear(5, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(x[:, :5])[:, 0]
 
 
 def test_the_halves_of_a_step_compute_the_step():

@@ -13,9 +13,11 @@ compared as well, as one number. Every shard and every replica on every device i
 the first.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import wraps
 from types import EllipsisType
 from typing import TypeAlias, TypeVar
 
@@ -25,11 +27,14 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
+from shardwise.data.batches import is_plain
 from shardwise.errors import NumericsError
+from shardwise.loop import evaluate
 from shardwise.module import ModelFactory
 from shardwise.run import Prepared, Run, prepare
+from shardwise.sharding import Rules
 from shardwise.state import StateSpec, TrainState, init_state
-from shardwise.step import Gradients, Metrics, TrainStep
+from shardwise.step import Gradients, LossValue, Metrics, TrainStep, num_rows
 from shardwise.tree import Batch, DType, PyTree, named_leaves
 from shardwise.weights.load import load_initial
 
@@ -51,6 +56,7 @@ class Kind(StrEnum):
     STATISTIC = "statistic"
     PARAMETER = "parameter"
     OPTIMIZER = "optimizer state"
+    EVALUATION = "evaluation metric"
     RUN_LOSS = "loss of the run"
     RUN_PARAMETERS = "parameters of the run"
 
@@ -73,6 +79,7 @@ FLOOR_ULPS = {
     Kind.STATISTIC: 64,
     Kind.PARAMETER: 8,
     Kind.OPTIMIZER: 64,
+    Kind.EVALUATION: 64,
     Kind.RUN_LOSS: 64,
     Kind.RUN_PARAMETERS: 8,
 }
@@ -150,9 +157,36 @@ class Side:
         """Return the batch of step `n`, counted from 0, on the mesh."""
         return self.step.place(self.prepared.batches(n))
 
+    @property
+    def num_fsdp_leaves(self) -> int:
+        """The number of parameters that are sharded over an FSDP axis."""
+        fsdp = set(self.spec.rules.fsdp)
+        return sum(
+            any(fsdp.intersection(_axes(entry)) for entry in placement.spec)
+            for placement in self.spec.params.values()
+        )
+
+    def evaluation_batches(self) -> list[Batch]:
+        """Return a batch of the validation data, and a shorter one if the last one is shorter.
+
+        Empty without validation data.
+        """
+        data = self.run.eval_data
+        if data is None:
+            return []
+        batch = next(data.once())
+        rows = num_rows(batch)
+        rest = len(data.source) % rows if is_plain(data) else 0
+        return [batch, first_rows(batch, rest)] if rest else [batch]
+
     def on_host(self, batch: Batch) -> Batch:
         """Return a batch from the mesh on the host, without its padding."""
         return jax.tree.map(lambda x: np.asarray(x)[: self.step.layout.rows], batch)
+
+
+def _axes(entry: str | Iterable[str] | None) -> tuple[str, ...]:
+    """Return the mesh axes of an entry of a `PartitionSpec`."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
 @dataclass(frozen=True)
@@ -175,31 +209,90 @@ class ReferenceStep:
 
 
 @dataclass(frozen=True)
+class Evaluation:
+    """An evaluation of the initial state on one device, without padding.
+
+    Attributes:
+        state: the initial state.
+        batches: the batches, on the host.
+        metrics: the metrics to compare with.
+        tolerances: how far metrics on a mesh may be from these.
+    """
+
+    state: TrainState
+    batches: list[Batch]
+    metrics: dict[str, float]
+    tolerances: dict[str, float]
+
+
+@dataclass(frozen=True)
 class Reference:
     """The run on one device.
 
     Attributes:
         initial: the state before the first step.
         steps: the steps.
+        evaluation: the metrics of the initial state; None without validation data.
     """
 
     initial: Mapping[str, np.ndarray]
     steps: list[ReferenceStep]
+    evaluation: Evaluation | None
 
 
-def make_side(run: Run, mesh: Mesh) -> Side:
-    """Return a run on `mesh`, in float32, without evaluations, samples and files."""
+def make_side(run: Run, mesh: Mesh, like: StateSpec | None = None) -> Side:
+    """Return a run on `mesh`, in float32, without samples and files.
+
+    Args:
+        run: the run.
+        mesh: the mesh.
+        like: the state of the run on another mesh. If given, the smallest parameters are sharded
+            over the FSDP axes, too. `Rules.fsdp_min_size` would leave small models replicated, and
+            the axis would not be tested.
+    """
     run = replace(
         run,
         model=_in_float32(run.model),
         mesh=mesh,
+        rules=run.rules if like is None else _shard_all(run.rules, mesh, like),
         compute_dtype=None,
         norms=False,
-        eval_data=None,
         sample=None,
         out=None,
     )
     return Side(run, prepare(run))
+
+
+def _shard_all(rules: Rules, mesh: Mesh, like: StateSpec) -> Rules:
+    """Return rules with the smallest `fsdp_min_size` that the parameters allow on `mesh`."""
+    shards = math.prod(mesh.shape.get(axis, 1) for axis in rules.fsdp)
+    # A parameter whose shards are that large must have a dimension that `shards` divides.
+    indivisible = [
+        math.prod(placement.shape) // shards + 1
+        for placements in (like.params, like.frozen, like.other, like.opt_state)
+        for placement in placements.values()
+        if not any(dim % shards == 0 for dim in placement.shape)
+    ]
+    smallest = max(indivisible, default=0)
+    return replace(rules, fsdp_min_size=min(smallest, rules.fsdp_min_size))
+
+
+def with_attribute(run: Run, attribute: str) -> Run:
+    """Return a run whose loss sets an attribute to True in every layer that has it."""
+
+    @wraps(run.loss)
+    def loss(
+        model: nnx.Module, batch: Batch, **arguments: nnx.Rngs | jax.Array
+    ) -> LossValue:
+        model.set_attributes(raise_if_not_found=False, **{attribute: True})
+        return run.loss(model, batch, **arguments)
+
+    return replace(run, loss=loss)
+
+
+def first_rows(batch: Batch, rows: int) -> Batch:
+    """Return the first examples of a batch."""
+    return jax.tree.map(lambda x: np.asarray(x)[:rows], batch)
 
 
 def _in_float32(factory: ModelFactory) -> ModelFactory:
@@ -231,6 +324,7 @@ def record(side: Side, num_steps: int) -> Reference:
     """
     state = initial_state(side)
     initial = to_host(named_leaves(state))
+    evaluation = _record_evaluation(side, _copy(state))
     # A step donates its state, so every run needs its own copy.
     nudged = []
     for seed in range(NUM_NUDGES):
@@ -266,11 +360,40 @@ def record(side: Side, num_steps: int) -> Reference:
         steps.append(
             ReferenceStep(side.on_host(batch), before, gradients, values, tolerances)
         )
-    return Reference(initial, steps)
+    return Reference(initial, steps, evaluation)
+
+
+def _record_evaluation(side: Side, state: TrainState) -> Evaluation | None:
+    """Evaluate the initial state without padding, and measure the effect of rounding."""
+    step, batches = side.prepared.eval_step, side.evaluation_batches()
+    if step is None or not batches:
+        return None
+    unpadded = replace(step, pads=False)
+    metrics = evaluate(unpadded, state, batches)
+    tolerances = {}
+    floor = FLOOR_ULPS[Kind.EVALUATION] * _eps(np.dtype("f4"))
+    nudged = [
+        evaluate(unpadded, replace(state, params=_nudge(state.params, seed)), batches)
+        for seed in range(NUM_NUDGES)
+    ]
+    for name, value in metrics.items():
+        effect = max(abs(other[name] - value) for other in nudged)
+        tolerances[name] = SAFETY_FACTOR * effect + floor * abs(value)
+    return Evaluation(state, batches, metrics, tolerances)
+
+
+def evaluation_on(
+    side: Side, expected: Evaluation, batches: Sequence[Batch]
+) -> dict[str, float]:
+    """Return the metrics of the state of a reference, for any batches."""
+    assert side.prepared.eval_step is not None
+    state = jax.device_put(expected.state, side.spec.shardings)
+    rows = num_rows(expected.batches[0])
+    return evaluate(side.prepared.eval_step, state, batches, rows=rows)
 
 
 def compare(side: Side, reference: Reference) -> Iterator[list[Comparison]]:
-    """Yield the comparisons of the initial state, then those of each step."""
+    """Yield the comparisons of the initial state, of each step, and of the evaluation."""
     state = initial_state(side)
     yield _compare_bits(0, Kind.INITIAL, named_leaves(state), reference.initial)
     for n, expected in enumerate(reference.steps, start=1):
@@ -292,6 +415,19 @@ def compare(side: Side, reference: Reference) -> Iterator[list[Comparison]]:
                     other = expected.values[kind][name]
                     comparisons.append(_compare(n, kind, name, leaf, other, tolerance))
         yield comparisons
+    if reference.evaluation is not None:
+        evaluation = reference.evaluation
+        measured = evaluation_on(side, evaluation, side.evaluation_batches())
+        yield [
+            Comparison(
+                step=0,
+                kind=Kind.EVALUATION,
+                leaf=name,
+                difference=abs(measured[name] - value),
+                tolerance=evaluation.tolerances[name],
+            )
+            for name, value in evaluation.metrics.items()
+        ]
 
 
 def gradients_on(side: Side, expected: ReferenceStep, batch: Batch) -> Values:

@@ -6,29 +6,31 @@ Where an explanation can be tested, it is: the run is changed so that the cause 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import wraps
 
 import jax
 import numpy as np
-from flax import nnx
 
 from shardwise.sharding import Placement, num_batch_shards
 from shardwise.state import StateSpec
-from shardwise.step import LossValue, num_rows
+from shardwise.step import num_rows
 from shardwise.tree import Batch, named_leaves
 from shardwise.verification.compare import (
     Array,
     Comparison,
+    Evaluation,
     Kind,
     ReferenceStep,
     Side,
     Values,
+    evaluation_on,
+    first_rows,
     gradients_on,
     largest_difference,
     leaf_to_host,
     make_side,
     on_side,
     to_host,
+    with_attribute,
 )
 
 # Of larger batches, only the first and the last example of each shard are tried.
@@ -75,6 +77,19 @@ MEANINGS = {
     "the complete batch.",
     "update": "The gradients are the same, so the optimizer reduces over devices although its "
     "gradients are already those of the complete batch, or depends on the mesh in another way.",
+    "padding": "With {rows} examples, which need no padding, both agree: the loss of an example "
+    "depends on the size of the batch or on other examples, so the padding changes it. Compute it "
+    "from the example alone, or choose a batch size that {parts} divides.",
+    "evaluation padding": "With {rows} examples, which need no padding, both agree: a metric of an "
+    "example depends on the size of the batch or on other examples, so the padding of the last "
+    "batch changes it. Compute it from the example alone.",
+    "evaluation": "Training agrees, but the evaluation does not: in evaluation mode, the model or "
+    "the loss depends on the mesh.",
+    "micro-batches": "The gradients of {parts} micro-batches do not add up to those of the batch: "
+    "the loss of an example depends on the size of the batch or on other examples. Compute it from "
+    "the example alone, or use accumulate=1.",
+    "factor of micro-batches": "Every gradient is {factor:.6g} times that of accumulate=1: the "
+    "loss of an example contains the size of the batch, which is smaller in {parts} micro-batches.",
     "compiler": "Loss, gradients and update agree when they are computed separately, but the "
     "complete step does not. This points to the compiler. Please report it with the recipe.",
 }
@@ -83,19 +98,22 @@ MEANINGS = {
 def diagnose(
     one: Side,
     many: Side,
-    expected: ReferenceStep | None,
+    expected: ReferenceStep | Evaluation | None,
     comparisons: Sequence[Comparison],
 ) -> str:
     """Return the probable cause of a difference, and what to do about it.
 
     Args:
         one: the run on one device.
-        many: the run on a mesh.
-        expected: the first step that differs, on one device. None if the initial state differs.
+        many: the run on a mesh, or on one device with more micro-batches.
+        expected: the first step that differs, or the evaluation, on one device. None if the
+            initial state differs.
         comparisons: all comparisons of that step.
     """
     wrong = [comparison for comparison in comparisons if not comparison.ok]
     kinds = {comparison.kind for comparison in wrong}
+    if isinstance(expected, Evaluation):
+        return _diagnose_evaluation(one, many, expected)
     if Kind.INITIAL in kinds or expected is None:
         return MEANINGS["initial"]
     if Kind.BATCH in kinds:
@@ -134,6 +152,12 @@ def _differs_among_replicas(many: Side, comparison: Comparison) -> bool:
 def _diagnose_gradients(one: Side, many: Side, expected: ReferenceStep) -> str:
     values = gradients_on(many, expected, expected.batch)
     factor = _common_factor(values[Kind.GRADIENT], expected.values[Kind.GRADIENT])
+    parts = many.run.accumulate
+    if one.run.accumulate != parts:
+        name = "micro-batches" if factor is None else "factor of micro-batches"
+        return MEANINGS[name].format(parts=parts, factor=factor)
+    if padding := _diagnose_padding(one, many, expected):
+        return padding
     if factor is not None:
         return _explain_factor(factor, num_batch_shards(many.spec.mesh, many.run.rules))
     if one.spec.definition.rngs and _agree_with("deterministic", one, many, expected):
@@ -158,6 +182,51 @@ def _diagnose_gradients(one: Side, many: Side, expected: ReferenceStep) -> str:
             )
             return MEANINGS["weights"].format(examples=examples)
     return MEANINGS["gradients"]
+
+
+def _num_parts(many: Side) -> int:
+    """Return the number of shards of all micro-batches. It divides a batch without padding."""
+    return num_batch_shards(many.spec.mesh, many.run.rules) * many.run.accumulate
+
+
+def _even_rows(many: Side, batch: Batch) -> int:
+    """Return the largest number of examples of a batch that needs no padding on a mesh."""
+    rows = num_rows(batch)
+    return rows - rows % _num_parts(many)
+
+
+def _diagnose_padding(one: Side, many: Side, expected: ReferenceStep) -> str | None:
+    """Return the meaning if loss and gradients agree for fewer examples, without padding."""
+    layout = many.step.layout
+    rows = _even_rows(many, expected.batch)
+    if layout.padded_rows == layout.rows or not rows:
+        return None
+    batch = first_rows(expected.batch, rows)
+    values = []
+    for side in (one, many):
+        run = replace(side.run, data=lambda step: batch, eval_data=None)
+        values.append(gradients_on(make_side(run, side.spec.mesh), expected, batch))
+    reference, on_mesh = values
+    if not _agree(reference, on_mesh, expected):
+        return None
+    return MEANINGS["padding"].format(rows=rows, parts=_num_parts(many))
+
+
+def _diagnose_evaluation(one: Side, many: Side, expected: Evaluation) -> str:
+    rows = _even_rows(many, expected.batches[0])
+    if rows:
+        batches = [first_rows(expected.batches[0], rows)]
+        reference, metrics = (
+            # The mesh pads to the size of its first batch.
+            evaluation_on(side, replace(expected, batches=batches), batches)
+            for side in (one, many)
+        )
+        if all(
+            abs(metrics[name] - value) <= expected.tolerances[name]
+            for name, value in reference.items()
+        ):
+            return MEANINGS["evaluation padding"].format(rows=rows)
+    return MEANINGS["evaluation"]
 
 
 def _explain_factor(factor: float, shards: int) -> str:
@@ -201,7 +270,11 @@ def _common_factor(
 def _agree_with(attribute: str, one: Side, many: Side, expected: ReferenceStep) -> bool:
     """Return whether loss and gradients agree once an attribute of all layers is True."""
     reference = _values_with(attribute, one, expected)
-    values = _values_with(attribute, many, expected)
+    return _agree(reference, _values_with(attribute, many, expected), expected)
+
+
+def _agree(reference: Values, values: Values, expected: ReferenceStep) -> bool:
+    """Return whether loss and gradients of two sides agree within the tolerances of a step."""
     for kind in (Kind.LOSS, Kind.GRADIENT):
         for name, leaf in values[kind].items():
             other = leaf_to_host(reference[kind][name])
@@ -213,15 +286,8 @@ def _agree_with(attribute: str, one: Side, many: Side, expected: ReferenceStep) 
 
 def _values_with(attribute: str, side: Side, expected: ReferenceStep) -> Values:
     """Return loss and gradients with an attribute set to True in every layer that has it."""
-
-    @wraps(side.run.loss)
-    def loss(
-        model: nnx.Module, batch: Batch, **arguments: nnx.Rngs | jax.Array
-    ) -> LossValue:
-        model.set_attributes(raise_if_not_found=False, **{attribute: True})
-        return side.run.loss(model, batch, **arguments)
-
-    run = replace(side.run, loss=loss, data=lambda step: expected.batch)
+    run = with_attribute(side.run, attribute)
+    run = replace(run, data=lambda step: expected.batch, eval_data=None)
     return gradients_on(make_side(run, side.spec.mesh), expected, expected.batch)
 
 

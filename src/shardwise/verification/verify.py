@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import jax
 import numpy as np
@@ -24,6 +24,7 @@ from shardwise.text import Json
 from shardwise.tree import named_leaves
 from shardwise.verification.compare import (
     Comparison,
+    Evaluation,
     Kind,
     Reference,
     ReferenceStep,
@@ -31,6 +32,7 @@ from shardwise.verification.compare import (
     compare,
     make_side,
     record,
+    with_attribute,
 )
 from shardwise.verification.diagnose import diagnose, placements_of
 
@@ -42,6 +44,7 @@ COLUMNS = {
     "gradients": (Kind.GRADIENT,),
     "statistics": (Kind.STATISTIC,),
     "update": (Kind.PARAMETER, Kind.OPTIMIZER),
+    "evaluation": (Kind.EVALUATION,),
     "entire run": (Kind.RUN_LOSS, Kind.RUN_PARAMETERS),
 }
 # Positions of at most this many devices are listed.
@@ -78,14 +81,19 @@ class FirstDifference:
     also: tuple[str, ...]
     meaning: str
 
-    def lines(self, mesh: str) -> list[str]:
-        """Return the difference as lines of text."""
+    def lines(self, name: str, against: str) -> list[str]:
+        """Return the difference as lines of text.
+
+        Args:
+            name: what was compared, such as the mesh.
+            against: what it was compared with.
+        """
         when = "before the first step" if self.step == 0 else f"at step {self.step}"
         what = "gradient of" if self.kind == Kind.GRADIENT else self.kind
         shape = " x ".join(map(str, self.shape)) or "()"
         size = _show_difference(self.kind, self.difference, self.tolerance)
         lines = [
-            f"{mesh} differs from one device {when}, first in the {what} '{self.leaf}'",
+            f"{name} differs from {against} {when}, first in the {what} '{self.leaf}'",
             f"  size      {size}, on {self.devices}",
             f"  sharding  {self.layout}, shape {shape} ({self.why})",
         ]
@@ -104,12 +112,16 @@ class MeshResult:
         worst: for each kind, the comparison that is closest to its tolerance, or furthest beyond.
         first: the first difference, or None if the mesh agrees with one device.
         seconds: how long the comparison took.
+        note: what was not tested on this mesh, or an empty text.
+        against: what it was compared with.
     """
 
     mesh: str
     worst: Mapping[Kind, Comparison]
     first: FirstDifference | None
     seconds: float
+    note: str = ""
+    against: str = "one device"
 
     def as_json(self) -> Json:
         """Return the result as a JSON object."""
@@ -120,6 +132,7 @@ class MeshResult:
             "mesh": self.mesh,
             "ok": self.first is None,
             "seconds": round(self.seconds, 1),
+            "note": self.note,
             "worst": worst,
             "first_difference": None if self.first is None else asdict(self.first),
         }
@@ -134,37 +147,52 @@ class Verification:
         devices: the devices, as text.
         results: a result for each mesh.
         left_out: meshes that the run cannot use, and why.
+        accumulation: micro-batches compared with the complete batch, on one device. None if the
+            run does not accumulate.
     """
 
     steps: int
     devices: str
     results: tuple[MeshResult, ...]
     left_out: Mapping[str, str]
+    accumulation: MeshResult | None = None
 
     @property
     def ok(self) -> bool:
-        """Whether all meshes agree with one device."""
-        return all(result.first is None for result in self.results)
+        """Whether all meshes agree with one device, and micro-batches with the batch."""
+        return all(result.first is None for result in self._all)
+
+    @property
+    def _all(self) -> tuple[MeshResult, ...]:
+        accumulation = self.accumulation
+        return (() if accumulation is None else (accumulation,)) + self.results
 
     def table(self) -> Table:
         """Return a table with a row for each mesh."""
         title = f"{self.steps} steps on {self.devices}, compared with one device"
         table = Table(title=title, title_justify="left")
         table.caption = "largest difference, and its share of the tolerance"
-        for column in ("mesh", *COLUMNS):
+        columns = dict(COLUMNS)
+        # Many runs have no validation data.
+        if not any(Kind.EVALUATION in result.worst for result in self.results):
+            del columns["evaluation"]
+        for column in ("mesh", *columns):
             table.add_column(column, no_wrap=True)
-        for result in self.results:
+        for result in self._all:
             table.add_row(
-                result.mesh, *(_cell(result, kinds) for kinds in COLUMNS.values())
+                result.mesh, *(_cell(result, kinds) for kinds in columns.values())
             )
         return table
 
     def lines(self) -> list[str]:
         """Return what the table does not show: skipped meshes, differences and the verdict."""
         lines = [f"skipped {mesh}: {why}" for mesh, why in self.left_out.items()]
-        for result in self.results:
+        lines += [
+            f"{result.mesh}: {result.note}" for result in self._all if result.note
+        ]
+        for result in self._all:
             if result.first is not None:
-                lines += ["", *result.first.lines(result.mesh)]
+                lines += ["", *result.first.lines(result.mesh, result.against)]
         num_ok = sum(result.first is None for result in self.results)
         return [
             *lines,
@@ -179,6 +207,7 @@ class Verification:
             "steps": self.steps,
             "devices": self.devices,
             "meshes": [result.as_json() for result in self.results],
+            "accumulation": self.accumulation and self.accumulation.as_json(),
             "left_out": dict(self.left_out),
         }
 
@@ -219,10 +248,11 @@ def verify(
         skipped: dict[str, str] = {}
         for mesh in meshes:
             with _skipping(mesh, skipped, is_given):
-                sides.append(make_side(make(mesh), make_mesh(mesh)))
+                sides.append(make_side(make(mesh), make_mesh(mesh), one.spec))
         tell("one device: compiling, running and measuring tolerances")
         with _as_config_error("one device"):
             reference = record(one, steps)
+            accumulation = _verify_accumulation(one, tell)
         for many in sides:
             mesh = mesh_text(many.spec.mesh)
             with _skipping(mesh, skipped, is_given), _as_config_error(mesh):
@@ -231,7 +261,7 @@ def verify(
         reasons = [f"  {mesh}: {why}" for mesh, why in skipped.items()]
         raise ConfigError("\n".join(["there is no mesh to verify:", *reasons]))
     name = f"{len(devices)} {devices[0].platform} devices"
-    return Verification(steps, name, tuple(results), skipped)
+    return Verification(steps, name, tuple(results), skipped, accumulation)
 
 
 def _check_devices(steps: int) -> list[jax.Device]:
@@ -328,6 +358,25 @@ def _as_config_error(mesh: str) -> Iterator[None]:
         raise ConfigError(f"the step fails on {mesh}: {where(error)}") from error
 
 
+def _verify_accumulation(one: Side, tell: Callable[[str], None]) -> MeshResult | None:
+    """Compare the first step of a run that accumulates with that of the complete batch.
+
+    Both are computed on one device, and without dropout, whose masks differ.
+    """
+    run = one.run
+    if run.accumulate == 1 or run.micro_batches == "separate":
+        return None
+    run = replace(run, eval_data=None)
+    if one.spec.definition.rngs:
+        run = with_attribute(run, "deterministic")
+    parts = make_side(run, one.spec.mesh)
+    whole = make_side(replace(run, accumulate=1), one.spec.mesh)
+    tell(f"accumulate={run.accumulate}: compiling and running")
+    result = _verify_mesh(whole, parts, record(whole, 1), tell)
+    name = f"accumulate={run.accumulate}"
+    return replace(result, mesh=name, note="", against="accumulate=1")
+
+
 def _verify_mesh(
     one: Side, many: Side, reference: Reference, tell: Callable[[str], None]
 ) -> MeshResult:
@@ -335,10 +384,18 @@ def _verify_mesh(
     start = time.monotonic()
     mesh = mesh_text(many.spec.mesh)
     tell(f"{mesh}: compiling and running")
+    fsdp = [
+        axis for axis in many.spec.rules.fsdp if many.spec.mesh.shape.get(axis, 1) > 1
+    ]
+    note = ""
+    if fsdp and not many.num_fsdp_leaves:
+        note = (
+            f"no parameter can be sharded over {', '.join(fsdp)}, so it is not tested"
+        )
     worst: dict[Kind, Comparison] = {}
     first = None
-    # The initial state comes before the first step.
-    expected_steps = [None, *reference.steps]
+    # The initial state comes before the first step, and the evaluation after the last.
+    expected_steps = [None, *reference.steps, reference.evaluation]
     for expected, comparisons in zip(
         expected_steps, compare(many, reference), strict=False
     ):
@@ -352,13 +409,13 @@ def _verify_mesh(
             )
             first = _first_difference(one, many, expected, comparisons)
             break
-    return MeshResult(mesh, worst, first, time.monotonic() - start)
+    return MeshResult(mesh, worst, first, time.monotonic() - start, note)
 
 
 def _first_difference(
     one: Side,
     many: Side,
-    expected: ReferenceStep | None,
+    expected: ReferenceStep | Evaluation | None,
     comparisons: Sequence[Comparison],
 ) -> FirstDifference:
     wrong = [comparison for comparison in comparisons if not comparison.ok]
