@@ -39,7 +39,16 @@ from shardwise.training.saver import Saver
 from shardwise.training.session import Session
 
 # Parts of the description of a run that trackers do not receive: they are long.
-NOT_TRACKED = ("source", "source_digest", "model", "data", "lr", "optimizer", "frozen")
+NOT_TRACKED = (
+    "source",
+    "source_digest",
+    "model",
+    "loss",
+    "data",
+    "lr",
+    "optimizer",
+    "frozen",
+)
 
 
 @dataclass(frozen=True)
