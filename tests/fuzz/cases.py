@@ -270,6 +270,28 @@ PADDABLE = (
     "max_weight",
 )
 REGULARIZED = ("mean_reg", "sum_reg", "rows_reg", "summed_reg")
+# Losses that depend on the size of the batch, or on the position of an example in it.
+POSITIONAL = (
+    "scaled_rows",
+    "scaled_row_mean",
+    "size_weight",
+    "size_branch",
+    "positional",
+    "positional_dot",
+    "triangle",
+    "shifted",
+    "alternate",
+    "sliced_update",
+    "lookup",
+    "padded_sum",
+    "selected_sum",
+    "param_scale",
+    "param_divided",
+    "column_scale",
+    "normalized_gradient",
+    "clipped_gradient",
+    "scattered",
+)
 COUPLED = (
     "contrastive",
     "pairwise",
@@ -312,7 +334,7 @@ COUPLED = (
     "last",
     "max_weight",
 )
-LOSSES = (*SEPARABLE, *REGULARIZED, *COUPLED)
+LOSSES = (*SEPARABLE, *REGULARIZED, *COUPLED, *POSITIONAL)
 METRICS = (
     *LOSSES,
     "constant",
@@ -321,6 +343,7 @@ METRICS = (
     "int_sum",
     "bool_rows",
     "weight_norm",
+    "truncated",
 )
 OPTIMIZERS = (
     "sgd",
@@ -388,8 +411,13 @@ def cases(draw: st.DrawFn) -> Case:
     blocks = tuple(draw(st.lists(st.sampled_from(kinds), max_size=3)))
     annotate = pick(("", "", "mesh", "logical"))
     meshes = (*MESHES, *TENSOR_MESHES) if annotate else MESHES
-    groups = pick(("separable", "separable", "separable", "regularized", "coupled"))
-    losses = {"separable": SEPARABLE, "regularized": REGULARIZED, "coupled": COUPLED}
+    losses = {
+        "separable": SEPARABLE,
+        "regularized": REGULARIZED,
+        "coupled": COUPLED,
+        "positional": POSITIONAL,
+    }
+    groups = pick(("separable", "separable", "separable", *losses))
     data = pick(DATA)
     accumulate = draw(st.sampled_from((1, 1, 2, 3, 4)))
     # Multiples fit most meshes. Other sizes need padding, or are refused.

@@ -599,6 +599,55 @@ def _halved_gradient(x: jax.Array) -> jax.Array:
 _halved_gradient.defvjp(lambda x: (x, None), lambda _, g: (g / 2,))
 
 
+@jax.custom_vjp
+def _normalized_gradient(x: jax.Array) -> jax.Array:
+    return x
+
+
+_normalized_gradient.defvjp(
+    lambda x: (x, None), lambda _, g: (g / (1e-3 + jnp.linalg.norm(g)),)
+)
+
+
+@jax.custom_vjp
+def _clipped_gradient(x: jax.Array) -> jax.Array:
+    return x
+
+
+_clipped_gradient.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.02, 0.02),))
+
+
+def _alternate(f: Facts) -> Term:
+    """Every second example is replaced by the first one."""
+    own = jnp.arange(len(f.rows))
+    return Weighted(f.rows[jnp.where(own % 2 == 0, own, 0)])
+
+
+def _lookup(f: Facts) -> Term:
+    table = jnp.linspace(0, 3, 64) ** 2
+    return Scalar(f.errors.sum() + table[(f.rows > 0.5).sum()])
+
+
+def _scattered(f: Facts) -> Term:
+    backward = jnp.arange(len(f.rows))[::-1]
+    return Weighted(f.errors.at[backward].multiply(1 + f.m))
+
+
+def _sliced_update(f: Facts) -> Term:
+    return Weighted(jax.lax.dynamic_update_slice(f.rows, jnp.zeros(1), (0,)))
+
+
+def _shifted(f: Facts) -> Term:
+    """The difference to the next example; the last one has no next."""
+    following = f.rows[jnp.arange(len(f.rows)) + 1]
+    return Scalar(jnp.abs(f.rows - following).mean() + f.rows.mean())
+
+
+def _positions(f: Facts) -> jax.Array:
+    """Return a number for each position in the batch."""
+    return jnp.linspace(0.5, 1.5, len(f.rows))
+
+
 def _above_mean(f: Facts) -> Term:
     """One entry per example, of those that are worse than the mean."""
     is_bad = (f.rows > f.rows.mean()).astype(jnp.float32)
@@ -642,6 +691,38 @@ TERMS: dict[str, Callable[[Facts], Term]] = {
     "columns": lambda f: Weighted(f.errors.mean(0)),
     "param_rows": lambda f: Weighted(f.rows.mean() + _some_param(f) ** 2),
     "column_weights": lambda f: Weighted((f.errors * f.m).sum(0), f.m.sum(0)),
+    "scaled_rows": lambda f: Scalar((f.rows / len(f.rows)).sum()),
+    "scaled_row_mean": lambda f: Weighted(f.rows * (8 / len(f.rows))),
+    "size_weight": lambda f: Weighted(f.rows, jnp.full(len(f.rows), 1 / len(f.rows))),
+    "size_branch": lambda f: Weighted(f.rows * (2.0 if len(f.rows) < 6 else 1.0)),
+    "positional": lambda f: Weighted(f.rows * _positions(f)),
+    "positional_dot": lambda f: Scalar(jnp.dot(f.rows, _positions(f)) / len(f.rows)),
+    "triangle": lambda f: Scalar(
+        (jnp.tril(jnp.ones((len(f.rows), len(f.rows)))) @ f.rows).mean()
+    ),
+    "shifted": _shifted,
+    "alternate": _alternate,
+    "sliced_update": _sliced_update,
+    "lookup": _lookup,
+    "truncated": lambda f: Scalar(f.errors.sum().astype(jnp.int32), is_sum=True),
+    "padded_sum": lambda f: Scalar(
+        jnp.pad(f.errors.sum(0), 1, constant_values=1.0).sum()
+    ),
+    "selected_sum": lambda f: Scalar(
+        jnp.where(jnp.arange(f.errors.shape[1]) < 2, f.errors.sum(0), 5.0).sum()
+    ),
+    "param_scale": lambda f: Scalar(
+        (1 + _some_param(f)[0] ** 2) / len(f.rows) * f.errors.sum()
+    ),
+    "param_divided": lambda f: Scalar(
+        f.errors.sum() / (len(f.rows) * (1 + _some_param(f)[0] ** 2))
+    ),
+    "column_scale": lambda f: Scalar(
+        (jnp.arange(f.errors.shape[1]) / len(f.rows)) @ f.errors.sum(0)
+    ),
+    "normalized_gradient": lambda f: Scalar(_normalized_gradient(f.errors).mean()),
+    "clipped_gradient": lambda f: Scalar((_clipped_gradient(f.features) ** 2).mean()),
+    "scattered": _scattered,
     "accuracy": lambda f: Weighted(f.features.argmax(1) % 2 == 0),
     "sum_over_sqrt": lambda f: Scalar(f.errors.sum() / len(f.rows) ** 0.5),
     "column_max": lambda f: Scalar(f.errors.mean(0).max()),
