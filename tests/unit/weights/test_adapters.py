@@ -121,7 +121,14 @@ def trained(spec, steps=3, init=None, **options):
 
 
 def logits(spec, state):
-    return np.asarray(jax.jit(lambda state: spec.module(state)(TOKENS[:4]))(state))
+    """Return logits in evaluation mode, the only mode that a frozen `nnx.BatchNorm` has."""
+
+    def forward(state):
+        model = spec.module(state)
+        model.eval()
+        return model(TOKENS[:4])
+
+    return np.asarray(jax.jit(forward)(state))
 
 
 def shapes_of(spec):
