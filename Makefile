@@ -61,7 +61,7 @@ faults: $(VENV)/.test
 # Random models, losses, optimizers and meshes, compared with a loop of plain Flax and Optax, until
 # the time is over: make fuzz FUZZ_SECONDS=1800 FUZZ_SEED=1. One line of JSON per case.
 fuzz: $(VENV)/.test
-	$(BIN)/python -m tests.fuzz.fuzz --out build/fuzz.jsonl
+	$(BIN)/python -m tests.fuzz.fuzz --first tests/fuzz/differed.txt --out build/fuzz.jsonl
 
 # Weights & Biases, MLflow and Trackio read back what a run wrote; half a gigabyte, so in an environment of its own.
 test-trackers:

@@ -2,6 +2,7 @@
 
 python -m tests.fuzz.fuzz --seconds 600 --seed 1     # many cases
 python -m tests.fuzz.fuzz --case '{"loss": "sum"}'   # one case again
+python -m tests.fuzz.fuzz --case LINE --shrink 60    # and a simpler one that fails as well
 """
 
 import argparse
@@ -10,7 +11,8 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 # Compiling takes most of the time, and the programs are tiny.
@@ -128,35 +130,34 @@ def wait_while_quiet() -> None:
         time.sleep(3)
 
 
-def search(seconds: float, seed: int, out: Path | None, most: int) -> Report:
-    """Run random cases until the time is over."""
+def search(
+    seconds: float, seed: int, out: Path | None, most: int, first: Sequence = ()
+) -> Report:
+    """Run the first cases, and then random ones until the time is over."""
     import jax
 
     from tests.fuzz.run_case import run_case
 
     report = Report(out)
-    spent, count = 0.0, 0
-    for drawn in draw_cases(seed):
-        for case in drawn:
-            if spent > seconds or count >= most:
-                report.print(spent)
-                return report
-            wait_while_quiet()
-            start = time.monotonic()
-            outcome = run_case(case)
-            took = time.monotonic() - start
-            spent += took
-            count += 1
-            report.add(case, outcome, took)
-            if outcome.status in ("different", "error"):
-                print(f"{outcome.status}: {outcome.kind}\n  {case.line()}", flush=True)
-            if count % 200 == 0:
-                # Compiled programs are kept otherwise, and each one takes memory.
-                jax.clear_caches()
-            if count % 50 == 0:
-                print(
-                    f"{count} cases, {spent:.0f} s: {dict(report.counts)}", flush=True
-                )
+    spent = 0.0
+    drawn = chain(first, chain.from_iterable(draw_cases(seed)))
+    for count, case in enumerate(drawn, 1):
+        if count > len(first) and (spent > seconds or count > most):
+            break
+        wait_while_quiet()
+        start = time.monotonic()
+        outcome = run_case(case)
+        took = time.monotonic() - start
+        spent += took
+        report.add(case, outcome, took)
+        if outcome.status in ("different", "error"):
+            print(f"{outcome.status}: {outcome.kind}\n  {case.line()}", flush=True)
+        if count % 200 == 0:
+            # Compiled programs are kept otherwise, and each one takes memory.
+            jax.clear_caches()
+        if count % 50 == 0:
+            print(f"{count} cases, {spent:.0f} s: {dict(report.counts)}", flush=True)
+    report.print(spent)
     return report
 
 
@@ -173,6 +174,7 @@ def main() -> int:
     )
     parser.add_argument("--most", type=int, default=10**9, help="cases at most")
     parser.add_argument("--out", type=Path, help="a file for one line of JSON per case")
+    parser.add_argument("--first", type=Path, help="a file of cases to begin with")
     parser.add_argument("--case", help="run this case only")
     parser.add_argument(
         "--shrink", type=float, default=0, help="seconds to simplify --case"
@@ -199,7 +201,14 @@ def main() -> int:
         print(f"{outcome.status}: {outcome.kind}\n{outcome.detail}")
         return int(outcome.status in ("different", "error"))
     print(f"seed {words.seed}", flush=True)
-    report = search(words.seconds, words.seed, words.out, words.most)
+    first = words.first.read_text().splitlines() if words.first else []
+    report = search(
+        words.seconds,
+        words.seed,
+        words.out,
+        words.most,
+        [from_line(line) for line in first],
+    )
     return int(bool(report.failures))
 
 

@@ -41,7 +41,9 @@ def environment() -> dict[str, str]:
 
 def test_random_cases_train_as_a_loop_by_hand(tmp_path):
     # In its own process, because compiler options for fast compilation belong to the process.
-    words = ["--seconds", "35", "--seed", "0", "--out", str(tmp_path / "cases.jsonl")]
+    # Cases that once differed come first.
+    words = ["--first", str(Path(__file__).with_name("differed.txt"))]
+    words += ["--seconds", "40", "--seed", "0", "--out", str(tmp_path / "cases.jsonl")]
     result = subprocess.run(
         [sys.executable, "-m", "tests.fuzz.fuzz", *words],
         cwd=ROOT,
@@ -54,7 +56,7 @@ def test_random_cases_train_as_a_loop_by_hand(tmp_path):
     lines = (tmp_path / "cases.jsonl").read_text().splitlines()
     compared = [line for line in lines if json.loads(line)["status"] == "same"]
     # Refusals show nothing.
-    assert len(compared) >= len(lines) / 3 > 0, result.stdout
+    assert len(compared) >= len(lines) / 4 > 0, result.stdout
 
 
 def test_a_wrong_loss_is_found(monkeypatch):
