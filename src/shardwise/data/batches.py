@@ -78,10 +78,22 @@ class Batches:
 
     def rows(self, step: int, first: int, last: int) -> Examples:
         """Return examples `first` to `last - 1` of the batch of a step, reading no others."""
+        return self.in_ranges(step, [(first, last)])
+
+    def in_ranges(self, step: int, ranges: Ranges) -> Examples:
+        """Return some examples of the batch of a step, reading no others.
+
+        Args:
+            step: the step.
+            ranges: first and last (exclusive) example of each range.
+        """
         start = step * self.batch_size
-        return self._read(
+        # One call of the source: it may return the same arrays at each call.
+        parts = [
             self._order(start + first, start + last, self.seed, self.shuffle)
-        )
+            for first, last in ranges
+        ]
+        return self._read(np.concatenate(parts))
 
     def example(self) -> Examples:
         """Return arrays with the shapes and dtypes of a batch; reads one example."""
@@ -267,12 +279,7 @@ class LocalBatches:
 
     def __call__(self, step: int) -> Examples:
         """Return the examples of this process for a step."""
-        parts = [self.batches.rows(step, first, last) for first, last in self.ranges]
-        if len(parts) == 1:
-            return parts[0]
-        return {
-            name: np.concatenate([part[name] for part in parts]) for name in parts[0]
-        }
+        return self.batches.in_ranges(step, self.ranges)
 
     @property
     def skipped(self) -> dict[str, str]:

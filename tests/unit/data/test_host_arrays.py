@@ -26,7 +26,7 @@ from shardwise import (
     make_train_step,
     steps,
 )
-from shardwise.data import Prefetch, Stream, as_batches
+from shardwise.data import Prefetch, Stream, as_batches, part_of
 from shardwise.data.layout import batch_shapes, check_integers, num_rows
 from shardwise.errors import ConfigError, DataError
 from shardwise.run import describe_run, prepare
@@ -110,23 +110,33 @@ def test_an_evaluation_may_get_the_same_array_for_each_batch():
     assert found == pytest.approx(np.arange(20).mean())
 
 
+class Reusing:
+    """A source that fills the same array at each call."""
+
+    def __init__(self):
+        self.buffer = aligned((ROWS, WIDTH))
+
+    def __len__(self):
+        return ROWS * STEPS
+
+    def rows(self, indices):
+        self.buffer[: len(indices)] = indices[:, None] // ROWS
+        return {"x": self.buffer[: len(indices)]}
+
+    def fingerprint(self):
+        return {"rows": len(self)}
+
+
 def test_a_source_may_reuse_its_arrays(tmp_path):
-    class Source:
-        def __init__(self):
-            self.buffer = aligned((ROWS, WIDTH))
-
-        def __len__(self):
-            return ROWS * STEPS
-
-        def rows(self, indices):
-            self.buffer[: len(indices)] = indices[:, None] // ROWS
-            return {"x": self.buffer[: len(indices)]}
-
-        def fingerprint(self):
-            return {"rows": len(self)}
-
-    fit(make(Batches(Source(), ROWS, shuffle=False), out=tmp_path / "run"))
+    batches = Batches(Reusing(), ROWS, shuffle=False)
+    fit(make(batches, out=tmp_path / "run"))
     assert losses(tmp_path / "run") == list(range(STEPS))
+
+
+def test_a_source_may_reuse_its_arrays_for_the_parts_of_a_batch():
+    batches = Batches(Reusing(), 2 * ROWS, shuffle=False)
+    local = part_of(batches, [(0, 2), (14, 16)])
+    assert local(0)["x"][:, 0].tolist() == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("threads", [2, 4])
