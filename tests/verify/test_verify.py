@@ -19,6 +19,7 @@ from shardwise import (
     Rules,
     abstract_state,
     init_state,
+    make_mesh,
     make_train_step,
     verify,
 )
@@ -26,7 +27,7 @@ from shardwise.errors import ConfigError, NumericsError
 from shardwise.models.gpt import GPT, PRESETS
 from shardwise.recipe import load_recipe
 from shardwise.tree import named_leaves
-from shardwise.verification.compare import Kind
+from shardwise.verification.compare import Kind, make_side
 from shardwise.verification.verify import meshes_to_verify
 from tests.helpers import command
 
@@ -238,12 +239,16 @@ def test_a_right_run_agrees_with_dropout_micro_batches_and_a_short_last_batch():
 
 
 def test_small_parameters_are_sharded_so_that_fsdp_is_tested():
-    """`Rules.fsdp_min_size` leaves them replicated, where the mistake has no effect."""
-
-    def make(mesh):
-        return replace(planted.local_clipping(mesh=mesh), rules=Rules())
-
-    assert not verify(make, ["fsdp=8"], steps=1).ok
+    run = replace(planted.make(), rules=Rules())
+    mesh = make_mesh("fsdp=8")
+    one = make_side(run, make_mesh("data=1", jax.devices()[:1]))
+    assert make_side(run, mesh).num_fsdp_leaves == 0
+    # All but the bias of size 1.
+    assert make_side(run, mesh, one.spec).num_fsdp_leaves == 3
+    found = verify(run, ["fsdp=8"], steps=1)
+    assert found.ok
+    # It would say that nothing is sharded.
+    assert found.results[0].note == ""
 
 
 def test_an_axis_that_shards_nothing_is_mentioned():

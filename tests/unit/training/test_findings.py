@@ -18,6 +18,7 @@ from shardwise.findings import Finding
 from shardwise.recipe import load_recipe, make_run
 from shardwise.run import Prepared, describe_state, prepare
 from shardwise.training.starting import check_findings
+from tests.helpers import command
 from tests.helpers.runs import make_run as make_gpt_run
 
 ROOT = Path(__file__).parents[3]
@@ -130,3 +131,32 @@ def test_recipes_and_examples_have_no_findings(name: str) -> None:
 
 def test_the_runs_of_other_tests_have_no_findings() -> None:
     assert "warning" not in printed(make_gpt_run())
+
+
+RECIPE = '''
+import numpy as np, optax
+from flax import nnx
+from shardwise import Batches, Mean, Run
+
+def recipe() -> Run:
+    """Train uphill."""
+    return Run(
+        model=lambda rngs: nnx.Linear(4, 1, rngs=rngs),
+        loss=lambda model, batch: Mean(model(batch["x"])[:, 0] ** 2),
+        optimizer=optax.sgd(-0.1),
+        data=Batches({"x": np.ones((16, 4), "f4")}, 8),
+        steps=3,
+    )
+'''
+
+
+def test_the_command_refuses_a_mistake_with_strict(tmp_path: Path) -> None:
+    path = tmp_path / "uphill.py"
+    path.write_text(RECIPE)
+    refused = command.run("train", path, "--strict", cwd=tmp_path)
+    assert refused.returncode == ConfigError.exit_code
+    assert "ascends: updates point along the gradient" in refused.stderr
+    assert not (tmp_path / "runs").exists()
+    trained = command.run("train", path, cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    assert "warning: ascends: updates point along the gradient" in trained.stderr
