@@ -237,6 +237,10 @@ SEPARABLE = (
     "mean_as_total",
     "repeated",
     "total_weight",
+    "learned_weight",
+    "learned_scalar_weight",
+    "learned_sums",
+    "distilled",
 )
 # Losses with one entry per example.
 PADDABLE = (
@@ -258,6 +262,8 @@ PADDABLE = (
     "columns",
     "param_rows",
     "column_weights",
+    "learned_weight",
+    "distilled",
     "wrong_weight",
     "top_rows",
     "above_mean",

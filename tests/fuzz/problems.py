@@ -6,7 +6,7 @@ have a counterpart that is chained from Optax by hand.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -489,6 +489,8 @@ class Facts:
 
 def make_terms(case: Case) -> Callable[..., Terms]:
     """Return `terms(model, batch, step)`: the loss and the metrics of a case."""
+    # Not created while a loss is traced: its arrays would be tracers.
+    _teacher()
 
     def terms(model: nnx.Module, batch: Any, step: Any = 0) -> Terms:
         x, y, w, m = unpack(case, batch)
@@ -643,6 +645,24 @@ def _shifted(f: Facts) -> Term:
     return Scalar(jnp.abs(f.rows - following).mean() + f.rows.mean())
 
 
+def _gate(f: Facts) -> jax.Array:
+    """Return weights of the examples that the model computes."""
+    return jax.nn.sigmoid(f.features[:, 0])
+
+
+@cache
+def _teacher() -> nnx.Module:
+    return nnx.Linear(WIDTH, OUT, rngs=nnx.Rngs(7))
+
+
+def _distilled(f: Facts) -> Term:
+    """Follow a module that the loss refers to, and that is no part of the model."""
+    if f.x.ndim != 2 or not jnp.issubdtype(f.x.dtype, jnp.floating):
+        return Scalar(f.errors.mean())
+    goal = jax.lax.stop_gradient(_teacher()(f.x.astype(jnp.float32)))
+    return Weighted((f.features - goal) ** 2)
+
+
 def _positions(f: Facts) -> jax.Array:
     """Return a number for each position in the batch."""
     return jnp.linspace(0.5, 1.5, len(f.rows))
@@ -691,6 +711,12 @@ TERMS: dict[str, Callable[[Facts], Term]] = {
     "columns": lambda f: Weighted(f.errors.mean(0)),
     "param_rows": lambda f: Weighted(f.rows.mean() + _some_param(f) ** 2),
     "column_weights": lambda f: Weighted((f.errors * f.m).sum(0), f.m.sum(0)),
+    "learned_weight": lambda f: Weighted(f.rows * _gate(f), _gate(f)),
+    "learned_scalar_weight": lambda f: Weighted(
+        f.rows.sum(), len(f.rows) * (1 + _some_param(f)[0] ** 2)
+    ),
+    "learned_sums": lambda f: Weighted((f.rows * _gate(f)).sum(), _gate(f).sum()),
+    "distilled": _distilled,
     "scaled_rows": lambda f: Scalar((f.rows / len(f.rows)).sum()),
     "scaled_row_mean": lambda f: Weighted(f.rows * (8 / len(f.rows))),
     "size_weight": lambda f: Weighted(f.rows, jnp.full(len(f.rows), 1 / len(f.rows))),

@@ -126,8 +126,19 @@ class Reference:
         sums = {k: reduce_term(v, self.count) for k, v in metrics.items()}
         return total, (weight, sums, other, params)
 
+    def _mean(self, params: Any, other: Any, batch: Any, step: Any) -> Any:
+        """Return the loss as everyone writes it, one number, and what `_total` returns."""
+        total, aux = self._total(params, other, batch, step)
+        return total / aux[0], aux
+
     def _gradients(self, params: Any, other: Any, batch: Any, step: Any) -> Any:
         """Return gradients, loss, metrics, and new variables and parameters."""
+        if self.count == 1:
+            mean = jax.value_and_grad(self._mean, has_aux=True)
+            (loss, aux), grads = mean(params, other, batch, step)
+            _, metrics, other, params = aux
+            values = {k: total / weight for k, (total, weight) in metrics.items()}
+            return grads, loss, values, other, params
         gradient = jax.value_and_grad(self._total, has_aux=True)
         parts = []
         for index in range(self.count):
