@@ -137,6 +137,25 @@ def calls_function(jaxpr: core.Jaxpr, name: str) -> bool:
     )
 
 
+def scan_parts(equation: core.JaxprEqn) -> tuple[int, int]:
+    """Return the number of constants and of carried values among the inputs of a scan.
+
+    The rest are stacked values, with one slice per iteration. The parameters that say so differ
+    between releases of JAX, so it is read from the shapes: a stacked value has one more dim outside
+    than inside.
+    """
+    inner = next(inner_jaxprs(equation.params))
+    num_stacked = sum(
+        len(_shape(outer)) > len(_shape(var))
+        for outer, var in zip(equation.invars, inner.invars, strict=True)
+    )
+    num_carried = sum(
+        len(_shape(outer)) == len(_shape(var))
+        for outer, var in zip(equation.outvars, inner.outvars, strict=True)
+    )
+    return len(equation.invars) - num_carried - num_stacked, num_carried
+
+
 def inner_jaxprs(params: Mapping[str, object]) -> Iterator[core.Jaxpr]:
     """Yield the jaxprs among the parameters of an equation, such as the body of a scan."""
     for value in params.values():

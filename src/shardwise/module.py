@@ -163,15 +163,25 @@ class ModuleDef:
             module: the module after the pass.
             before: the values that it was merged with. Variables in `self.fixed` keep them.
         """
+        # The raw values: a hook would cast parameters that are not trained.
         variables = dict(nnx.to_flat_state(nnx.state(module)))
         return nest(
             {
                 _parts(path): lookup(before, _parts(path))
                 if path in self.fixed
-                else variables[path].get_value()
+                else variables[path].get_raw_value()
                 for path in self.other
             }
         )
+
+    def read_fixed(self, module: nnx.Module) -> dict[str, jax.Array]:
+        """Return the values that a forward pass must not change, by name in `TrainState`."""
+        variables = dict(nnx.to_flat_state(nnx.state(module)))
+        return {
+            f"{part}/{path_name(path)}": variables[path].get_raw_value()
+            for part, leaves in (("params", self.params), ("frozen", self.frozen))
+            for path in leaves
+        }
 
     def read_frozen(self, module: nnx.Module) -> Pure:
         """Return the values of the frozen parameters of a module."""

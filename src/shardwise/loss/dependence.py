@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 from jax.extend import core
 
-from shardwise.flops import inner_jaxprs
+from shardwise.flops import inner_jaxprs, scan_parts
 from shardwise.loss.rules import (
     RULES,
     constant_value,
@@ -64,7 +64,10 @@ def analyze(
             its first dim.
         rows: the number of examples.
     """
-    inputs = [Value(Kind.ROWS) if batch else FREE for batch in is_batch]
+    inputs = [
+        Value(Kind.ROWS) if batch else Value(Kind.FREE, origin=index)
+        for index, batch in enumerate(is_batch)
+    ]
     analysis = _Analysis(rows)
     outputs = analysis.closed(closed, inputs)
     return Dependence(
@@ -89,6 +92,8 @@ CALLS = {
     "custom_vjp_call_jaxpr": "fun_jaxpr",
     "custom_lin": "jaxpr",
 }
+# Primitives that return their first operand.
+UNCHANGED = ("copy", "copy_p", "sharding_constraint", "stop_gradient")
 # Kernels whose body is not looked at. They are taken to treat examples alike, if inputs and outputs
 # have their examples along the same dim.
 KERNELS = ("pallas_call", "mpmd_map", "shard_map", "dot_product_attention_fwd")
@@ -189,6 +194,7 @@ class _Analysis:
             self.fixed_keys.append(cause_of(equation))
         value = Value(
             Kind.FREE,
+            origin=operands[0].origin if name in UNCHANGED else None,
             constant=fold(equation, operands),
             is_fixed=is_fixed,
             index_dim=index_dim(equation, operands),
@@ -261,7 +267,7 @@ def _scan(
     analysis: _Analysis, equation: core.JaxprEqn, operands: list[Value]
 ) -> list[Value]:
     params = equation.params
-    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    num_consts, num_carry = scan_parts(equation)
     consts = operands[:num_consts]
     carry = operands[num_consts : num_consts + num_carry]
     scanned = operands[num_consts + num_carry :]

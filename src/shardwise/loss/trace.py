@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from shardwise.flops import (
 from shardwise.loss.contract import Loss, call_loss, named_metrics
 from shardwise.loss.dependence import Dependence, analyze
 from shardwise.loss.fingerprint import jaxpr_fingerprint
-from shardwise.loss.value import Kind, Value
+from shardwise.loss.value import Kind, Shape, Value, shape_of
 from shardwise.metrics import Mean
 from shardwise.precision import find_other_dtypes
 from shardwise.state import StateSpec, TrainState
@@ -122,7 +122,7 @@ def trace_loss(
 
     def forward(
         state: TrainState, batch: Batch, key: jax.Array
-    ) -> list[tuple[ArrayLike, ArrayLike]]:
+    ) -> tuple[list[tuple[jax.Array, jax.Array]], dict[str, jax.Array]]:
         model = spec.module(state, key)
         if not is_training:
             model.eval()
@@ -137,7 +137,8 @@ def trace_loss(
             else:
                 kinds[name] = (False, False)
                 parts.append((value, 1.0))
-        return [(jnp.asarray(total), jnp.asarray(weight)) for total, weight in parts]
+        arrays = [(jnp.asarray(total), jnp.asarray(weight)) for total, weight in parts]
+        return arrays, spec.definition.read_fixed(model)
 
     arguments = (spec.abstract, shapes, jax.random.key(0))
     try:
@@ -154,11 +155,14 @@ def trace_loss(
         ) from error
     matmuls = matmul_dtypes(closed.jaxpr)
     dependence = _analyze(closed, arguments, rows)
-    values = dependence.outputs
+    num_values = 2 * len(kinds)
+    shapes_out = [shape_of(variable) for variable in closed.jaxpr.outvars]
+    values = list(zip(dependence.outputs, shapes_out, strict=True))
     metrics = {
-        name: TracedMetric(has_rows, is_mean, *values[2 * index : 2 * index + 2])
-        for index, (name, (has_rows, is_mean)) in enumerate(kinds.items())
+        name: _traced_metric(values[2 * index], values[2 * index + 1], *kind)
+        for index, (name, kind) in enumerate(kinds.items())
     }
+    _check_unchanged(spec, dependence.outputs[num_values:])
     return TracedLoss(
         shapes=shapes,
         metrics=metrics,
@@ -172,6 +176,55 @@ def trace_loss(
             *find_other_dtypes(matmuls, spec.definition.compute_dtype),
         ),
     )
+
+
+def _traced_metric(
+    total: tuple[Value, Shape],
+    weight: tuple[Value, Shape],
+    has_rows: bool,
+    is_mean: bool,
+) -> TracedMetric:
+    """Return what is known about a metric from its total and its weight, with their shapes.
+
+    Args:
+        total: the total, or the scalar.
+        weight: the weight.
+        has_rows: whether the first dim has as many entries as there are examples.
+        is_mean: whether it is a `Mean`.
+    """
+    rows = [value for value, _ in (total, weight) if value.kind == Kind.ROWS]
+    # A loss of shape (T, B) may have as many tokens as examples.
+    has_rows &= all((value.dim, value.entries) == (0, 1) for value in rows)
+    if has_rows or not is_mean:
+        return TracedMetric(has_rows, is_mean, total[0], weight[0])
+    return TracedMetric(has_rows, is_mean, _summed(*total), _summed(*weight))
+
+
+def _summed(value: Value, shape: Shape) -> Value:
+    """Return the value of the sum of an array."""
+    if value.kind == Kind.ROWS:
+        return Value(Kind.SUM, factors=(1.0,))
+    if value.kind == Kind.FREE and value.constant is not None:
+        return replace(value, constant=value.constant * math.prod(shape))
+    return value
+
+
+def _check_unchanged(spec: StateSpec, values: Sequence[Value]) -> None:
+    """Raise if the forward pass has assigned to a parameter: the step would drop the value.
+
+    Args:
+        spec: the abstract state.
+        values: the parameters after the pass, by name in sorted order.
+    """
+    inputs = list(named_leaves(spec.abstract))
+    parameters = [name for name in inputs if name.startswith(("params/", "frozen/"))]
+    for name, value in zip(sorted(parameters), values, strict=True):
+        if value.origin != inputs.index(name):
+            raise ConfigError(
+                f"the forward pass assigns to the parameter '{name.partition('/')[2]}', which is "
+                "trained or frozen. The optimizer alone changes parameters. Make it another type "
+                "of nnx.Variable, or exclude it from training: Run(wrt=...)."
+            )
 
 
 def _analyze(

@@ -58,6 +58,7 @@ class Value:
         index_dim: for FREE, the dim along which each entry is its own index (`jnp.arange`).
         index_columns: the entries of the last dim that are such an index. Indexing like
             `x[jnp.arange(B), labels]` creates it.
+        origin: for FREE, the number of the input that this value is, unchanged.
         cause: for STATISTIC, COUPLED and UNKNOWN, where it happened.
     """
 
@@ -70,6 +71,7 @@ class Value:
     is_fixed: bool = False
     index_dim: int | None = None
     index_columns: frozenset[int] = frozenset()
+    origin: int | None = None
     cause: Cause | None = None
 
 

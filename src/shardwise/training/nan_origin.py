@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from shardwise.flops import scan_parts
 from shardwise.tree import PyTree
 
 # Operations that only call an inner computation with the same inputs.
@@ -121,18 +122,9 @@ def _evaluate_scan(
 ) -> list[jax.Array]:
     """Evaluate a loop iteration by iteration; the iterations are usually layers.
 
-    Its inputs are constants, carried values, and stacked values with one slice per iteration; a
-    stacked value has one more dimension outside than inside.
+    Its inputs are constants, carried values, and stacked values with one slice per iteration.
     """
-    num_stacked = sum(
-        _ndim(outer) > _ndim(var)
-        for outer, var in zip(eqn.invars, inner.jaxpr.invars, strict=True)
-    )
-    num_carried = sum(
-        _ndim(outer) == _ndim(var)
-        for outer, var in zip(eqn.outvars, inner.jaxpr.outvars, strict=True)
-    )
-    num_consts = len(inputs) - num_carried - num_stacked
+    num_consts, num_carried = scan_parts(eqn)
     consts = inputs[:num_consts]
     carried = inputs[num_consts : num_consts + num_carried]
     stacked = inputs[num_consts + num_carried :]
@@ -145,11 +137,6 @@ def _evaluate_scan(
         carried = outputs[:num_carried]
         collected.append(outputs[num_carried:])
     return [*carried, *(jnp.stack(slices) for slices in zip(*collected, strict=True))]
-
-
-def _ndim(var: Var | Literal) -> int:
-    # Tokens and other abstract values have no dimensions.
-    return int(getattr(var.aval, "ndim", 0))
 
 
 def _inner(eqn: JaxprEqn) -> ClosedJaxpr | None:

@@ -106,7 +106,7 @@ def by_shardwise(loss, batch, mesh="data=1", steps=3, **options):
 @pytest.mark.parametrize("mesh", ["data=1", "data=4,fsdp=2"])
 @pytest.mark.parametrize("loss", [total, mean, sums])
 def test_accumulation_is_exact(loss, mesh):
-    batch = examples(16)
+    batch = examples(32)
     expected = by_hand(loss, batch)
     for accumulate in (1, 2, 4):
         found = by_shardwise(loss, batch, mesh, accumulate=accumulate)
