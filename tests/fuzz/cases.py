@@ -178,6 +178,10 @@ BLOCKS = (
     "lora",
     "table",
     "clipped",
+    "jitted",
+    "ensemble",
+    "conv",
+    "recurrent",
     "gate",
     "sow",
 )
@@ -241,6 +245,10 @@ SEPARABLE = (
     "learned_scalar_weight",
     "learned_sums",
     "distilled",
+    "pinn",
+    "sown",
+    "maml",
+    "hessian",
 )
 # Losses with one entry per example.
 PADDABLE = (

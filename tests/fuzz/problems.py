@@ -294,6 +294,78 @@ class Moe(nnx.Module):
         return h + out.reshape(h.shape).astype(h.dtype)
 
 
+class Jitted(Dense):
+    def __call__(self, h):
+        return nnx.jit(lambda self, h: Dense.__call__(self, h))(self, h)
+
+
+class Branched(nnx.Module):
+    """A branch that a variable decides, by `nnx.cond`."""
+
+    def __init__(self, case, rngs):
+        self.left, self.right = Dense(case, rngs), Dense(case, rngs, nnx.gelu)
+        self.switch = Kept(jnp.ones(()))
+
+    def __call__(self, h):
+        def left(block, h):
+            return block.left(h)
+
+        def right(block, h):
+            return block.right(h)
+
+        return nnx.cond(self.switch[...] > 0, left, right, self, h)
+
+
+class Ensemble(nnx.Module):
+    """Three layers by `nnx.vmap`, averaged."""
+
+    def __init__(self, case, rngs):
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: None})
+        def stack(rngs):
+            return Dense(case, rngs)
+
+        self.layers = stack(rngs)
+
+    def __call__(self, h):
+        return nnx.vmap(lambda layer, h: layer(h), in_axes=(0, None))(
+            self.layers, h
+        ).mean(0)
+
+
+class Conv(nnx.Module):
+    """A convolution over the features, with padding and a bias."""
+
+    def __init__(self, case, rngs):
+        dtype = jnp.dtype(case.param_dtype)
+        self.conv = nnx.Conv(1, 2, (3,), kernel_init=INIT, param_dtype=dtype, rngs=rngs)
+
+    def __call__(self, h):
+        return h + self.conv(h[..., None]).mean(-1).astype(h.dtype)
+
+
+class Recurrent(nnx.Module):
+    """A GRU over the tokens, or over the features as a sequence."""
+
+    def __init__(self, case, rngs):
+        dtype = jnp.dtype(case.param_dtype)
+        size = WIDTH if case.stem == "tokens" else 1
+        cell = nnx.GRUCell(
+            size,
+            WIDTH,
+            kernel_init=INIT,
+            recurrent_kernel_init=INIT,
+            param_dtype=dtype,
+            rngs=rngs,
+        )
+        self.rnn = nnx.RNN(cell)
+
+    def __call__(self, h):
+        if h.ndim == 3:
+            return h + self.rnn(h).astype(h.dtype)
+        return h + self.rnn(h[..., None])[:, -1].astype(h.dtype)
+
+
 class Kept(nnx.Variable):
     """A variable that a model updates by itself."""
 
@@ -409,6 +481,11 @@ BLOCKS: dict[str, Callable[[Case, nnx.Rngs], nnx.Module]] = {
     "clipped": Clipped,
     "gate": Gate,
     "sow": Sow,
+    "jitted": Jitted,
+    "branched": Branched,
+    "ensemble": Ensemble,
+    "conv": Conv,
+    "recurrent": Recurrent,
     "centered": Centered,
     "across_batch": AcrossBatch,
     "moe": Moe,
@@ -645,6 +722,56 @@ def _shifted(f: Facts) -> Term:
     return Scalar(jnp.abs(f.rows - following).mean() + f.rows.mean())
 
 
+def _pinn(f: Facts) -> Term:
+    """Second derivatives at the inputs, as in the residual of a differential equation."""
+    if f.x.ndim != 2 or not jnp.issubdtype(f.x.dtype, jnp.floating):
+        return Scalar(f.errors.mean())
+    x = f.x.astype(jnp.float32)
+    graphdef, state = nnx.split(f.model)
+
+    def slope(x: jax.Array) -> jax.Array:
+        model = nnx.merge(graphdef, state)
+        return jax.jvp(lambda x: model(x), (x,), (jnp.ones_like(x),))[1]
+
+    curvature = jax.jvp(slope, (x,), (jnp.ones_like(x),))[1]
+    return Weighted(f.rows + (curvature**2).mean(1))
+
+
+def _maml(f: Facts) -> Term:
+    """The loss after one inner step of gradient descent on the same batch."""
+    if not jnp.issubdtype(f.x.dtype, jnp.floating):
+        return Scalar(f.errors.mean())
+    graphdef, params, rest = nnx.split(f.model, nnx.Param, ...)
+
+    def inner(params: Any) -> jax.Array:
+        return (nnx.merge(graphdef, params, rest)(f.x) ** 2).mean()
+
+    grads = jax.grad(inner)(params)
+    adapted = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    out = nnx.merge(graphdef, adapted, rest)(f.x)
+    return Scalar((out.astype(jnp.float32) ** 2).mean() + f.errors.mean())
+
+
+def _hessian(f: Facts) -> Term:
+    """The curvature of the loss along the parameters, forward over reverse."""
+    if not jnp.issubdtype(f.x.dtype, jnp.floating):
+        return Scalar(f.errors.mean())
+    graphdef, params, rest = nnx.split(f.model, nnx.Param, ...)
+
+    def inner(params: Any) -> jax.Array:
+        return (nnx.merge(graphdef, params, rest)(f.x) ** 2).mean()
+
+    _, product = jax.jvp(jax.grad(inner), (params,), (params,))
+    sizes = [jnp.sum(leaf**2) for leaf in jax.tree.leaves(product)]
+    return Scalar(f.errors.mean() + 1e-3 * sum(sizes))
+
+
+def _sown(f: Facts) -> Term:
+    """Add what the model has sown, as auxiliary losses of experts do."""
+    leaves = jax.tree.leaves(nnx.state(f.model, nnx.Intermediate))
+    return Scalar(f.errors.mean() + 0.1 * sum(jnp.mean(leaf**2) for leaf in leaves))
+
+
 def _gate(f: Facts) -> jax.Array:
     """Return weights of the examples that the model computes."""
     return jax.nn.sigmoid(f.features[:, 0])
@@ -717,6 +844,10 @@ TERMS: dict[str, Callable[[Facts], Term]] = {
     ),
     "learned_sums": lambda f: Weighted((f.rows * _gate(f)).sum(), _gate(f).sum()),
     "distilled": _distilled,
+    "pinn": _pinn,
+    "maml": _maml,
+    "hessian": _hessian,
+    "sown": _sown,
     "scaled_rows": lambda f: Scalar((f.rows / len(f.rows)).sum()),
     "scaled_row_mean": lambda f: Weighted(f.rows * (8 / len(f.rows))),
     "size_weight": lambda f: Weighted(f.rows, jnp.full(len(f.rows), 1 / len(f.rows))),

@@ -68,6 +68,8 @@ class Reference:
         self.paths = {}
         # The parameters that the model reads in the dtype of computation.
         self.cast: set[str] = set()
+        # Keys and counters of random streams, which shardwise derives from the step.
+        self.random: set[str] = set()
         is_trained = nnx.filterlib.to_predicate(make_wrt(case))
         self.params: dict[str, Any] = {}
         self.frozen: dict[str, Any] = {}
@@ -78,6 +80,8 @@ class Reference:
             is_param = isinstance(variable, nnx.Param)
             if is_param:
                 self.cast.add(name)
+            if isinstance(variable, nnx.RngState):
+                self.random.add(name)
             if is_param and case.frozen and fnmatch.fnmatch(name, case.frozen):
                 group = self.frozen
             elif is_trained(path, variable):
@@ -234,11 +238,7 @@ class Reference:
                 )
         trace.params = to_host({**params, **self.frozen})
         trace.other = to_host(
-            {
-                name: value
-                for name, value in other.items()
-                if not jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-            }
+            {name: value for name, value in other.items() if name not in self.random}
         )
         return trace
 
