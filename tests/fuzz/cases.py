@@ -194,6 +194,8 @@ STATEFUL = (
     "spectral",
     "frequency",
     "spectralnorm",
+    "branched",
+    "mask_buffer",
 )
 RANDOM = ("dropout", "noise")
 # Blocks in which the examples of a batch meet.

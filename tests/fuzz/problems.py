@@ -446,6 +446,19 @@ class Frequency(nnx.Module):
         return h
 
 
+class MaskBuffer(nnx.Module):
+    """Keeps a mask of zeros and minus infinity, as models ported from PyTorch do."""
+
+    def __init__(self, case, rngs):
+        self.query = _linear(case, rngs, WIDTH, WIDTH)
+        self.mask = Kept(jnp.where(jnp.tri(WIDTH, dtype=bool), 0.0, -jnp.inf))
+
+    def __call__(self, h):
+        scores = self.query(h)[..., None] * h[..., None, :] + self.mask[...]
+        weights = jax.nn.softmax(scores.astype(jnp.float32))
+        return (weights * h[..., None, :]).sum(-1).astype(h.dtype)
+
+
 class Noise(nnx.Module):
     def __init__(self, case, rngs):
         self.rngs = rngs.fork()
@@ -494,6 +507,7 @@ BLOCKS: dict[str, Callable[[Case, nnx.Rngs], nnx.Module]] = {
     "codebook": Codebook,
     "spectral": Spectral,
     "frequency": Frequency,
+    "mask_buffer": MaskBuffer,
     "dropout": Drop,
     "noise": Noise,
 }

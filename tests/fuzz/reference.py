@@ -100,9 +100,7 @@ class Reference:
         for group in (self.params, self.frozen, self.other):
             for name, value in group.items():
                 if name in arrays:
-                    own = np.asarray(value, np.float64)
-                    given = np.asarray(arrays[name], np.float64)
-                    far[name] = float(np.abs(own - given).max(initial=0))
+                    far[name] = float(distance(value, arrays[name]).max(initial=0))
                     group[name] = jnp.asarray(arrays[name])
         return far
 
@@ -252,6 +250,13 @@ def reduce_term(term: Term, parts: int = 1) -> tuple[jax.Array, jax.Array]:
     weight = jnp.asarray(1.0 if term.weight is None else term.weight, jnp.float32)
     weight = weight.reshape(weight.shape + (1,) * (total.ndim - weight.ndim))
     return total.sum(), jnp.broadcast_to(weight, total.shape).sum()
+
+
+def distance(a: Any, b: Any) -> np.ndarray:
+    """Return absolute differences; equal infinities and two NaN have none."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    is_same = (a == b) | (np.isnan(a) & np.isnan(b))
+    return np.abs(np.where(is_same, 0, a) - np.where(is_same, 0, b))
 
 
 def _value(leaf: Any) -> Any:

@@ -53,7 +53,7 @@ from tests.fuzz.problems import (
     plain_batches,
     unpack,
 )
-from tests.fuzz.reference import Reference, Trace, to_host
+from tests.fuzz.reference import Reference, Trace, distance, to_host
 
 # (path, value) -> a changed value.
 Change: TypeAlias = Callable[[str, Any], Any]
@@ -266,11 +266,11 @@ def differences(case: Case, expected: Trace, ours: Trace) -> list[Difference]:
             text = f"{key} has shape {b.shape} instead of {a.shape}"
             found.append(Difference(key, stage, math.inf, text))
             continue
-        a, b = np.where(np.isnan(a) & np.isnan(b), 0, (a, b))
-        size = float(np.abs(a - b).max(initial=0))
-        scale = float(np.abs(a).max(initial=0))
+        far = distance(a, b)
+        size = float(far.max(initial=0))
+        scale = float(np.abs(a[np.isfinite(a)]).max(initial=0))
         if not size <= tolerance * scale + ABSOLUTE:
-            at = np.unravel_index(np.argmax(np.abs(a - b)), a.shape)
+            at = np.unravel_index(np.argmax(far), a.shape)
             text = f"{'/'.join(key)}: {b[at]:.8g} instead of {a[at]:.8g}"
             found.append(Difference(key, stage, size, text))
     return found
@@ -296,8 +296,7 @@ def _without_chaos(
 
         values = _values(train(change))
         for key, a in _values(expected).items():
-            b = np.asarray(values.get(key, a), np.float64)
-            size = float(np.abs(np.asarray(a, np.float64) - b).max(initial=0))
+            size = float(distance(a, values.get(key, a)).max(initial=0))
             noise[key] = max(noise.get(key, 0.0), size)
     return [d for d in found if not d.size <= CHAOS * noise[d.key]]
 
