@@ -871,6 +871,19 @@ TERMS: dict[str, Callable[[Facts], Term]] = {
     "triangle": lambda f: Scalar(
         (jnp.tril(jnp.ones((len(f.rows), len(f.rows)))) @ f.rows).mean()
     ),
+    "indexed_half": lambda f: Scalar(f.rows[jnp.arange((len(f.rows) + 1) // 2)].mean()),
+    "indexed_four": lambda f: Scalar(f.rows[jnp.arange(4)].mean()),
+    "indexed_rows": lambda f: Weighted(f.rows[jnp.arange(2 * len(f.rows))]),
+    "first_group": lambda f: Scalar(
+        jax.ops.segment_sum(f.rows, jnp.arange(len(f.rows)) // 2, len(f.rows))[0]
+    ),
+    "random_pairs": lambda f: Scalar(
+        jnp.abs(
+            f.rows - f.rows[jax.random.permutation(jax.random.key(1), len(f.rows))]
+        ).mean()
+    ),
+    "stacked": lambda f: Weighted(jnp.stack([f.rows, f.w * f.rows], 1).reshape(-1)),
+    "outer_weights": lambda f: Weighted(f.errors, jnp.ones((len(f.rows), 1))),
     "shifted": _shifted,
     "alternate": _alternate,
     "sliced_update": _sliced_update,
