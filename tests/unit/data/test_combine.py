@@ -118,7 +118,8 @@ def test_a_split_is_disjoint_and_complete(rows, share, seed, block):
     train, held_out = split(numbers(0, rows), share, seed, block=block)
     parts = [part.rows(np.arange(len(part)))["x"] for part in (train, held_out)]
     assert sorted(np.concatenate(parts)) == list(range(rows))
-    assert abs(len(held_out) - rows * share) <= block
+    # The last block may be short, and the number of blocks is rounded.
+    assert abs(len(held_out) - rows * share) <= 1.5 * block
     assert (
         len(np.unique(parts[0] // block)) + len(np.unique(parts[1] // block)) == blocks
     )
