@@ -516,7 +516,8 @@ def put(values: PyTree, sharding: NamedSharding, *, copy: bool = False) -> PyTre
 
     def put_leaf(x: np.ndarray | jax.Array) -> jax.Array:
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
-            return jax.device_put(x, sharding)
+            resharded: jax.Array = jax.device_put(x, sharding)
+            return resharded
         return jax.make_array_from_callback(
             x.shape, sharding, lambda index: own(x[index])
         )

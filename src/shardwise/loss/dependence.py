@@ -79,19 +79,6 @@ def analyze(
 
 # From the values of the operands of a loop or a branch to those of its outputs.
 NestedRule: TypeAlias = Callable[["_Analysis", core.JaxprEqn, list[Value]], list[Value]]
-# The name of the parameter that holds the jaxpr of a call, by primitive.
-CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
-    "custom_lin": "jaxpr",
-}
 # Primitives that return their first operand.
 UNCHANGED = ("copy", "copy_p", "sharding_constraint", "stop_gradient")
 # Kernels whose body is not looked at. They are taken to treat examples alike, if inputs and outputs
@@ -140,7 +127,7 @@ class _Analysis:
     def equation(self, equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
         """Return the values of the outputs of one equation."""
         name = equation.primitive.name
-        if name in CALLS or name in CONTROL_FLOW:
+        if name in CONTROL_FLOW or _called_jaxpr(equation) is not None:
             return self.nested(equation, operands)
         kinds = {value.kind for value in operands}
         worst = max(kinds, default=Kind.FREE)
@@ -171,12 +158,12 @@ class _Analysis:
         if name in CONTROL_FLOW:
             results = CONTROL_FLOW[name](self, equation, operands)
         else:
-            jaxpr = equation.params[CALLS[name]]
-            is_closed = isinstance(jaxpr, core.ClosedJaxpr)
+            called = _called_jaxpr(equation)
+            assert called is not None
             results = (
-                self.closed(jaxpr, operands)
-                if is_closed
-                else self.jaxpr(jaxpr, [], operands)
+                self.closed(called, operands)
+                if isinstance(called, core.ClosedJaxpr)
+                else self.jaxpr(called, [], operands)
             )
         for causes, start in zip(found, before, strict=True):
             causes[start:] = [_placed(cause, place) for cause in causes[start:]]
@@ -216,6 +203,26 @@ class _Analysis:
         if results[0].kind == Kind.COUPLED:
             self.broadcasts.append(cause_of(equation))
         return results
+
+
+def _called_jaxpr(equation: core.JaxprEqn) -> core.Jaxpr | core.ClosedJaxpr | None:
+    """Return the jaxpr of a call, such as `jit`, `remat` or a custom gradient."""
+    name = equation.primitive.name
+    if name in RULES or name.startswith(KERNELS):
+        return None
+    jaxprs = [
+        value
+        for value in equation.params.values()
+        if isinstance(value, core.Jaxpr | core.ClosedJaxpr)
+    ]
+    if len(jaxprs) != 1 or len(_inputs(jaxprs[0])) != len(equation.invars):
+        return None
+    return jaxprs[0]
+
+
+def _inputs(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> list[core.Var]:
+    inner = jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
+    return inner.invars
 
 
 def _placed(cause: Cause, place: str) -> Cause:
