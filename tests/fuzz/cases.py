@@ -196,10 +196,11 @@ STATEFUL = (
     "spectralnorm",
     "branched",
     "mask_buffer",
+    "carried",
 )
 RANDOM = ("dropout", "noise")
 # Blocks in which the examples of a batch meet.
-COUPLING = ("centered", "across_batch", "moe")
+COUPLING = ("centered", "across_batch", "moe", "slots")
 # Losses that are sums or means over examples.
 SEPARABLE = (
     "mean",

@@ -446,6 +446,34 @@ class Frequency(nnx.Module):
         return h
 
 
+class Slots(nnx.Module):
+    """Adds a parameter for each position in the batch."""
+
+    def __init__(self, case, rngs):
+        self.slots = nnx.Param(jax.random.uniform(rngs.params(), (64, WIDTH)))
+
+    def __call__(self, h):
+        slots = self.slots[...][: len(h)].astype(h.dtype)
+        return h + slots.reshape(len(h), *(1,) * (h.ndim - 2), WIDTH)
+
+
+class Carried(nnx.Module):
+    """Keeps a hidden state for each example of the batch, as truncated backpropagation does."""
+
+    def __init__(self, case, rngs):
+        self.linear = _linear(case, rngs, WIDTH, WIDTH)
+        self.hidden = Kept(jnp.zeros((case.batch_size, WIDTH)))
+
+    def __call__(self, h):
+        flat = h.reshape(len(h), -1, WIDTH)
+        if len(h) == len(self.hidden[...]):
+            hidden = nnx.tanh(self.linear(flat.mean(1) + self.hidden[...]))
+            self.hidden[...] = jax.lax.stop_gradient(hidden.astype(jnp.float32))
+        else:
+            hidden = nnx.tanh(self.linear(flat.mean(1)))
+        return (flat + hidden[:, None].astype(h.dtype)).reshape(h.shape)
+
+
 class MaskBuffer(nnx.Module):
     """Keeps a mask of zeros and minus infinity, as models ported from PyTorch do."""
 
@@ -508,6 +536,8 @@ BLOCKS: dict[str, Callable[[Case, nnx.Rngs], nnx.Module]] = {
     "spectral": Spectral,
     "frequency": Frequency,
     "mask_buffer": MaskBuffer,
+    "slots": Slots,
+    "carried": Carried,
     "dropout": Drop,
     "noise": Noise,
 }
