@@ -25,7 +25,8 @@ class Case:
         compute_dtype: the dtype in which the model reads parameters, or "".
         loss: the loss, see `problems.LOSSES`.
         metrics: additional metrics, of the same kinds as losses and some others.
-        signature: the arguments of the loss: "", "rngs" or "step", in addition to model and batch.
+        signature: the arguments of the loss: "", "rngs" or "step", in addition to model and batch;
+            "rngs_last" draws random numbers with the examples along the last dim.
         optimizer: the optimizer, see `problems.OPTIMIZERS`.
         data: how batches are passed, see `problems.make_data`.
         structure: the pytree of a batch: "dict", "nested" or "tuple".
@@ -472,7 +473,7 @@ def cases(draw: st.DrawFn) -> Case:
         metrics=tuple(draw(st.lists(st.sampled_from(METRICS), max_size=2, unique=True)))
         if one_in(3)
         else (),
-        signature=pick(("", "", "", "step", "rngs")) if one_in(3) else "",
+        signature=pick(("step", "rngs", "rngs_last")) if one_in(6) else "",
         optimizer=pick(OPTIMIZERS),
         data=data,
         structure="dict"

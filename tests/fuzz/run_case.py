@@ -306,7 +306,7 @@ def _without_chaos(
 
 def is_random(case: Case) -> bool:
     has_block = any(name in case.blocks for name in cases.RANDOM)
-    return has_block or case.signature == "rngs"
+    return has_block or case.signature in ("rngs", "rngs_last")
 
 
 def is_stateful(case: Case) -> bool:
@@ -390,11 +390,13 @@ def make_loss(case: Case) -> Callable[..., Any]:
     def with_rngs(model: Any, batch: Any, rngs: Any) -> Any:
         x, *rest = unpack(case, batch)
         if case.stem != "tokens":
-            x = x + 0.1 * jax.random.normal(rngs.noise(), x.shape)
+            shape = x.shape if case.signature == "rngs" else x.shape[::-1]
+            noise = jax.random.normal(rngs.noise(), shape)
+            x = x + 0.1 * (noise if case.signature == "rngs" else noise.T)
         changed = dict(zip("xywm", (x, *rest), strict=True))
         return loss(model, pack(case, changed))
 
-    if case.signature == "rngs":
+    if case.signature in ("rngs", "rngs_last"):
         return with_rngs
     if case.signature == "step":
         return lambda model, batch, step: loss(model, batch, step)
