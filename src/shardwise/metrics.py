@@ -33,8 +33,9 @@ class Mean:
 
     Attributes:
         total: weighted values, for example the loss of each token times its weight.
-        weight: weights of the values. A weight with fewer dimensions than `total` applies to each
-            entry of `total`, so `Mean(nats)` is the plain mean.
+        weight: weights of the values. A weight with fewer dimensions than `total`, or with
+            dimensions of size 1, applies to each entry of `total`, so `Mean(nats)` is the plain
+            mean.
 
     Example:
         >>> Mean(jnp.array([1.0, 2.0, 6.0]), jnp.array([1.0, 1.0, 2.0])).summed().value
@@ -104,7 +105,7 @@ class Mean:
     def weights(self) -> ArrayLike:
         """The weight of each entry of `total`."""
         missing = jnp.ndim(self.total) - jnp.ndim(self.weight)
-        if missing <= 0:
+        if missing < 0:
             return self.weight
         aligned = jnp.reshape(self.weight, (*jnp.shape(self.weight), *(1,) * missing))
         return jnp.broadcast_to(aligned, jnp.shape(self.total))

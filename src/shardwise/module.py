@@ -219,7 +219,10 @@ def split_module(
     frozen: dict[KeyPath, ModelLeaf] = {}
     adapters: dict[str, Json] = {}
     for path, variable in variables.items():
-        name, value = path_name(path), variable.get_value()
+        name = path_name(path)
+        if not isinstance(variable, nnx.Variable):
+            raise ConfigError(_plain_array(name))
+        value = variable.get_value()
         if not hasattr(value, "shape"):
             raise ConfigError(
                 f"variable '{name}' of the model holds a {type(value).__name__}. "
@@ -262,6 +265,21 @@ def split_module(
     return definition, arrays(params), arrays(other)
 
 
+def _plain_array(name: str) -> str:
+    return (
+        f"attribute '{name}' of the model is an array outside of a variable. Wrap it: "
+        "nnx.Variable(array) keeps it in the state, and the forward pass reads it as before."
+    )
+
+
+def _check_attributes(module: nnx.Module) -> None:
+    """Raise if a module has an array as a static attribute: it would escape from the trace."""
+    for path, part in nnx.iter_modules(module):
+        for name, value in vars(part).items():
+            if isinstance(value, jax.core.Tracer):
+                raise ConfigError(_plain_array(path_name((*path, name))))
+
+
 def _check_differentiable(name: str, value: jax.Array) -> None:
     if not jnp.issubdtype(value.dtype, jnp.inexact):
         raise ConfigError(
@@ -287,6 +305,7 @@ def build_module(factory: ModelFactory, key: jax.Array) -> nnx.Module:
         raise ConfigError(
             f"the model factory returned a {type(module).__name__}. It must return an nnx.Module."
         )
+    _check_attributes(module)
     for _, part in nnx.iter_modules(module):
         for mode in MODES:
             if getattr(part, mode, False) is None:

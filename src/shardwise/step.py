@@ -15,7 +15,8 @@ sharding of their parameter; and the state is returned with the shardings that i
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal, TypeAlias, cast
 
 import jax
@@ -29,18 +30,24 @@ from jax.typing import DTypeLike
 
 from shardwise.data.layout import BatchLayout as BatchLayout
 from shardwise.data.layout import num_rows as num_rows
-from shardwise.errors import ConfigError, DataError
+from shardwise.errors import ConfigError, DataError, where
 from shardwise.findings import Finding
 from shardwise.loss import Loss as Loss
 from shardwise.loss import LossValue as LossValue
 from shardwise.loss import TracedLoss as TracedLoss
 from shardwise.loss import as_means as as_means
 from shardwise.loss import call_loss, trace_loss
-from shardwise.loss.trace import TracedMetric, inexact_metrics, summed_scalars
+from shardwise.loss.trace import (
+    TracedMetric,
+    inexact_metrics,
+    size_dependent,
+    summed_scalars,
+    weight_is_trained,
+)
 from shardwise.loss.value import Kind
 from shardwise.metrics import Mask, Mean
 from shardwise.module import AccessHook, Pure
-from shardwise.optim.finite import all_finite, representative_leaves, tree_is_finite
+from shardwise.optim.finite import all_finite, representative_leaves, stays_finite
 from shardwise.optim.parts import evaluation_params, leaf_changes, live_values, norm
 from shardwise.optim.read import read_chains
 from shardwise.precision import dtype_at_use, sums_in_float32
@@ -101,7 +108,10 @@ class TrainStep:
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Run one step. `batch` is on the mesh already, see `place`."""
-        return self.function(state, batch)
+        try:
+            return self.function(state, batch)
+        except NotImplementedError as error:
+            raise _as_config_error(error) from error
 
     def place(self, batch: Batch) -> Batch:
         """Start the transfer of a host batch to the devices and return at once."""
@@ -110,7 +120,10 @@ class TrainStep:
     def trace(self) -> jax.stages.Traced:
         """Trace the step for its abstract state and batch; not available after `compile`."""
         jitted = cast(jax.stages.Wrapped, self.function)
-        return jitted.trace(self.spec.abstract, self.batch)
+        try:
+            return jitted.trace(self.spec.abstract, self.batch)
+        except NotImplementedError as error:
+            raise _as_config_error(error) from error
 
     def lower(self) -> jax.stages.Lowered:
         """Trace and lower the step; not available after `compile`."""
@@ -151,6 +164,7 @@ class _StepFunctions:
         groups: the optimizer groups of each parameter, outermost first; None to omit norms.
         sums: the scalars of the loss that are sums over the examples.
         checked: parameters whose updates are checked for non-finite values; None for all.
+        is_separate: whether each micro-batch is a batch of its own, see `Run.micro_batches`.
     """
 
     spec: StateSpec
@@ -163,6 +177,7 @@ class _StepFunctions:
     groups: Mapping[str, tuple[str, ...]] | None
     sums: tuple[str, ...]
     checked: tuple[str, ...] | None
+    is_separate: bool
 
     def objective(
         self,
@@ -173,10 +188,21 @@ class _StepFunctions:
         mask: Mask | None,
         key: jax.Array,
         step: jax.Array,
+        is_part: bool = False,
     ) -> tuple[jax.Array, tuple[Means, Pure]]:
-        """Return the total of the loss, which is differentiated, and the rest as auxiliary output.
+        """Return what is differentiated, and the rest as auxiliary output.
 
-        The total is not divided by its weight here: micro-batches must add up before the division.
+        Args:
+            params: the trained parameters.
+            frozen: the frozen parameters.
+            other: all other variables.
+            batch: the batch, or a micro-batch.
+            mask: False for padding.
+            key: the root key of the random streams.
+            step: the number of steps before this one.
+            is_part: whether this is a part of the batch. Then it is the total that is
+                differentiated, because micro-batches must add up before they are divided by the
+                weight of all of them. Otherwise it is the loss.
         """
         definition = self.spec.definition
         model = definition.merge(params, other, key, self.hooks, frozen)
@@ -185,24 +211,28 @@ class _StepFunctions:
         means = as_means(
             output, num_rows(batch), mask, sums=self.sums, parts=self.accumulate
         )
-        return means["loss"].total, (means, definition.read_other(model, other))  # type: ignore[return-value]
+        loss = means["loss"]
+        if is_part:
+            objective = jnp.asarray(loss.total)
+        else:
+            # The gradient of total / weight, also if the weight depends on the parameters. The
+            # division comes first, because custom gradients may not be linear (clipping).
+            weight = jax.lax.stop_gradient(loss.weight)
+            value = jax.lax.stop_gradient(loss.value)
+            objective = jnp.asarray((loss.total - value * loss.weight) / weight)
+        return objective, (means, definition.read_other(model, other))
 
     def gradients(self, state: TrainState, batch: Batch) -> Gradients:
         """Return the gradients of the mean loss, sharded like the parameters."""
         key = jax.random.fold_in(jax.random.key(self.seed), state.step)
-        gradient = sums_in_float32(jax.grad(self.objective, has_aux=True))
+        is_part = self.accumulate > 1 and not self.is_separate
+        objective = partial(self.objective, is_part=is_part)
+        gradient = sums_in_float32(jax.grad(objective, has_aux=True))
         compute = gradient if self.accumulate == 1 else self._accumulated(gradient)
+        mask = self.layout.mask()
         grads, (means, other) = compute(
-            state.params,
-            state.frozen,
-            state.other,
-            batch,
-            self.layout.mask(),
-            key,
-            state.step,
+            state.params, state.frozen, state.other, batch, mask, key, state.step
         )
-        weight = means["loss"].weight
-        grads = jax.tree.map(lambda grad: grad / weight.astype(grad.dtype), grads)
         return with_sharding_constraint(grads, self.spec.shardings.params), means, other
 
     def _accumulated(self, gradient: Callable[..., PyTree]) -> Callable[..., PyTree]:
@@ -238,10 +268,13 @@ class _StepFunctions:
                 grads, (means, other) = gradient(
                     params, frozen, other, batch, mask, micro_key, step
                 )
+                if self.is_separate:
+                    weight = means["loss"].weight
+                    grads = jax.tree.map(lambda g: g * weight.astype(g.dtype), grads)
                 return (jax.tree.map(jnp.add, sums, (grads, means)), other), None
 
-            micro_batches = jax.tree.map(split, (batch, mask))
-            first = jax.tree.map(lambda x: x[0], micro_batches)
+            micro_batches = (jnp.arange(count), jax.tree.map(split, (batch, mask)))
+            first = jax.tree.map(lambda x: x[0], micro_batches[1])
             grads, (means, _) = jax.eval_shape(
                 gradient, params, frozen, other, *first, key, step
             )
@@ -252,8 +285,10 @@ class _StepFunctions:
             ((grads, means), other), _ = jax.lax.scan(
                 add_micro_batch,
                 ((zero_grads, zeros[1]), other),
-                (jnp.arange(count), micro_batches),
+                micro_batches,
             )
+            weight = means["loss"].weight
+            grads = jax.tree.map(lambda g: g / weight.astype(g.dtype), grads)
             return grads, (means, other)
 
         return accumulated
@@ -277,7 +312,9 @@ class _StepFunctions:
         params = optax.apply_updates(state.params, updates)
 
         finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)
-        finite &= all_finite(updates, opt_state, self.checked) & tree_is_finite(other)
+        finite &= all_finite(updates, self.checked) & stays_finite(state.other, other)
+        if self.checked is None:
+            finite &= stays_finite(state.opt_state, opt_state)
         new_state = TrainState(
             state.step + 1,
             _select(finite, params, state.params),
@@ -374,7 +411,7 @@ def make_train_step(
     """
     spec = spec.computing_in(compute_dtype)
     traced = trace_loss(spec, loss, batch)
-    layout = _train_layout(spec, traced, accumulate)
+    layout = _train_layout(spec, loss, traced, accumulate)
     sums: tuple[str, ...] = ()
     if accumulate > 1:
         traced, sums = _check_accumulate(spec, loss, traced, accumulate, micro_batches)
@@ -388,6 +425,7 @@ def make_train_step(
         accumulate=accumulate,
         groups=_parameter_groups(spec) if norms else None,
         sums=sums,
+        is_separate=micro_batches == "separate",
         checked=representative_leaves(
             spec.optimizer, spec.abstract.params, spec.abstract.opt_state
         ),
@@ -418,6 +456,17 @@ def make_train_step(
             out_shardings=(stored, replicated),
         ),
         traced=traced,
+    )
+
+
+def _as_config_error(error: NotImplementedError) -> Exception:
+    """Return the error that a user should see for one of JAX's."""
+    if "custom_lin" not in str(error):
+        return error
+    return ConfigError(
+        "the loss takes a forward-mode derivative along the parameters (jax.jvp, jax.jacfwd or "
+        "jax.hessian). Parameters of a step have a reverse-mode derivative only. Use jax.grad of "
+        f"jax.grad, or derivatives along the inputs. ({where(error)})"
     )
 
 
@@ -463,7 +512,9 @@ def _group_norms(
     return norms
 
 
-def _train_layout(spec: StateSpec, traced: TracedLoss, accumulate: int) -> BatchLayout:
+def _train_layout(
+    spec: StateSpec, loss: Loss, traced: TracedLoss, accumulate: int
+) -> BatchLayout:
     """Return the layout of training batches; raise if the batch size does not fit the mesh."""
     rows = num_rows(traced.shapes)
     shards = num_batch_shards(spec.mesh, spec.rules)
@@ -475,7 +526,7 @@ def _train_layout(spec: StateSpec, traced: TracedLoss, accumulate: int) -> Batch
     multiple = shards * accumulate
     padded = -(-rows // multiple) * multiple
     if padded != rows:
-        _check_padding(spec, traced, rows, shards, accumulate)
+        _check_padding(spec, loss, traced, padded, shards, accumulate)
     return BatchLayout(rows, padded, spec.sharding(batch_spec(spec.mesh, spec.rules)))
 
 
@@ -494,13 +545,23 @@ def _check_accumulate(
     Raises:
         ConfigError: if the loss would change and `micro_batches` is "exact".
     """
-    if not traced.dependent:
-        return traced, ()
-    rows = num_rows(traced.shapes) // accumulate
+    rows = -(-num_rows(traced.shapes) // accumulate)
     part = trace_loss(spec, loss, _with_rows(traced.shapes, rows))
     sums = summed_scalars(traced, part, accumulate)
     if micro_batches == "separate":
         return traced, sums
+    if weight_is_trained(spec, loss, part.shapes):
+        raise ConfigError(
+            f"accumulate={accumulate} cannot be exact: the weight of the loss depends on trained "
+            'parameters. Use accumulate=1, or micro_batches="separate".'
+        )
+    if traced.has_custom_gradient:
+        raise ConfigError(
+            f"accumulate={accumulate} may change the gradient: the loss or the model has a custom "
+            "gradient (jax.custom_vjp), and shardwise cannot tell whether its backward pass is "
+            'linear. If it is, micro_batches="separate" gives the exact result. Otherwise use '
+            "accumulate=1."
+        )
     inexact = inexact_metrics(traced, part, accumulate)
     if "loss" in inexact:
         metric = traced.metrics["loss"]
@@ -540,6 +601,10 @@ def _with_rows(shapes: Batch, rows: int) -> Batch:
 def _why_dependent(metric: TracedMetric) -> str:
     """Return why a metric is not a mean over independent examples, for a message."""
     worst = metric.worst
+    if metric.is_independent:
+        return "it depends on the number of examples in the batch"
+    if worst.cause is not None and worst.cause.is_positional:
+        return f"{worst.cause} depends on the positions of examples in the batch"
     if worst.kind == Kind.COUPLED:
         return f"{worst.cause} combines examples with each other"
     if worst.kind == Kind.UNKNOWN:
@@ -552,9 +617,15 @@ def _why_dependent(metric: TracedMetric) -> str:
 
 
 def _check_padding(
-    spec: StateSpec, traced: TracedLoss, rows: int, shards: int, accumulate: int
+    spec: StateSpec,
+    loss: Loss,
+    traced: TracedLoss,
+    padded: int,
+    shards: int,
+    accumulate: int,
 ) -> None:
-    """Raise if padding would change the loss or the variables of the model."""
+    """Raise if padding to `padded` examples would change the loss or variables of the model."""
+    rows = num_rows(traced.shapes)
     multiple = shards * accumulate
     fact = (
         f"a batch of {rows} examples is not divisible by {multiple} "
@@ -576,8 +647,10 @@ def _check_padding(
             f"{fact}, and padding would change the statistics that the model keeps ('{first}'). "
             f"{remedy}."
         )
-    if traced.dependent:
-        name = traced.dependent[0]
+    larger = trace_loss(spec, loss, _with_rows(traced.shapes, padded))
+    changed = traced.dependent or size_dependent(traced, larger)
+    if changed:
+        name = changed[0]
         raise ConfigError(
             f"{fact}, and padding would change '{name}': "
             f"{_why_dependent(traced.metrics[name])}. {remedy}."
@@ -602,10 +675,27 @@ class EvalStep:
     pads: bool
     traced: TracedLoss
     loss: Loss
+    _sizes: dict[tuple[int, int], bool] = field(default_factory=dict, repr=False)
 
     def __call__(self, state: TrainState, batch: Batch, rows: int) -> Means:
         """Evaluate a host batch of at most `rows` examples."""
         return self.on(state, batch, self.layout(num_rows(batch), rows))
+
+    def _depends_on_size(self, size: int, padded: int) -> bool:
+        """Return whether a batch of another size has other entries for the same examples."""
+        key = (size, padded)
+        if key not in self._sizes:
+            one, two = (
+                trace_loss(
+                    self.spec,
+                    self.loss,
+                    _with_rows(self.traced.shapes, rows),
+                    is_training=False,
+                )
+                for rows in key
+            )
+            self._sizes[key] = bool(size_dependent(one, two))
+        return self._sizes[key]
 
     def inexact(self, sizes: Collection[int]) -> dict[str, str]:
         """Return the metrics whose mean over several batches is not that over all examples.
@@ -673,6 +763,8 @@ class EvalStep:
             )
         shards = num_batch_shards(self.spec.mesh, self.spec.rules)
         padded = -(-rows // shards) * shards if self.pads else size
+        if padded != size and self._depends_on_size(size, padded):
+            padded = size
         is_sharded = padded % shards == 0
         spec = (
             batch_spec(self.spec.mesh, self.spec.rules)

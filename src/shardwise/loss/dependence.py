@@ -20,6 +20,7 @@ from typing import TypeAlias
 
 from jax.extend import core
 
+from shardwise.errors import is_library
 from shardwise.flops import inner_jaxprs, scan_parts
 from shardwise.loss.rules import (
     RULES,
@@ -27,14 +28,17 @@ from shardwise.loss.rules import (
     coupled,
     elementwise,
     fold,
+    index,
     index_columns,
-    index_dim,
     kernel,
+    long_dims,
+    positions,
     same,
     sum_rule,
     unknown,
+    with_digests,
 )
-from shardwise.loss.value import FREE, Cause, Kind, Value, cause_of
+from shardwise.loss.value import Cause, Kind, Value, cause_of, shape_of
 
 
 @dataclass(frozen=True)
@@ -46,11 +50,16 @@ class Dependence:
         fixed_keys: operations that draw random numbers from a key that never changes.
         broadcasts: element-wise operations that combine every example with every other one,
             because of their shapes.
+        draws: the shape of every draw of random numbers, without its first dim. The numbers of an
+            example depend on it.
+        has_custom_gradient: whether the user's code defines a backward pass (`jax.custom_vjp`).
     """
 
     outputs: tuple[Value, ...]
     fixed_keys: tuple[Cause, ...]
     broadcasts: tuple[Cause, ...]
+    draws: tuple[tuple[int, ...], ...]
+    has_custom_gradient: bool
 
 
 def analyze(
@@ -65,8 +74,17 @@ def analyze(
         rows: the number of examples.
     """
     inputs = [
-        Value(Kind.ROWS) if batch else Value(Kind.FREE, origin=index)
-        for index, batch in enumerate(is_batch)
+        Value(Kind.ROWS, digest=number)
+        if batch
+        else Value(
+            Kind.FREE,
+            digest=number,
+            origin=number,
+            positions=long_dims(shape_of(variable)),
+        )
+        for number, (batch, variable) in enumerate(
+            zip(is_batch, closed.jaxpr.invars, strict=True)
+        )
     ]
     analysis = _Analysis(rows)
     outputs = analysis.closed(closed, inputs)
@@ -74,6 +92,8 @@ def analyze(
         tuple(outputs),
         tuple(dict.fromkeys(analysis.fixed_keys)),
         tuple(dict.fromkeys(analysis.broadcasts)),
+        tuple(analysis.draws),
+        analysis.has_custom_gradient,
     )
 
 
@@ -93,12 +113,16 @@ class _Analysis:
         rows: the number of examples.
         fixed_keys: see `Dependence`.
         broadcasts: see `Dependence`.
+        draws: see `Dependence`.
+        has_custom_gradient: see `Dependence`.
     """
 
     def __init__(self, rows: int):
         self.rows = rows
         self.fixed_keys: list[Cause] = []
         self.broadcasts: list[Cause] = []
+        self.draws: list[tuple[int, ...]] = []
+        self.has_custom_gradient = False
 
     def closed(self, closed: core.ClosedJaxpr, inputs: Sequence[Value]) -> list[Value]:
         """Return the values of the outputs of a closed jaxpr."""
@@ -131,20 +155,20 @@ class _Analysis:
             return self.nested(equation, operands)
         kinds = {value.kind for value in operands}
         worst = max(kinds, default=Kind.FREE)
-        if worst == Kind.FREE:
-            return self.free(equation, operands)
+        if worst < Kind.STATISTIC and worst != Kind.SUM:
+            rule = self.free if worst == Kind.FREE else self.rows_rule
+            return with_digests(equation, operands, rule(equation, operands))
         if worst >= Kind.UNKNOWN:
             value = next(value for value in operands if value.kind == worst)
             return [value] * len(equation.outvars)
-        if worst == Kind.ROWS:
-            return self.rows_rule(equation, operands)
         if Kind.ROWS in kinds:
             # Single examples meet a value that depends on all of them.
             return same(equation, Value(Kind.COUPLED, cause=cause_of(equation)))
         if worst == Kind.STATISTIC:
             value = next(value for value in operands if value.kind == worst)
             return [value] * len(equation.outvars)
-        return same(equation, sum_rule(equation, operands))
+        results = same(equation, sum_rule(equation, operands))
+        return with_digests(equation, operands, results)
 
     def nested(self, equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
         """Return the values of an equation that contains a jaxpr.
@@ -153,6 +177,8 @@ class _Analysis:
         code. They get the place of the call.
         """
         name, place = equation.primitive.name, cause_of(equation).place
+        if name.startswith("custom_vjp") and _is_users(equation):
+            self.has_custom_gradient = True
         found = (self.fixed_keys, self.broadcasts)
         before = [len(causes) for causes in found]
         if name in CONTROL_FLOW:
@@ -177,14 +203,19 @@ class _Analysis:
         name = equation.primitive.name
         is_fixed = all(value.is_fixed for value in operands)
         # The first operand of `random_bits` is the key.
-        if name == "random_bits" and operands[0].is_fixed:
-            self.fixed_keys.append(cause_of(equation))
+        if name == "random_bits":
+            self.draws.append(equation.params["shape"][1:])
+            if operands[0].is_fixed:
+                self.fixed_keys.append(cause_of(equation))
+        dim, role = index(equation, operands)
         value = Value(
             Kind.FREE,
             origin=operands[0].origin if name in UNCHANGED else None,
             constant=fold(equation, operands),
             is_fixed=is_fixed,
-            index_dim=index_dim(equation, operands),
+            positions=positions(equation, operands),
+            index_dim=dim,
+            index_role=role,
             index_columns=index_columns(equation, operands),
         )
         return same(equation, value)
@@ -200,7 +231,8 @@ class _Analysis:
         if name == "ffi_call" or any(inner_jaxprs(equation.params)):
             return unknown(equation)
         results = elementwise(equation, operands)
-        if results[0].kind == Kind.COUPLED:
+        cause = results[0].cause
+        if results[0].kind == Kind.COUPLED and cause and not cause.is_positional:
             self.broadcasts.append(cause_of(equation))
         return results
 
@@ -225,19 +257,33 @@ def _inputs(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> list[core.Var]:
     return inner.invars
 
 
+def _is_users(equation: core.JaxprEqn) -> bool:
+    """Return whether the function of a call is defined in the user's code."""
+    called = _called_jaxpr(equation)
+    if not isinstance(called, core.ClosedJaxpr):
+        return False
+    # "name at file.py:3"
+    source = str(called.jaxpr.debug_info.func_src_info)
+    return not is_library(source.partition(" at ")[2])
+
+
 def _placed(cause: Cause, place: str) -> Cause:
     return cause if cause.place else replace(cause, place=place)
 
 
 def _join(first: Value, second: Value) -> Value:
-    """Return a value that covers both, for branches and for the carry of a loop."""
+    """Return a value that covers both, for branches and for the carry of a loop.
+
+    Its digest is 0: the caller sets it.
+    """
+    first, second = replace(first, digest=0), replace(second, digest=0)
     if first == second:
         return first
     low, high = sorted((first, second), key=lambda value: value.kind)
     if high.kind >= Kind.STATISTIC:
         return high
     if high.kind == Kind.FREE:
-        return FREE
+        return Value(Kind.FREE, positions=first.positions | second.positions)
     if low.kind == Kind.FREE:
         if high.kind == Kind.SUM and low.constant != 0:
             return replace(high, has_offset=True)
@@ -247,7 +293,7 @@ def _join(first: Value, second: Value) -> Value:
         has_offset = first.has_offset or second.has_offset
         return Value(Kind.SUM, factors=factors, has_offset=has_offset)
     if low.kind == high.kind and (low.dim, low.entries) == (high.dim, high.entries):
-        return replace(low, index_columns=frozenset())
+        return Value(Kind.ROWS, dim=low.dim, entries=low.entries)
     return Value(Kind.UNKNOWN, cause=Cause("a loop or branch"))
 
 
@@ -257,59 +303,106 @@ MAX_PASSES = 12
 
 def _fixed_point(
     carry: list[Value], body: Callable[[list[Value]], list[Value]]
-) -> list[Value]:
-    """Return values of a carry that hold before and after every pass of a loop."""
-    for _ in range(MAX_PASSES):
-        new = [_join(*pair) for pair in zip(carry, body(carry), strict=True)]
-        if new == carry:
-            return carry
-        carry = new
-    return [
-        value if value.kind <= Kind.ROWS else Value(Kind.UNKNOWN, cause=Cause("a loop"))
+) -> tuple[list[Value], list[Value]]:
+    """Return values of a carry that hold before and after every pass of a loop.
+
+    Args:
+        carry: the values before the loop.
+        body: from the carry to all outputs of one pass, the carry first.
+
+    Returns:
+        The values after the loop, and all outputs of one pass.
+    """
+    count = len(carry)
+    # Factors of examples are part of the digest inside of a loop.
+    stable = [
+        replace(value, digest=0, factors=(1.0,))
+        if value.kind == Kind.ROWS
+        else replace(value, digest=0)
         for value in carry
     ]
+    for _ in range(MAX_PASSES):
+        results = [
+            replace(value, factors=(1.0,)) if value.kind == Kind.ROWS else value
+            for value in body(stable)[:count]
+        ]
+        new = [_join(*pair) for pair in zip(stable, results, strict=True)]
+        if new == stable:
+            break
+        stable = new
+    else:
+        stable = [
+            value
+            if value.kind <= Kind.ROWS
+            else Value(Kind.UNKNOWN, cause=Cause("a loop"))
+            for value in stable
+        ]
+    entering = [
+        replace(value, digest=before.full_digest)
+        for value, before in zip(stable, carry, strict=True)
+    ]
+    outputs = body(entering)
+    leaving = [
+        replace(value, digest=hash(("loop", _digest(after))))
+        for value, after in zip(stable, outputs[:count], strict=True)
+    ]
+    return leaving, outputs
+
+
+def _digest(value: Value) -> int:
+    """The digest of a value where factors of sums are tracked, and those of examples are not."""
+    return value.digest if value.kind == Kind.SUM else value.full_digest
 
 
 def _scan(
     analysis: _Analysis, equation: core.JaxprEqn, operands: list[Value]
 ) -> list[Value]:
-    params = equation.params
     num_consts, num_carry = scan_parts(equation)
     consts = operands[:num_consts]
     carry = operands[num_consts : num_consts + num_carry]
     scanned = operands[num_consts + num_carry :]
-    by_example = [value.kind == Kind.ROWS and value.dim == 0 for value in scanned]
-    if any(by_example):
-        return _scan_over_examples(equation, consts, carry, scanned)
-    slices = [
-        replace(value, dim=value.dim - 1) if value.kind == Kind.ROWS else value
-        for value in scanned
-    ]
 
-    def body(carry: list[Value]) -> list[Value]:
-        return analysis.closed(params["jaxpr"], [*consts, *carry, *slices])
+    def body(values: list[Value]) -> list[Value]:
+        return analysis.closed(equation.params["jaxpr"], [*consts, *values])
 
-    carry = _fixed_point(carry, lambda carry: body(carry)[:num_carry])
-    stacked = [
-        replace(value, dim=value.dim + 1) if value.kind == Kind.ROWS else value
-        for value in body(carry)[num_carry:]
-    ]
-    return carry + stacked
+    if any(value.kind == Kind.ROWS and value.dim == 0 for value in scanned):
+        return _scan_over_examples(equation, body, consts, carry, scanned)
+    slices = [_shifted(value, -1) for value in scanned]
+    carry, outputs = _fixed_point(carry, lambda carry: body([*carry, *slices]))
+    return carry + [_shifted(value, 1) for value in outputs[num_carry:]]
+
+
+def _shifted(value: Value, by: int) -> Value:
+    """Return the value of a slice along the first dim, or of a stack of such slices."""
+    if value.kind == Kind.ROWS:
+        return replace(value, dim=value.dim + by)
+    if value.kind != Kind.FREE:
+        return value
+    positions = frozenset(dim + by for dim in value.positions if dim + by >= 0)
+    return replace(value, positions=positions, index_dim=None, index_role="")
 
 
 def _scan_over_examples(
     equation: core.JaxprEqn,
+    body: Callable[[list[Value]], list[Value]],
     consts: list[Value],
     carry: list[Value],
     scanned: list[Value],
 ) -> list[Value]:
     """A loop over the examples themselves: `jax.lax.map` keeps them apart."""
-    others = [*consts, *carry]
-    is_map = not carry and all(value.kind == Kind.FREE for value in others)
+    is_map = not carry and all(value.kind == Kind.FREE for value in consts)
     entries = {value.entries for value in scanned if value.kind == Kind.ROWS}
-    if is_map and len(entries) == 1:
-        return same(equation, Value(Kind.ROWS, entries=entries.pop()))
-    return unknown(equation)
+    positional_inputs = [
+        value for value in scanned if value.kind == Kind.FREE and 0 in value.positions
+    ]
+    if not is_map or len(entries) != 1 or positional_inputs:
+        return unknown(equation)
+    # One example is like a value that depends on no example.
+    slices = [Value(Kind.FREE, digest=value.full_digest) for value in scanned]
+    return [
+        Value(Kind.ROWS, entries=next(iter(entries)), digest=output.full_digest)
+        for output in body(slices)
+    ]
 
 
 def _while(
@@ -327,7 +420,7 @@ def _while(
     def body(carry: list[Value]) -> list[Value]:
         return analysis.closed(params["body_jaxpr"], [*consts, *carry])
 
-    carry = _fixed_point(carry, body)
+    carry, _ = _fixed_point(carry, body)
     (predicate,) = analysis.closed(params["cond_jaxpr"], [*conditions, *carry])
     if predicate.kind != Kind.FREE:
         return coupled(equation)
@@ -346,7 +439,13 @@ def _cond(
     joined = branches[0]
     for branch in branches[1:]:
         joined = [_join(*pair) for pair in zip(joined, branch, strict=True)]
-    return joined
+    return [
+        replace(
+            value,
+            digest=hash(("cond", index.digest, *(_digest(value) for value in values))),
+        )
+        for value, *values in zip(joined, *branches, strict=True)
+    ]
 
 
 CONTROL_FLOW: dict[str, NestedRule] = {"scan": _scan, "while": _while, "cond": _cond}

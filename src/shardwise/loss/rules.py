@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeAlias
 
+import jax
 import numpy as np
 from jax.extend import core
 
@@ -29,6 +30,24 @@ LINEAR = _names(
 )
 # Linear in one operand, if the others are FREE.
 BILINEAR = _names("mul dot_general conv_general_dilated")
+# Applied to each entry alone; operands may have dims of size 1 that are broadcast.
+ELEMENTWISE = _names(
+    """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
+    bitcast_convert_type cbrt ceil clamp conj convert_element_type copy copy_p cos cosh
+    digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag
+    integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not
+    or polygamma population_count pow random_clone random_fold_in random_unwrap
+    random_wrap real reduce_precision regularized_incomplete_beta rem round rsqrt select_n
+    sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin
+    sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta clz name reshard
+    mesh_cast pvary
+    """
+)
+# Operations that add their operands.
+_ADDS = _names("add sub add_any concatenate select_n pad")
+# Operations that move entries or add them up, so that a factor can be applied after them.
+_KEEPS_FACTORS = LINEAR - _ADDS - {"select_n"}
 
 
 def same(equation: core.JaxprEqn, value: Value) -> list[Value]:
@@ -43,9 +62,73 @@ def unknown(equation: core.JaxprEqn) -> list[Value]:
     return same(equation, Value(Kind.UNKNOWN, cause=cause_of(equation)))
 
 
+def positional(equation: core.JaxprEqn) -> list[Value]:
+    """Return values that depend on the positions of examples in the batch."""
+    cause = replace(cause_of(equation), is_positional=True)
+    return same(equation, Value(Kind.COUPLED, cause=cause))
+
+
 def _moved(equation: core.JaxprEqn, value: Value, dim: int) -> list[Value]:
     """Return `value` with its examples along `dim` for all outputs."""
     return same(equation, replace(value, dim=dim, index_columns=frozenset()))
+
+
+def with_digests(
+    equation: core.JaxprEqn, operands: list[Value], results: list[Value]
+) -> list[Value]:
+    """Return the results of a rule with their factors and digests, see `Value`."""
+    if results[0].kind >= Kind.STATISTIC:
+        return results
+    name = equation.primitive.name
+    factors: tuple[float, ...] = (1.0,)
+    dependent = [value for value in operands if value.kind != Kind.FREE]
+    digests = [value.full_digest for value in operands]
+    if name in ("mul", "div", "dot_general") and len(dependent) == 1:
+        scale = _scale(name, operands)
+        digests = [v.digest for v in operands if v.kind != Kind.FREE]
+        if scale is None:
+            factors = dependent[0].factors
+            digests += [v.full_digest for v in operands if v.kind == Kind.FREE]
+        else:
+            factors = tuple(factor * scale for factor in dependent[0].factors)
+            # A constant leaves no other trace, so that 2 * x and x * 2 are the same.
+            name = "scaled"
+    elif name in _ADDS and dependent:
+        # The predicate of `select_n` is not added.
+        cases = operands[1:] if name == "select_n" else operands
+        added = [value for value in cases if value.kind != Kind.FREE]
+        factors = tuple(dict.fromkeys(f for v in added for f in v.factors)) or (1.0,)
+        digests[-len(cases) :] = [value.digest for value in cases]
+    elif name in _KEEPS_FACTORS and len(dependent) == 1:
+        factors = dependent[0].factors
+        digests = [value.digest for value in operands]
+    extra = equation.params.get("y") if name == "integer_pow" else None
+    digest = hash((name, extra, *digests))
+    return [
+        replace(result, factors=factors, digest=digest)
+        if result.kind != Kind.FREE
+        else replace(result, digest=_free_digest(result, digest))
+        for result in results
+    ]
+
+
+def _free_digest(value: Value, digest: int) -> int:
+    # An index depends on the size of the batch only by its length.
+    if value.index_role:
+        return hash(("index", value.index_role))
+    return digest if value.constant is None else hash(("constant", value.constant))
+
+
+def _scale(name: str, operands: list[Value]) -> float | None:
+    """Return the constant by which the only dependent operand is multiplied, if it is known."""
+    free = [value for value in operands if value.kind == Kind.FREE]
+    if len(free) != 1 or not free[0].constant:
+        return None
+    if name == "div":
+        return 1 / free[0].constant if operands[1] is free[0] else None
+    if name == "dot_general":
+        return None
+    return free[0].constant
 
 
 # FREE values
@@ -53,17 +136,77 @@ def _moved(equation: core.JaxprEqn, value: Value, dim: int) -> list[Value]:
 
 def constant_value(constant: object) -> Value:
     """Return the value of a literal or of an array that the function closes over."""
-    value = Value(Kind.FREE, is_fixed=True)
+    value = Value(Kind.FREE, is_fixed=True, digest=id(constant))
+    # An array on a device is not fetched. It is the same object for every batch size.
+    if isinstance(constant, jax.Array):
+        return replace(value, positions=long_dims(constant.shape))
     try:
         array = np.asarray(constant)
     except (TypeError, ValueError):
         return value
-    if array.size == 1 and array.dtype.kind in "biuf":
-        return replace(value, constant=float(array.reshape(())))
-    if array.ndim == 1 and array.dtype.kind in "iu":
-        is_index = bool((array == np.arange(array.size)).all())
-        return replace(value, index_dim=0 if is_index else None)
+    is_number = array.size > 0 and array.dtype.kind in "biuf"
+    if is_number and (array == array.flat[0]).all():
+        number = float(array.flat[0])
+        return replace(value, constant=number, digest=hash(("constant", number)))
+    positions = frozenset(
+        dim
+        for dim in long_dims(array.shape)
+        if (array != array.take([0], axis=dim)).any()
+    )
+    value = replace(value, positions=positions, digest=hash(array.tobytes()))
+    is_list = len(long_dims(array.shape)) == 1 and array.dtype.kind in "iu"
+    if is_list and (array.reshape(-1) == np.arange(array.size)).all():
+        (dim,) = positions
+        digest = hash(("index", "index"))
+        return replace(value, index_dim=dim, index_role="index", digest=digest)
     return value
+
+
+def long_dims(shape: Shape) -> frozenset[int]:
+    """Return the dims with more than one entry."""
+    return frozenset(dim for dim, size in enumerate(shape) if size > 1)
+
+
+def positions(equation: core.JaxprEqn, operands: list[Value]) -> frozenset[int]:
+    """Return the dims along which a FREE output differs by position, see `Value.positions`."""
+    name, params = equation.primitive.name, equation.params
+    shape = shape_of(equation.outvars[0])
+    if name == "iota":
+        return frozenset([params["dimension"]])
+    found = {dim for value in operands for dim in value.positions}
+    if not found or name.startswith("random_"):
+        return frozenset()
+    if name == "broadcast_in_dim":
+        return frozenset(params["broadcast_dimensions"][dim] for dim in found)
+    if name in ("reshape", "squeeze"):
+        before = shape_of(equation.invars[0])
+        moved = [_reshaped_dim(before, equation, dim) for dim in found]
+        if None not in moved:
+            return frozenset(dim for dim in moved if dim is not None)
+    if name in ELEMENTWISE:
+        return frozenset(found)
+    if name == "dot_general":
+        return _dot_positions(equation, operands)
+    return long_dims(shape)
+
+
+def _dot_positions(equation: core.JaxprEqn, operands: list[Value]) -> frozenset[int]:
+    """Return where the free and batch dims that differ by position are in a product."""
+    contracting, batch = equation.params["dimension_numbers"]
+    found: set[int] = set()
+    first_free = len(batch[0])
+    for side, (variable, value) in enumerate(
+        zip(equation.invars, operands, strict=True)
+    ):
+        used = (*contracting[side], *batch[side])
+        free = [dim for dim in range(len(shape_of(variable))) if dim not in used]
+        for dim in value.positions:
+            if dim in free:
+                found.add(first_free + free.index(dim))
+            elif dim in batch[side]:
+                found.add(batch[side].index(dim))
+        first_free += len(free)
+    return frozenset(found)
 
 
 _FOLDS: dict[str, Callable[..., float]] = {
@@ -107,26 +250,40 @@ def fold(equation: core.JaxprEqn, operands: list[Value]) -> float | None:
         return None
 
 
-def index_dim(equation: core.JaxprEqn, operands: list[Value]) -> int | None:
-    """Return the dim along which the output is its own index, see `Value.index_dim`."""
+def index(equation: core.JaxprEqn, operands: list[Value]) -> tuple[int | None, str]:
+    """Return along which dim the output is its own index, and its role, see `Value`.
+
+    JAX writes `x[i]` as `x[select_n(i < 0, i, i + n)]`.
+    """
     name, params = equation.primitive.name, equation.params
     if name == "iota":
-        dim: int = params["dimension"]
-        return dim
-    dims = [value.index_dim for value in operands if value.index_dim is not None]
-    if not dims:
-        return None
-    # `select_n(i < 0, i, i + n)` turns negative indices into positive ones: `add` is its part.
-    if name in ("convert_element_type", "select_n", "copy", "sharding_constraint"):
-        return dims[0]
-    if name == "add" and any(value.constant is not None for value in operands):
-        return dims[0]
+        return params["dimension"], "index"
+    found = [value for value in operands if value.index_dim is not None]
+    if not found:
+        return None, ""
+    dim, role = found[0].index_dim, found[0].index_role
+    assert dim is not None
+    others = [value for value in operands if value.index_dim is None]
+    is_with_constant = len(others) == 1 and others[0].constant is not None
+    if name in ("convert_element_type", "copy", "sharding_constraint"):
+        return dim, role
+    if name == "lt" and role == "index" and is_with_constant and not others[0].constant:
+        return dim, "negative"
+    if name == "add" and role == "index" and is_with_constant:
+        return dim, "shifted"
+    if name == "select_n" and operands[0].constant == 0:
+        return operands[1].index_dim, operands[1].index_role
+    if name == "select_n":
+        roles = [value.index_role for value in operands]
+        return (
+            (dim, "index") if roles == ["negative", "index", "shifted"] else (None, "")
+        )
     if name == "broadcast_in_dim":
-        moved: int = params["broadcast_dimensions"][dims[0]]
-        return moved
+        return params["broadcast_dimensions"][dim], role
     if name in ("reshape", "squeeze"):
-        return _reshaped_dim(shape_of(equation.invars[0]), equation, dims[0])
-    return None
+        moved = _reshaped_dim(shape_of(equation.invars[0]), equation, dim)
+        return (None, "") if moved is None else (moved, role)
+    return None, ""
 
 
 def index_columns(equation: core.JaxprEqn, operands: list[Value]) -> frozenset[int]:
@@ -139,7 +296,7 @@ def index_columns(equation: core.JaxprEqn, operands: list[Value]) -> frozenset[i
     columns, start = set(), 0
     for variable, value in zip(equation.invars, operands, strict=True):
         width = shape_of(variable)[-1]
-        if value.index_dim is not None and width == 1:
+        if value.index_role == "index" and width == 1:
             columns.add(start)
         start += width
     return frozenset(columns)
@@ -153,21 +310,21 @@ def sum_rule(equation: core.JaxprEqn, operands: list[Value]) -> Value:
     name = equation.primitive.name
     sums = [value for value in operands if value.kind == Kind.SUM]
     free = [value for value in operands if value.kind == Kind.FREE]
-    statistic = Value(Kind.STATISTIC, cause=cause_of(equation))
-    if name in LINEAR:
-        factors = tuple(dict.fromkeys(f for value in sums for f in value.factors))
-        # The index or predicate of these is not added.
-        adds = name in ("add", "sub", "add_any", "concatenate")
+    is_rounded = (
+        name == "convert_element_type"
+        and np.dtype(equation.params["new_dtype"]).kind in "biu"
+    )
+    if name in LINEAR and not is_rounded:
         has_offset = any(value.has_offset for value in sums)
-        has_offset |= adds and any(value.constant != 0 for value in free)
-        return Value(Kind.SUM, factors=factors, has_offset=has_offset)
+        # The predicate of `select_n` is not added.
+        added = free[1:] if name == "select_n" else free
+        if name in _ADDS:
+            has_offset |= any(value.constant != 0 for value in added)
+        return Value(Kind.SUM, has_offset=has_offset)
     is_scaled = name in BILINEAR or (name == "div" and operands[1].kind == Kind.FREE)
     if len(sums) == 1 and is_scaled:
-        scale = next((v.constant for v in free if v.constant is not None), 1.0)
-        scale = 1 / scale if name == "div" and scale else scale
-        factors = tuple(factor * scale for factor in sums[0].factors)
-        return replace(sums[0], factors=factors)
-    return statistic
+        return Value(Kind.SUM, has_offset=sums[0].has_offset)
+    return Value(Kind.STATISTIC, cause=cause_of(equation))
 
 
 # ROWS values
@@ -175,6 +332,8 @@ def sum_rule(equation: core.JaxprEqn, operands: list[Value]) -> Value:
 
 def elementwise(equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
     """Operands of one shape, or with dims of size 1 that are broadcast."""
+    if equation.primitive.name not in ELEMENTWISE:
+        return unknown(equation)
     out_shapes = {shape_of(variable) for variable in equation.outvars}
     if len(out_shapes) != 1:
         return unknown(equation)
@@ -196,6 +355,12 @@ def elementwise(equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
             return coupled(equation)
         found = value
     assert found is not None
+    # Entries of one example may differ by their position in it.
+    is_positional = found.entries == 1 and any(
+        value.kind == Kind.FREE and found.dim in value.positions for value in operands
+    )
+    if is_positional:
+        return positional(equation)
     return _moved(equation, found, found.dim)
 
 
@@ -274,7 +439,7 @@ def _reduce(equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
         dim = value.dim - sum(axis < value.dim for axis in axes)
         return _moved(equation, value, dim)
     if name == "reduce_sum":
-        return same(equation, Value(Kind.SUM, factors=(1.0,)))
+        return same(equation, Value(Kind.SUM))
     return coupled(equation)
 
 
@@ -333,6 +498,35 @@ def _slice(equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
     return _moved(equation, value, value.dim)
 
 
+def _update_slice(equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
+    value, update = operands[:2]
+    if any(other.kind == Kind.ROWS for other in operands[2:]):
+        return unknown(equation)
+    if value.kind != Kind.ROWS:
+        return unknown(equation)
+    shape, own = shape_of(equation.invars[0]), shape_of(equation.invars[1])
+    is_same = update.kind == Kind.FREE or (update.dim, update.entries) == (
+        value.dim,
+        value.entries,
+    )
+    if shape[value.dim] != own[value.dim] or not is_same:
+        return coupled(equation)
+    if update.kind == Kind.FREE and value.dim in update.positions:
+        return positional(equation)
+    return _moved(equation, value, value.dim)
+
+
+def _stack(equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
+    dims = {(v.dim, v.entries) for v in operands if v.kind == Kind.ROWS}
+    if len(dims) > 1:
+        return coupled(equation)
+    dim, entries = dims.pop()
+    if any(dim in v.positions for v in operands if v.kind == Kind.FREE):
+        return positional(equation)
+    dim += equation.params["axis"] <= dim
+    return same(equation, Value(Kind.ROWS, dim=dim, entries=entries))
+
+
 def _pad(equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
     value = operands[0]
     if value.kind != Kind.ROWS or operands[1].kind == Kind.ROWS:
@@ -355,6 +549,11 @@ def _concatenate(equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
     dim, entries = dims.pop()
     if equation.params["dimension"] == dim:
         return unknown(equation)
+    positional_free = [
+        v for v in operands if v.kind == Kind.FREE and dim in v.positions
+    ]
+    if positional_free and not all(v.index_role == "index" for v in positional_free):
+        return positional(equation)
     columns = index_columns(equation, operands)
     return same(
         equation, Value(Kind.ROWS, dim=dim, entries=entries, index_columns=columns)
@@ -392,7 +591,11 @@ def _dot_general(equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
         if not is_same or role == "free":
             return coupled(equation)
     if role == "contracting":
-        return same(equation, Value(Kind.SUM, factors=(1.0,)))
+        contracted = [dims[position] for dims in contracting]
+        for operand, dim in zip(operands, contracted, strict=True):
+            if operand.kind == Kind.FREE and dim in operand.positions:
+                return positional(equation)
+        return same(equation, Value(Kind.SUM))
     return _moved(equation, value, position)
 
 
@@ -440,11 +643,13 @@ def _gather(equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
     if source.dim in numbers.start_index_map:
         column = numbers.start_index_map.index(source.dim)
         is_own_index = column in indices.index_columns or (
-            indices.index_dim is not None and len(numbers.start_index_map) == 1
+            indices.index_role == "index" and len(numbers.start_index_map) == 1
         )
-        if not is_own_index:
-            return coupled(equation)
         dim = indices.dim if indices.kind == Kind.ROWS else indices.index_dim or 0
+        # `x[jnp.arange(4)]` of 8 examples drops some of them.
+        count = shape_of(equation.invars[1])[dim]
+        if not is_own_index or count != shape_of(equation.invars[0])[source.dim]:
+            return coupled(equation)
         return at_index(replace(source, dim=dim))
     if indices.kind == Kind.ROWS:
         return coupled(equation)
@@ -458,14 +663,13 @@ def _gather(equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
 def _scatter(equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
     """Counting with `zeros.at[labels].add(1)` is a sum over examples; the rest is unknown."""
     name = equation.primitive.name
-    source, _, updates = operands
+    source, indices, updates = operands
     numbers = equation.params["dimension_numbers"]
     if source.kind != Kind.ROWS:
+        if indices.kind == Kind.FREE and indices.positions:
+            return positional(equation)
         if name in ("scatter-add", "scatter_add"):
-            has_offset = source.constant != 0
-            return same(
-                equation, Value(Kind.SUM, factors=(1.0,), has_offset=has_offset)
-            )
+            return same(equation, Value(Kind.SUM, has_offset=source.constant != 0))
         return unknown(equation)
     # Examples that are neither indexed nor inserted stay where they are.
     is_window = source.dim not in (
@@ -499,6 +703,8 @@ RULES: dict[str, Rule] = {
     "concatenate": _concatenate,
     "slice": _slice,
     "dynamic_slice": _slice,
+    "dynamic_update_slice": _update_slice,
+    "stack": _stack,
     "pad": _pad,
     "split": _split,
     "rev": _rev,

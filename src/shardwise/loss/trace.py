@@ -1,11 +1,12 @@
 """The facts that a trace of the loss reveals before anything is compiled."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 from jax.typing import ArrayLike
 
@@ -25,7 +26,7 @@ from shardwise.loss.value import Kind, Shape, Value, shape_of
 from shardwise.metrics import Mean
 from shardwise.precision import find_other_dtypes
 from shardwise.state import StateSpec, TrainState
-from shardwise.tree import Batch, named_leaves
+from shardwise.tree import Batch, Params, PyTree, named_leaves
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,9 @@ class TracedLoss:
         matmuls: the dtypes of these operations.
         items: the sum of the weights of one batch, for example its number of tokens; masks count as
             all ones. None if the sum is only known when the step runs.
+        draws: shapes of the draws of random numbers, see `Dependence`.
+        has_custom_gradient: whether the user's code has a `jax.custom_vjp`. Its backward pass may
+            not be linear.
         has_barrier: whether the forward pass calls `stream_barrier` of `kernels.norm`.
         fingerprint: a digest of what the forward pass computes, see `jaxpr_fingerprint`.
         findings: likely mistakes in the loss or the model.
@@ -76,6 +80,8 @@ class TracedLoss:
     flops: float
     matmuls: MatmulDtypes
     items: int | None
+    draws: tuple[tuple[int, ...], ...]
+    has_custom_gradient: bool
     has_barrier: bool
     fingerprint: str
     findings: tuple[Finding, ...]
@@ -169,6 +175,8 @@ def trace_loss(
         flops=count_jaxpr_flops(closed.jaxpr),
         matmuls=matmuls,
         items=items[-1],
+        draws=dependence.draws,
+        has_custom_gradient=dependence.has_custom_gradient,
         has_barrier=calls_function(closed.jaxpr, "stream_barrier"),
         fingerprint=jaxpr_fingerprint(closed),
         findings=(
@@ -203,7 +211,7 @@ def _traced_metric(
 def _summed(value: Value, shape: Shape) -> Value:
     """Return the value of the sum of an array."""
     if value.kind == Kind.ROWS:
-        return Value(Kind.SUM, factors=(1.0,))
+        return replace(value, kind=Kind.SUM, dim=0, entries=1)
     if value.kind == Kind.FREE and value.constant is not None:
         return replace(value, constant=value.constant * math.prod(shape))
     return value
@@ -294,9 +302,11 @@ def inexact_metrics(
     """
     inexact = []
     for name, metric in whole.metrics.items():
-        if metric.is_independent:
-            continue
         other = part.metrics[name]
+        if metric.is_independent:
+            if not is_same_function(metric, other):
+                inexact.append(name)
+            continue
         total = growth(metric.total, other.total, parts)
         weight = growth(metric.weight, other.weight, parts)
         # A scalar is a mean or a sum; both are exact, see `as_means`.
@@ -304,6 +314,62 @@ def inexact_metrics(
         if metric.has_rows or total is None or not is_exact:
             inexact.append(name)
     return tuple(inexact)
+
+
+def is_same_function(metric: TracedMetric, other: TracedMetric) -> bool:
+    """Return whether the entries of a metric do not depend on the size of the batch.
+
+    Args:
+        metric: the metric, traced with one batch size.
+        other: the same metric, traced with another one.
+    """
+    pairs = ((metric.total, other.total), (metric.weight, other.weight))
+    return other.is_independent and all(
+        a.digest == b.digest
+        and len(a.factors) == len(b.factors)
+        and np.allclose(a.factors, b.factors, rtol=1e-5)
+        for a, b in pairs
+    )
+
+
+def size_dependent(one: TracedLoss, two: TracedLoss) -> tuple[str, ...]:
+    """Return the metrics with entries per example that depend on the size of the batch.
+
+    Args:
+        one: the loss, traced with one batch size.
+        two: the loss, traced with another one.
+    """
+    return tuple(
+        name
+        for name, metric in one.metrics.items()
+        if metric.is_independent
+        and not (is_same_function(metric, two.metrics[name]) and one.draws == two.draws)
+    )
+
+
+def weight_is_trained(spec: StateSpec, loss: Loss, batch: Batch) -> bool:
+    """Return whether the weight of the loss has a gradient.
+
+    Args:
+        spec: the abstract state.
+        loss: the loss.
+        batch: a batch, as arrays or shapes.
+    """
+
+    def weight(params: Params, state: TrainState, batch: Batch) -> jax.Array:
+        key = jax.random.key(0)
+        model = spec.module(replace(state, params=params), key)
+        value = named_metrics(call_loss(loss, model, batch, key, state.step))["loss"]
+        if not isinstance(value, Mean):
+            return jnp.ones((), jnp.float32)
+        return jnp.asarray(jnp.sum(jnp.asarray(value.weights, jnp.float32)))
+
+    state = spec.abstract
+    gradient: Callable[..., PyTree] = jax.grad(weight)
+    closed = jax.make_jaxpr(gradient)(state.params, state, batch)
+    is_batch = [False] * len(closed.jaxpr.invars)
+    gradients = analyze(closed, is_batch, num_rows(batch)).outputs
+    return any(value.constant != 0 for value in gradients)
 
 
 def growth(whole: Value, part: Value, parts: float) -> float | None:
@@ -318,10 +384,12 @@ def growth(whole: Value, part: Value, parts: float) -> float | None:
         1 for a sum, `1 / parts` for a mean or a constant, and None if it depends on the values.
     """
     if whole.kind == part.kind == Kind.FREE:
-        if whole.constant is None or part.constant is None or not part.constant:
-            return 1 / parts
+        if whole.constant is None or part.constant is None:
+            return 1 / parts if whole.digest == part.digest else None
+        if not part.constant:
+            return 1 / parts if not whole.constant else None
         return _rounded(whole.constant / (parts * part.constant), parts)
-    if not whole.kind == part.kind == Kind.SUM:
+    if not whole.kind == part.kind == Kind.SUM or whole.digest != part.digest:
         return None
     if len(whole.factors) != len(part.factors) or 0 in part.factors:
         return None

@@ -103,28 +103,43 @@ def _has_injected(opt_state: OptState) -> bool:
     return any(is_injected(leaf) for leaf in leaves)
 
 
-def all_finite(
-    updates: Params, opt_state: OptState, leaves: tuple[str, ...] | None
-) -> jax.Array:
-    """Return whether an update and the optimizer state after it are finite.
+def all_finite(updates: Params, leaves: tuple[str, ...] | None) -> jax.Array:
+    """Return whether an update is finite.
 
     Args:
         updates: the update of each parameter.
-        opt_state: the optimizer state after the update.
         leaves: the result of `representative_leaves`.
     """
-    if leaves is None:
-        return tree_is_finite((updates, opt_state))
-    named = named_leaves(updates)
-    entries = [named[name].reshape(-1)[:1] for name in leaves if named[name].size]
-    return tree_is_finite(entries)
+    entries = jax.tree.leaves(updates)
+    if leaves is not None:
+        named = named_leaves(updates)
+        entries = [named[name].reshape(-1)[:1] for name in leaves if named[name].size]
+    return _all([jnp.isfinite(entry).all() for entry in entries])
 
 
-def tree_is_finite(tree: PyTree) -> jax.Array:
-    """Return whether all floating-point entries of a tree are finite."""
-    checks = [
-        jnp.isfinite(leaf).all()
-        for leaf in jax.tree.leaves(tree)
-        if jnp.issubdtype(leaf.dtype, jnp.inexact)
-    ]
+def stays_finite(before: PyTree, after: PyTree) -> jax.Array:
+    """Return whether nothing in a tree has become NaN or infinite.
+
+    Entries that were infinite before may stay so, for example a mask of minus infinity.
+
+    Args:
+        before: the tree before a step.
+        after: the tree after it.
+    """
+
+    def is_sound(old: jax.Array, new: jax.Array) -> jax.Array:
+        is_kept_infinity = jnp.isinf(old) & ~jnp.isnan(new)
+        return (jnp.isfinite(new) | jnp.isnan(old) | is_kept_infinity).all()
+
+    pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+    return _all(
+        [
+            is_sound(old, new)
+            for old, new in pairs
+            if jnp.issubdtype(new.dtype, jnp.inexact)
+        ]
+    )
+
+
+def _all(checks: list[jax.Array]) -> jax.Array:
     return jnp.stack(checks).all() if checks else jnp.bool_(True)
