@@ -222,7 +222,7 @@ def test_f26_background_saves_that_fail(bench, straight):
             )
             check_done(ended)
             assert "8 could not be saved" in ended.err, ended.message
-            assert "the next try is after step" in ended.err, ended.message
+            assert "the next save is after step" in ended.err, ended.message
             check_exact(bench.folder / "once", expected, 20)
             check_clean(bench.folder / "once")
         with row.ours.trial("at the last save, once"):
