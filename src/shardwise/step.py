@@ -548,13 +548,13 @@ def _check_accumulate(
     rows = -(-num_rows(traced.shapes) // accumulate)
     part = trace_loss(spec, loss, _with_rows(traced.shapes, rows))
     sums = summed_scalars(traced, part, accumulate)
-    if micro_batches == "separate":
-        return traced, sums
     if weight_is_trained(spec, loss, part.shapes):
         raise ConfigError(
-            f"accumulate={accumulate} cannot be exact: the weight of the loss depends on trained "
-            'parameters. Use accumulate=1, or micro_batches="separate".'
+            f"accumulate={accumulate} would drop a part of the gradient: the weight of the loss "
+            "depends on trained parameters. Use accumulate=1, or jax.lax.stop_gradient(weight)."
         )
+    if micro_batches == "separate":
+        return traced, sums
     if traced.has_custom_gradient:
         raise ConfigError(
             f"accumulate={accumulate} may change the gradient: the loss or the model has a custom "

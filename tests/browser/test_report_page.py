@@ -251,6 +251,10 @@ def test_the_x_axis_is_kept_in_the_address(browser, show, tmp_path):
     show(make_run(tmp_path / "a"))
     find(browser, "input[name=x][value=time]").send_keys(Keys.SPACE)
     find(browser, "nav a[href='#run']").click()
+    # The page changes the address after the browser has followed the link.
+    deadline = time.monotonic() + 10
+    while x_axis(browser) == ("s", "#run") and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert x_axis(browser) == ("s", "#run&x=time")
     browser.refresh()
     assert x_axis(browser) == ("s", "#run&x=time")

@@ -132,6 +132,7 @@ def recipe(
         rules=Rules(paths=((rule[0], (None, rule[1])),)) if rule else Rules(),
         seed=seed,
         accumulate=accumulate,
+        micro_batches="separate",
         eval_every=eval_every,
         save_every=save_every,
         on_nonfinite=on_nonfinite,

@@ -144,7 +144,9 @@ def mixer_case():
 def train(case, mesh):
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     spec = abstract_state(case.factory, optimizer, mesh, case.rules)
-    step = make_train_step(spec, case.loss, case.batches(0), accumulate=2)
+    # BatchNorm of the digits net normalizes each micro-batch.
+    options = {"accumulate": 2, "micro_batches": "separate"}
+    step = make_train_step(spec, case.loss, case.batches(0), **options)
     state = init_state(spec, 3)
     initial = {
         name: np.asarray(leaf).tobytes() for name, leaf in named_leaves(state).items()
