@@ -235,7 +235,13 @@ def test_layers_compute_in_the_compute_dtype_with_float32_inputs(network):
 
 
 # Flax cannot scan over a `SimpleCell` in bfloat16, so that it has no reference.
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize(
+    "network",
+    [
+        pytest.param(network, marks=[pytest.mark.slow] * (network in (LSTM, GRU)))
+        for network in NETWORKS
+    ],
+)
 def test_loss_and_gradients_are_those_of_a_flax_model_built_with_the_dtype(network):
     spec, batch, step = on_one_device(network)
     state = init_state(spec, 0)

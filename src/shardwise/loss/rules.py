@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
@@ -144,8 +145,9 @@ def constant_value(constant: object) -> Value:
         array = np.asarray(constant)
     except (TypeError, ValueError):
         return value
-    is_number = array.size > 0 and array.dtype.kind in "biuf"
-    if is_number and (array == array.flat[0]).all():
+    # `bfloat16` is a number to JAX, but not to NumPy.
+    is_number = jnp.issubdtype(array.dtype, np.number) or array.dtype == bool
+    if array.size and is_number and (array == array.flat[0]).all():
         number = float(array.flat[0])
         return replace(value, constant=number, digest=hash(("constant", number)))
     positions = frozenset(
