@@ -52,14 +52,17 @@ _KEEPS_FACTORS = LINEAR - _ADDS - {"select_n"}
 
 
 def same(equation: core.JaxprEqn, value: Value) -> list[Value]:
+    """Return the same value for all outputs of an equation."""
     return [value] * len(equation.outvars)
 
 
 def coupled(equation: core.JaxprEqn) -> list[Value]:
+    """Return values that combine examples, because of this equation."""
     return same(equation, Value(Kind.COUPLED, cause=cause_of(equation)))
 
 
 def unknown(equation: core.JaxprEqn) -> list[Value]:
+    """Return values of an equation that the analysis does not understand."""
     return same(equation, Value(Kind.UNKNOWN, cause=cause_of(equation)))
 
 
@@ -367,6 +370,7 @@ def elementwise(equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
 
 
 def kernel(equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Return the values of a kernel, which is taken to treat all examples alike."""
     rows = {
         (value.dim, value.entries, shape_of(variable)[value.dim])
         for variable, value in zip(equation.invars, operands, strict=True)
