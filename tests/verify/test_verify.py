@@ -190,38 +190,19 @@ def test_a_planted_mistake_is_found_and_named(name, mesh, kind, leaf, meaning):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "kind", "meaning"),
+    ("arguments", "fact"),
     [
-        (
-            {"rows": 21},
-            Kind.LOSS,
-            "With 16 examples, which need no padding, both agree",
-        ),
-        (
-            {"last": 20},
-            Kind.EVALUATION,
-            "With 40 examples, which need no padding, both agree: a metric",
-        ),
+        ({"rows": 21}, "padding would change 'loss': it depends on the number"),
+        ({"rows": 48, "accumulate": 2}, "accumulate=2 would change the loss"),
     ],
 )
-def test_padding_that_changes_the_result_is_named(arguments, kind, meaning):
-    found = verify(planted.size_of_batch(**arguments), ["data=8"], steps=1)
-    assert not found.ok
-    first = found.results[0].first
-    assert not found.results[0].worst[kind].ok
-    assert first.meaning.startswith(meaning)
+def test_a_loss_that_depends_on_the_batch_size_is_refused(arguments, fact):
+    with pytest.raises(ConfigError, match=fact):
+        verify(planted.size_of_batch(**arguments), ["data=8"], steps=1)
 
 
-def test_micro_batches_are_compared_with_the_complete_batch():
-    run = planted.size_of_batch(accumulate=2, rows=48)
-    found = verify(run, ["data=4,fsdp=2"], steps=1)
-    # Meshes agree with one device, which has the same micro-batches.
-    assert found.results[0].first is None
-    assert not found.ok
-    text = "\n".join(found.lines())
-    assert "accumulate=2 differs from accumulate=1 at step 1" in text
-    assert "Every gradient is 0.5 times that of accumulate=1" in text
-    assert found.as_json()["accumulation"]["ok"] is False
+def test_a_loss_that_depends_on_the_batch_size_is_evaluated_without_padding():
+    assert verify(planted.size_of_batch(last=20), ["data=8"], steps=1).ok
 
 
 def test_a_right_run_agrees_with_dropout_micro_batches_and_a_short_last_batch():
