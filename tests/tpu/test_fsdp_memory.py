@@ -90,6 +90,7 @@ def compile_for(mesh, size):
         pytest.param(
             Size(1, width=256, vocab=8192, length=512, rules=Rules(fsdp_min_size=256)),
             id="small",
+            marks=pytest.mark.slow,
         ),
         pytest.param(Size(1), id="one layer", marks=pytest.mark.slow),
         pytest.param(Size(4), id="four layers", marks=pytest.mark.slow),

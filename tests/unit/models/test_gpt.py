@@ -335,6 +335,7 @@ def test_remat_recomputes_the_matmuls_that_it_should():
     assert matmuls["block"] > matmuls["dots"]
 
 
+@pytest.mark.slow
 def test_cpu_step_grows_linearly_with_the_number_of_layers():
     """Without a barrier, XLA computes the stream again from the first layer wherever it is read."""
 
