@@ -232,12 +232,13 @@ def _inner_matmuls(equation: core.JaxprEqn, source: core.JaxprEqn) -> Iterator[_
     for inner in inner_jaxprs(params):
         # JAX traces a jitted function of its own once, and every caller gets the same equations.
         # Their source is then the first caller, so the equation of the call is used instead.
-        is_shared = name in ("jit", "pjit") and _is_defined_in_jax(inner)
+        is_shared = name in ("jit", "pjit") and is_defined_in_jax(inner)
         for matmul in _matmuls(inner, source if is_shared else None):
             yield replace(matmul, flops=repeats * matmul.flops)
 
 
-def _is_defined_in_jax(jaxpr: core.Jaxpr) -> bool:
+def is_defined_in_jax(jaxpr: core.Jaxpr) -> bool:
+    """Return whether the function that a jaxpr was traced from is part of JAX."""
     source = jaxpr.debug_info.func_src_info or ""
     return JAX in source
 

@@ -103,7 +103,8 @@ class Run:
             activations do not fit in memory; the result does not change.
         micro_batches: what accumulation does with a loss that combines examples with each other,
             such as batch statistics or a contrastive loss. "exact" refuses it, because the result
-            would change. "separate" computes it within each micro-batch, and averages.
+            would change. "separate" computes it within each micro-batch, and averages. Such a loss
+            should not be a sum over the batch: return `Mean(total, weight)` instead.
         compute_dtype: the dtype in which the model computes, for example "bfloat16". The model
             reads its parameters in it, and layers of Flax without a `dtype` cast their inputs to
             it. The batch, the parameters and the optimizer state keep their own dtypes. None uses

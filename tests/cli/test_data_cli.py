@@ -507,7 +507,7 @@ def test_the_recipe_for_token_files_trains(tmp_path):
     Both runs start the real command.
     """
     (tmp_path / "code.txt").write_text(
-        Path(ROOT / "src" / "shardwise" / "step.py").read_text() * 3
+        Path(ROOT / "src" / "shardwise" / "step" / "train.py").read_text() * 3
     )
     write_inputs(tmp_path)
     assert data(tmp_path, "prepare", "code.txt", "texts", "--out", "out")[0] == 0

@@ -53,10 +53,14 @@ class Reference:
         case: the case.
         by_micro_batches: split each batch into micro-batches, example i into i % accumulate. Models
             with batch statistics then see each micro-batch alone, as in any loop that accumulates.
+        average_sums: average a scalar that is a sum over micro-batches, too.
     """
 
-    def __init__(self, case: Case, by_micro_batches: bool = False):
+    def __init__(
+        self, case: Case, by_micro_batches: bool = False, average_sums: bool = False
+    ):
         self.case = case
+        self.average_sums = average_sums
         self.count = case.accumulate if by_micro_batches else 1
         with nnx.use_eager_sharding(False):
             model = make_model(case)(nnx.Rngs(jax.random.key(case.seed)))
@@ -124,8 +128,9 @@ class Reference:
         other = {name: new[name] for name in other}
         # A forward pass may write parameters, as `nnx.SpectralNorm` does.
         params = {name: new[name].astype(params[name].dtype) for name in params}
-        total, weight = reduce_term(loss, self.count)
-        sums = {k: reduce_term(v, self.count) for k, v in metrics.items()}
+        parts = 1 if self.average_sums else self.count
+        total, weight = reduce_term(loss, parts)
+        sums = {k: reduce_term(v, parts) for k, v in metrics.items()}
         return total, (weight, sums, other, params)
 
     def _mean(self, params: Any, other: Any, batch: Any, step: Any) -> Any:

@@ -152,8 +152,12 @@ class BatchLayout:
         return jax.tree.map(abstract_leaf, batch)
 
 
-def batch_shapes(batch: Batch) -> Batch:
+def batch_shapes(batch: Batch, rows: int | None = None) -> Batch:
     """Return shapes and dtypes of `batch`, with the dtypes that arrays have on a device.
+
+    Args:
+        batch: a batch, as arrays or shapes.
+        rows: the number of examples; by default that of `batch`.
 
     Raises:
         DataError: if a leaf is not an array of examples.
@@ -161,7 +165,8 @@ def batch_shapes(batch: Batch) -> Batch:
     array_leaves(batch)
 
     def shape_of(x: jax.Array) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
+        shape = x.shape if rows is None else (rows, *x.shape[1:])
+        return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(x.dtype))
 
     return jax.tree.map(shape_of, batch)
 

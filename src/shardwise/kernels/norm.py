@@ -87,7 +87,7 @@ def stream_barrier(x: Array) -> Array:
     """Make XLA write the residual stream to memory once.
 
     Without it, XLA for CPUs computes the stream again from the first layer in every fusion that
-    reads it, so the work grows with the square of the number of layers. `step.COMPILER_OPTIONS`
+    reads it, so the work grows with the square of the number of layers. `COMPILER_OPTIONS`
     keeps the barrier until after fusion; the step recognizes it by the name of this function.
     """
     written: Array = jax.lax.optimization_barrier(x)

@@ -21,22 +21,24 @@ from typing import TypeAlias
 from jax.extend import core
 
 from shardwise.errors import is_library
-from shardwise.flops import inner_jaxprs, scan_parts
-from shardwise.loss.rules import (
-    RULES,
+from shardwise.flops import inner_jaxprs, is_defined_in_jax, scan_parts
+from shardwise.loss.constants import (
     constant_value,
-    coupled,
-    elementwise,
     fold,
     index,
     index_columns,
-    kernel,
     long_dims,
     positions,
+)
+from shardwise.loss.digests import with_digests
+from shardwise.loss.rules import (
+    RULES,
+    coupled,
+    elementwise,
+    kernel,
     same,
     sum_rule,
     unknown,
-    with_digests,
 )
 from shardwise.loss.value import Cause, Kind, Value, cause_of, shape_of
 
@@ -62,16 +64,13 @@ class Dependence:
     has_custom_gradient: bool
 
 
-def analyze(
-    closed: core.ClosedJaxpr, is_batch: Sequence[bool], rows: int
-) -> Dependence:
+def analyze(closed: core.ClosedJaxpr, is_batch: Sequence[bool]) -> Dependence:
     """Find how the outputs of a jaxpr depend on the examples of a batch.
 
     Args:
         closed: the traced function.
         is_batch: for each flat input, whether it is an array of the batch, with the examples along
             its first dim.
-        rows: the number of examples.
     """
     inputs = [
         Value(Kind.ROWS, digest=number)
@@ -86,7 +85,7 @@ def analyze(
             zip(is_batch, closed.jaxpr.invars, strict=True)
         )
     ]
-    analysis = _Analysis(rows)
+    analysis = _Analysis()
     outputs = analysis.closed(closed, inputs)
     return Dependence(
         tuple(outputs),
@@ -110,15 +109,13 @@ class _Analysis:
     """One pass over a jaxpr.
 
     Attributes:
-        rows: the number of examples.
         fixed_keys: see `Dependence`.
         broadcasts: see `Dependence`.
         draws: see `Dependence`.
         has_custom_gradient: see `Dependence`.
     """
 
-    def __init__(self, rows: int):
-        self.rows = rows
+    def __init__(self) -> None:
         self.fixed_keys: list[Cause] = []
         self.broadcasts: list[Cause] = []
         self.draws: list[tuple[int, ...]] = []
@@ -173,10 +170,12 @@ class _Analysis:
     def nested(self, equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
         """Return the values of an equation that contains a jaxpr.
 
-        JAX traces its own functions once, so equations in them may have no place in the user's
-        code. They get the place of the call.
+        JAX traces its own functions once for all callers, so equations in them have the place of
+        the first caller, or none. They get the place of this call.
         """
         name, place = equation.primitive.name, cause_of(equation).place
+        called = _called_jaxpr(equation)
+        is_shared = called is not None and is_defined_in_jax(_open(called))
         if name.startswith("custom_vjp") and _is_users(equation):
             self.has_custom_gradient = True
         found = (self.fixed_keys, self.broadcasts)
@@ -184,7 +183,6 @@ class _Analysis:
         if name in CONTROL_FLOW:
             results = CONTROL_FLOW[name](self, equation, operands)
         else:
-            called = _called_jaxpr(equation)
             assert called is not None
             results = (
                 self.closed(called, operands)
@@ -192,9 +190,14 @@ class _Analysis:
                 else self.jaxpr(called, [], operands)
             )
         for causes, start in zip(found, before, strict=True):
-            causes[start:] = [_placed(cause, place) for cause in causes[start:]]
+            causes[start:] = [
+                _placed(cause, place, is_shared) for cause in causes[start:]
+            ]
+        before_call = {value.cause for value in operands}
         return [
-            replace(value, cause=_placed(value.cause, place)) if value.cause else value
+            replace(value, cause=_placed(value.cause, place, is_shared))
+            if value.cause and value.cause not in before_call
+            else value
             for value in results
         ]
 
@@ -247,14 +250,13 @@ def _called_jaxpr(equation: core.JaxprEqn) -> core.Jaxpr | core.ClosedJaxpr | No
         for value in equation.params.values()
         if isinstance(value, core.Jaxpr | core.ClosedJaxpr)
     ]
-    if len(jaxprs) != 1 or len(_inputs(jaxprs[0])) != len(equation.invars):
+    if len(jaxprs) != 1 or len(_open(jaxprs[0]).invars) != len(equation.invars):
         return None
     return jaxprs[0]
 
 
-def _inputs(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> list[core.Var]:
-    inner = jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
-    return inner.invars
+def _open(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> core.Jaxpr:
+    return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
 
 
 def _is_users(equation: core.JaxprEqn) -> bool:
@@ -267,8 +269,8 @@ def _is_users(equation: core.JaxprEqn) -> bool:
     return not is_library(source.partition(" at ")[2])
 
 
-def _placed(cause: Cause, place: str) -> Cause:
-    return cause if cause.place else replace(cause, place=place)
+def _placed(cause: Cause, place: str, is_shared: bool) -> Cause:
+    return replace(cause, place=place) if is_shared or not cause.place else cause
 
 
 def _join(first: Value, second: Value) -> Value:

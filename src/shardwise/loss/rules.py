@@ -5,50 +5,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeAlias
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.extend import core
 
-from shardwise.loss.value import Kind, Shape, Value, cause_of, shape_of
+from shardwise.loss.constants import index_columns
+from shardwise.loss.primitives import (
+    ADDS,
+    BILINEAR,
+    ELEMENTWISE,
+    LINEAR,
+    is_rounding,
+    names_in,
+)
+from shardwise.loss.value import Kind, Value, cause_of, shape_of
 
 # From the values of the operands to those of the outputs.
 Rule: TypeAlias = Callable[[core.JaxprEqn, list[Value]], list[Value]]
-
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-# Linear in all operands together.
-LINEAR = _names(
-    """
-    add sub neg add_any convert_element_type reduce_sum reshape broadcast_in_dim transpose
-    squeeze slice copy copy_p real imag reduce_precision sharding_constraint name
-    optimization_barrier stop_gradient concatenate select_n psum split expand_dims cumsum
-    pad rev dynamic_slice gather
-    """
-)
-# Linear in one operand, if the others are FREE.
-BILINEAR = _names("mul dot_general conv_general_dilated")
-# Applied to each entry alone; operands may have dims of size 1 that are broadcast.
-ELEMENTWISE = _names(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
-    bitcast_convert_type cbrt ceil clamp conj convert_element_type copy copy_p cos cosh
-    digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag
-    integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not
-    or polygamma population_count pow random_clone random_fold_in random_unwrap
-    random_wrap real reduce_precision regularized_incomplete_beta rem round rsqrt select_n
-    sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin
-    sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta clz name reshard
-    mesh_cast pvary
-    """
-)
-# Operations that add their operands.
-_ADDS = _names("add sub add_any concatenate select_n pad")
-# Operations that move entries or add them up, so that a factor can be applied after them.
-_KEEPS_FACTORS = LINEAR - _ADDS - {"select_n"}
 
 
 def same(equation: core.JaxprEqn, value: Value) -> list[Value]:
@@ -72,239 +43,23 @@ def positional(equation: core.JaxprEqn) -> list[Value]:
     return same(equation, Value(Kind.COUPLED, cause=cause))
 
 
+def _common_rows(operands: list[Value]) -> Value | None:
+    """Return where all ROWS operands have their examples, or None if they disagree."""
+    places = {(v.dim, v.entries) for v in operands if v.kind == Kind.ROWS}
+    if len(places) != 1:
+        return None
+    dim, entries = places.pop()
+    return Value(Kind.ROWS, dim=dim, entries=entries)
+
+
+def _has_positions(operands: list[Value], dim: int) -> bool:
+    """Return whether a FREE operand differs by position along a dim."""
+    return any(v.kind == Kind.FREE and dim in v.positions for v in operands)
+
+
 def _moved(equation: core.JaxprEqn, value: Value, dim: int) -> list[Value]:
     """Return `value` with its examples along `dim` for all outputs."""
     return same(equation, replace(value, dim=dim, index_columns=frozenset()))
-
-
-def with_digests(
-    equation: core.JaxprEqn, operands: list[Value], results: list[Value]
-) -> list[Value]:
-    """Return the results of a rule with their factors and digests, see `Value`."""
-    if results[0].kind >= Kind.STATISTIC:
-        return results
-    name = equation.primitive.name
-    factors: tuple[float, ...] = (1.0,)
-    dependent = [value for value in operands if value.kind != Kind.FREE]
-    digests = [value.full_digest for value in operands]
-    if name in ("mul", "div", "dot_general") and len(dependent) == 1:
-        scale = _scale(name, operands)
-        digests = [v.digest for v in operands if v.kind != Kind.FREE]
-        if scale is None:
-            factors = dependent[0].factors
-            digests += [v.full_digest for v in operands if v.kind == Kind.FREE]
-        else:
-            factors = tuple(factor * scale for factor in dependent[0].factors)
-            # A constant leaves no other trace, so that 2 * x and x * 2 are the same.
-            name = "scaled"
-    elif name in _ADDS and dependent:
-        # The predicate of `select_n` is not added.
-        cases = operands[1:] if name == "select_n" else operands
-        added = [value for value in cases if value.kind != Kind.FREE]
-        factors = tuple(dict.fromkeys(f for v in added for f in v.factors)) or (1.0,)
-        digests[-len(cases) :] = [value.digest for value in cases]
-    elif name in _KEEPS_FACTORS and len(dependent) == 1:
-        factors = dependent[0].factors
-        digests = [value.digest for value in operands]
-    extra = equation.params.get("y") if name == "integer_pow" else None
-    digest = hash((name, extra, *digests))
-    return [
-        replace(result, factors=factors, digest=digest)
-        if result.kind != Kind.FREE
-        else replace(result, digest=_free_digest(result, digest))
-        for result in results
-    ]
-
-
-def _free_digest(value: Value, digest: int) -> int:
-    # An index depends on the size of the batch only by its length.
-    if value.index_role:
-        return hash(("index", value.index_role))
-    return digest if value.constant is None else hash(("constant", value.constant))
-
-
-def _scale(name: str, operands: list[Value]) -> float | None:
-    """Return the constant by which the only dependent operand is multiplied, if it is known."""
-    free = [value for value in operands if value.kind == Kind.FREE]
-    if len(free) != 1 or not free[0].constant:
-        return None
-    if name == "div":
-        return 1 / free[0].constant if operands[1] is free[0] else None
-    if name == "dot_general":
-        return None
-    return free[0].constant
-
-
-# FREE values
-
-
-def constant_value(constant: object) -> Value:
-    """Return the value of a literal or of an array that the function closes over."""
-    value = Value(Kind.FREE, is_fixed=True, digest=id(constant))
-    # An array on a device is not fetched. It is the same object for every batch size.
-    if isinstance(constant, jax.Array):
-        return replace(value, positions=long_dims(constant.shape))
-    try:
-        array = np.asarray(constant)
-    except (TypeError, ValueError):
-        return value
-    # `bfloat16` is a number to JAX, but not to NumPy.
-    is_number = jnp.issubdtype(array.dtype, np.number) or array.dtype == bool
-    if array.size and is_number and (array == array.flat[0]).all():
-        number = float(array.flat[0])
-        return replace(value, constant=number, digest=hash(("constant", number)))
-    positions = frozenset(
-        dim
-        for dim in long_dims(array.shape)
-        if (array != array.take([0], axis=dim)).any()
-    )
-    value = replace(value, positions=positions, digest=hash(array.tobytes()))
-    is_list = len(long_dims(array.shape)) == 1 and array.dtype.kind in "iu"
-    if is_list and (array.reshape(-1) == np.arange(array.size)).all():
-        (dim,) = positions
-        digest = hash(("index", "index"))
-        return replace(value, index_dim=dim, index_role="index", digest=digest)
-    return value
-
-
-def long_dims(shape: Shape) -> frozenset[int]:
-    """Return the dims with more than one entry."""
-    return frozenset(dim for dim, size in enumerate(shape) if size > 1)
-
-
-def positions(equation: core.JaxprEqn, operands: list[Value]) -> frozenset[int]:
-    """Return the dims along which a FREE output differs by position, see `Value.positions`."""
-    name, params = equation.primitive.name, equation.params
-    shape = shape_of(equation.outvars[0])
-    if name == "iota":
-        return frozenset([params["dimension"]])
-    found = {dim for value in operands for dim in value.positions}
-    if not found or name.startswith("random_"):
-        return frozenset()
-    if name == "broadcast_in_dim":
-        return frozenset(params["broadcast_dimensions"][dim] for dim in found)
-    if name in ("reshape", "squeeze"):
-        before = shape_of(equation.invars[0])
-        moved = [_reshaped_dim(before, equation, dim) for dim in found]
-        if None not in moved:
-            return frozenset(dim for dim in moved if dim is not None)
-    if name in ELEMENTWISE:
-        return frozenset(found)
-    if name == "dot_general":
-        return _dot_positions(equation, operands)
-    return long_dims(shape)
-
-
-def _dot_positions(equation: core.JaxprEqn, operands: list[Value]) -> frozenset[int]:
-    """Return where the free and batch dims that differ by position are in a product."""
-    contracting, batch = equation.params["dimension_numbers"]
-    found: set[int] = set()
-    first_free = len(batch[0])
-    for side, (variable, value) in enumerate(
-        zip(equation.invars, operands, strict=True)
-    ):
-        used = (*contracting[side], *batch[side])
-        free = [dim for dim in range(len(shape_of(variable))) if dim not in used]
-        for dim in value.positions:
-            if dim in free:
-                found.add(first_free + free.index(dim))
-            elif dim in batch[side]:
-                found.add(batch[side].index(dim))
-        first_free += len(free)
-    return frozenset(found)
-
-
-_FOLDS: dict[str, Callable[..., float]] = {
-    "add": lambda x, y: x + y,
-    "sub": lambda x, y: x - y,
-    "mul": lambda x, y: x * y,
-    "div": lambda x, y: x / y,
-    "max": max,
-    "min": min,
-    "neg": lambda x: -x,
-    "sqrt": math.sqrt,
-    "rsqrt": lambda x: 1 / math.sqrt(x),
-    "integer_pow": lambda x, y: x**y,
-}
-_KEEPS_CONSTANT = _names(
-    """
-    convert_element_type broadcast_in_dim reshape squeeze copy stop_gradient transpose
-    slice reduce_max reduce_min expand_dims sharding_constraint
-    """
-)
-
-
-def fold(equation: core.JaxprEqn, operands: list[Value]) -> float | None:
-    """Return the value of all entries of an output, if those of the operands are known."""
-    name, constants = equation.primitive.name, [value.constant for value in operands]
-    if not constants or None in constants:
-        return None
-    known = [constant for constant in constants if constant is not None]
-    if name in _KEEPS_CONSTANT:
-        return known[0]
-    if name == "reduce_sum":
-        count = math.prod(shape_of(equation.invars[0])) / max(
-            1, math.prod(shape_of(equation.outvars[0]))
-        )
-        return known[0] * count
-    if name == "integer_pow":
-        known.append(equation.params["y"])
-    try:
-        return _FOLDS[name](*known) if name in _FOLDS else None
-    except (ZeroDivisionError, OverflowError, ValueError):
-        return None
-
-
-def index(equation: core.JaxprEqn, operands: list[Value]) -> tuple[int | None, str]:
-    """Return along which dim the output is its own index, and its role, see `Value`.
-
-    JAX writes `x[i]` as `x[select_n(i < 0, i, i + n)]`.
-    """
-    name, params = equation.primitive.name, equation.params
-    if name == "iota":
-        return params["dimension"], "index"
-    found = [value for value in operands if value.index_dim is not None]
-    if not found:
-        return None, ""
-    dim, role = found[0].index_dim, found[0].index_role
-    assert dim is not None
-    others = [value for value in operands if value.index_dim is None]
-    is_with_constant = len(others) == 1 and others[0].constant is not None
-    if name in ("convert_element_type", "copy", "sharding_constraint"):
-        return dim, role
-    if name == "lt" and role == "index" and is_with_constant and not others[0].constant:
-        return dim, "negative"
-    if name == "add" and role == "index" and is_with_constant:
-        return dim, "shifted"
-    if name == "select_n" and operands[0].constant == 0:
-        return operands[1].index_dim, operands[1].index_role
-    if name == "select_n":
-        roles = [value.index_role for value in operands]
-        return (
-            (dim, "index") if roles == ["negative", "index", "shifted"] else (None, "")
-        )
-    if name == "broadcast_in_dim":
-        return params["broadcast_dimensions"][dim], role
-    if name in ("reshape", "squeeze"):
-        moved = _reshaped_dim(shape_of(equation.invars[0]), equation, dim)
-        return (None, "") if moved is None else (moved, role)
-    return None, ""
-
-
-def index_columns(equation: core.JaxprEqn, operands: list[Value]) -> frozenset[int]:
-    """Return the columns of the last dim that are an index along dim 0."""
-    shape = shape_of(equation.outvars[0])
-    if equation.primitive.name != "concatenate":
-        return frozenset()
-    if equation.params["dimension"] != len(shape) - 1:
-        return frozenset()
-    columns, start = set(), 0
-    for variable, value in zip(equation.invars, operands, strict=True):
-        width = shape_of(variable)[-1]
-        if value.index_role == "index" and width == 1:
-            columns.add(start)
-        start += width
-    return frozenset(columns)
 
 
 # SUM values
@@ -315,15 +70,11 @@ def sum_rule(equation: core.JaxprEqn, operands: list[Value]) -> Value:
     name = equation.primitive.name
     sums = [value for value in operands if value.kind == Kind.SUM]
     free = [value for value in operands if value.kind == Kind.FREE]
-    is_rounded = (
-        name == "convert_element_type"
-        and np.dtype(equation.params["new_dtype"]).kind in "biu"
-    )
-    if name in LINEAR and not is_rounded:
+    if name in LINEAR and not is_rounding(equation):
         has_offset = any(value.has_offset for value in sums)
         # The predicate of `select_n` is not added.
         added = free[1:] if name == "select_n" else free
-        if name in _ADDS:
+        if name in ADDS:
             has_offset |= any(value.constant != 0 for value in added)
         return Value(Kind.SUM, has_offset=has_offset)
     is_scaled = name in BILINEAR or (name == "div" and operands[1].kind == Kind.FREE)
@@ -339,53 +90,36 @@ def elementwise(equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
     """Operands of one shape, or with dims of size 1 that are broadcast."""
     if equation.primitive.name not in ELEMENTWISE:
         return unknown(equation)
-    out_shapes = {shape_of(variable) for variable in equation.outvars}
-    if len(out_shapes) != 1:
-        return unknown(equation)
-    shape = out_shapes.pop()
-    found: Value | None = None
-    for variable, value in zip(equation.invars, operands, strict=True):
+    shape = shape_of(equation.outvars[0])
+    for variable in equation.invars:
         own = shape_of(variable)
-        if own and (
-            len(own) != len(shape)
-            or any(size not in (1, full) for size, full in zip(own, shape, strict=True))
-        ):
+        is_fitting = len(own) == len(shape) and all(
+            size in (1, full) for size, full in zip(own, shape, strict=True)
+        )
+        if own and not is_fitting:
             return unknown(equation)
-        if value.kind != Kind.ROWS:
-            continue
-        if found is not None and (value.dim, value.entries) != (
-            found.dim,
-            found.entries,
-        ):
-            return coupled(equation)
-        found = value
-    assert found is not None
+    rows = _common_rows(operands)
+    if rows is None:
+        return coupled(equation)
     # Entries of one example may differ by their position in it.
-    is_positional = found.entries == 1 and any(
-        value.kind == Kind.FREE and found.dim in value.positions for value in operands
-    )
-    if is_positional:
+    if rows.entries == 1 and _has_positions(operands, rows.dim):
         return positional(equation)
-    return _moved(equation, found, found.dim)
+    return _moved(equation, rows, rows.dim)
 
 
 def kernel(equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
     """Return the values of a kernel, which is taken to treat all examples alike."""
-    rows = {
-        (value.dim, value.entries, shape_of(variable)[value.dim])
+    rows = _common_rows(operands)
+    if rows is None:
+        return unknown(equation)
+    shapes = [
+        shape_of(variable)
         for variable, value in zip(equation.invars, operands, strict=True)
         if value.kind == Kind.ROWS
-    }
-    if len(rows) != 1:
-        return unknown(equation)
-    dim, entries, size = rows.pop()
-    results = []
-    for variable in equation.outvars:
-        shape = shape_of(variable)
-        if len(shape) <= dim or shape[dim] != size:
-            return unknown(equation)
-        results.append(Value(Kind.ROWS, dim=dim, entries=entries))
-    return results
+    ]
+    shapes += [shape_of(variable) for variable in equation.outvars]
+    sizes = {shape[rows.dim] if rows.dim < len(shape) else 0 for shape in shapes}
+    return same(equation, rows) if len(sizes) == 1 else unknown(equation)
 
 
 def _same_dim(equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
@@ -399,17 +133,6 @@ def _broadcast_in_dim(equation: core.JaxprEqn, operands: list[Value]) -> list[Va
     if shape[value.dim] != equation.params["shape"][dim]:
         return unknown(equation)
     return _moved(equation, value, dim)
-
-
-def _reshaped_dim(shape: Shape, equation: core.JaxprEqn, dim: int) -> int | None:
-    """Return where a dim is after a reshape that keeps it as a whole."""
-    before = math.prod(shape[:dim])
-    product = 1
-    for new_dim, size in enumerate(shape_of(equation.outvars[0])):
-        if product == before and size == shape[dim]:
-            return new_dim
-        product *= size
-    return None
 
 
 def _reshape(equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
@@ -450,19 +173,18 @@ def _reduce(equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
 
 
 def _along_axis(equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
-    """Operations that mix the entries of one dim, such as `cumsum` and `sort`."""
-    params = equation.params
-    axis = next(
-        params[key]
-        for key in ("axis", "dimension", "reduction_dimension")
-        if key in params
-    )
-    value = next(value for value in operands if value.kind == Kind.ROWS)
-    others = [v for v in operands if v.kind == Kind.ROWS and v.dim != value.dim]
-    axis %= len(shape_of(equation.invars[0]))
-    if others or value.dim == axis:
+    """Operations that mix the entries of one dim, such as `cumsum`, `sort` and `top_k`."""
+    keys = [key for key in _AXIS if key in equation.params]
+    # `top_k` of jax 0.10 has no such parameter: it is along the last dim.
+    axis = equation.params[keys[0]] if keys else -1
+    rows = _common_rows(operands)
+    if rows is None or rows.dim == axis % len(shape_of(equation.invars[0])):
         return coupled(equation)
-    return _moved(equation, value, value.dim)
+    return _moved(equation, rows, rows.dim)
+
+
+# Names of the parameter that holds the dim of an operation along one dim.
+_AXIS = ("axis", "dimension", "reduction_dimension")
 
 
 def _last_dims(count: int) -> Rule:
@@ -472,11 +194,8 @@ def _last_dims(count: int) -> Rule:
         for variable, value in zip(equation.invars, operands, strict=True):
             if value.kind == Kind.ROWS and value.dim >= len(shape_of(variable)) - count:
                 return coupled(equation)
-        dims = {(v.dim, v.entries) for v in operands if v.kind == Kind.ROWS}
-        if len(dims) > 1:
-            return coupled(equation)
-        dim, entries = dims.pop()
-        return same(equation, Value(Kind.ROWS, dim=dim, entries=entries))
+        rows = _common_rows(operands)
+        return coupled(equation) if rows is None else same(equation, rows)
 
     return rule
 
@@ -511,26 +230,20 @@ def _update_slice(equation: core.JaxprEqn, operands: list[Value]) -> list[Value]
     if value.kind != Kind.ROWS:
         return unknown(equation)
     shape, own = shape_of(equation.invars[0]), shape_of(equation.invars[1])
-    is_same = update.kind == Kind.FREE or (update.dim, update.entries) == (
-        value.dim,
-        value.entries,
-    )
-    if shape[value.dim] != own[value.dim] or not is_same:
+    if shape[value.dim] != own[value.dim] or _common_rows([value, update]) is None:
         return coupled(equation)
-    if update.kind == Kind.FREE and value.dim in update.positions:
+    if _has_positions([update], value.dim):
         return positional(equation)
     return _moved(equation, value, value.dim)
 
 
 def _stack(equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
-    dims = {(v.dim, v.entries) for v in operands if v.kind == Kind.ROWS}
-    if len(dims) > 1:
+    rows = _common_rows(operands)
+    if rows is None:
         return coupled(equation)
-    dim, entries = dims.pop()
-    if any(dim in v.positions for v in operands if v.kind == Kind.FREE):
+    if _has_positions(operands, rows.dim):
         return positional(equation)
-    dim += equation.params["axis"] <= dim
-    return same(equation, Value(Kind.ROWS, dim=dim, entries=entries))
+    return _moved(equation, rows, rows.dim + (equation.params["axis"] <= rows.dim))
 
 
 def _pad(equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
@@ -549,21 +262,17 @@ def _split(equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
 
 
 def _concatenate(equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
-    dims = {(v.dim, v.entries) for v in operands if v.kind == Kind.ROWS}
-    if len(dims) > 1:
+    rows = _common_rows(operands)
+    if rows is None:
         return coupled(equation)
-    dim, entries = dims.pop()
-    if equation.params["dimension"] == dim:
+    if equation.params["dimension"] == rows.dim:
         return unknown(equation)
-    positional_free = [
-        v for v in operands if v.kind == Kind.FREE and dim in v.positions
-    ]
-    if positional_free and not all(v.index_role == "index" for v in positional_free):
+    # `x[jnp.arange(B), labels]` puts both indices into one array.
+    others = [value for value in operands if value.index_role != "index"]
+    if _has_positions(others, rows.dim):
         return positional(equation)
     columns = index_columns(equation, operands)
-    return same(
-        equation, Value(Kind.ROWS, dim=dim, entries=entries, index_columns=columns)
-    )
+    return same(equation, replace(rows, index_columns=columns))
 
 
 def _dot_general(equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
@@ -715,17 +424,16 @@ RULES: dict[str, Rule] = {
     "split": _split,
     "rev": _rev,
     "fft": _fft,
-    "top_k": _last_dims(1),
     "optimization_barrier": _same_dim,
 }
 _SHARED: dict[str, Rule] = {
     "scatter scatter-add scatter_add": _scatter,
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax "
     "argmin reduce": _reduce,
-    "cumsum cumprod cummax cummin cumlogsumexp sort approx_top_k": _along_axis,
+    "cumsum cumprod cummax cummin cumlogsumexp sort approx_top_k top_k": _along_axis,
     "cholesky triangular_solve eigh eig qr svd lu geqrf householder_product": _last_dims(
         2
     ),
     "reduce_window reduce_window_sum reduce_window_max reduce_window_min": _reduce_window,
 }
-RULES |= {name: rule for names, rule in _SHARED.items() for name in _names(names)}
+RULES |= {name: rule for names, rule in _SHARED.items() for name in names_in(names)}

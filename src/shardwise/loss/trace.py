@@ -55,6 +55,22 @@ class TracedMetric:
         """Whether each entry depends on its own example alone."""
         return self.has_rows and self.worst.kind <= Kind.ROWS
 
+    @property
+    def reason(self) -> str:
+        """Why splitting or padding a batch would change the metric, for a message."""
+        kind, cause = self.worst.kind, self.worst.cause
+        if self.is_independent:
+            return "it depends on the number of examples in the batch"
+        if cause is not None and cause.is_positional:
+            return f"{cause} depends on the positions of examples in the batch"
+        if kind == Kind.COUPLED:
+            return f"{cause} combines examples with each other"
+        if kind == Kind.UNKNOWN:
+            return f"shardwise cannot tell whether {cause} combines examples"
+        if kind == Kind.STATISTIC:
+            return f"{cause} is applied to a sum over the whole batch"
+        return "it is a sum over the examples, combined with values that do not grow with them"
+
 
 @dataclass(frozen=True)
 class TracedLoss:
@@ -107,7 +123,12 @@ class TracedLoss:
 
 
 def trace_loss(
-    spec: StateSpec, loss: Loss, batch: Batch, *, is_training: bool = True
+    spec: StateSpec,
+    loss: Loss,
+    batch: Batch,
+    *,
+    rows: int | None = None,
+    is_training: bool = True,
 ) -> TracedLoss:
     """Trace `loss` for the model of `spec` and batches like `batch`. Nothing is compiled.
 
@@ -115,13 +136,14 @@ def trace_loss(
         spec: the abstract state.
         loss: the loss.
         batch: a batch, as arrays or shapes.
+        rows: the number of examples to trace with; by default that of `batch`.
         is_training: whether the model is in training mode, or else in evaluation mode.
 
     Raises:
         ConfigError: if the loss raises, or if it returns something that is not a `LossValue`.
     """
-    shapes = batch_shapes(batch)
-    rows = num_rows(batch)
+    rows = num_rows(batch) if rows is None else rows
+    shapes = batch_shapes(batch, rows)
     # Filled while `forward` is traced: these facts are not part of its output.
     kinds: dict[str, tuple[bool, bool]] = {}
     items: list[int | None] = []
@@ -160,7 +182,7 @@ def trace_loss(
             f"the loss failed for a batch of {', '.join(arrays)}: {where(error)}"
         ) from error
     matmuls = matmul_dtypes(closed.jaxpr)
-    dependence = _analyze(closed, arguments, rows)
+    dependence = _analyze(closed, arguments)
     num_values = 2 * len(kinds)
     shapes_out = [shape_of(variable) for variable in closed.jaxpr.outvars]
     values = list(zip(dependence.outputs, shapes_out, strict=True))
@@ -235,9 +257,7 @@ def _check_unchanged(spec: StateSpec, values: Sequence[Value]) -> None:
             )
 
 
-def _analyze(
-    closed: core.ClosedJaxpr, arguments: Sequence[object], rows: int
-) -> Dependence:
+def _analyze(closed: core.ClosedJaxpr, arguments: Sequence[object]) -> Dependence:
     state, batch, _ = arguments
     num_state = len(jax.tree.leaves(state))
     num_batch = len(jax.tree.leaves(batch))
@@ -245,7 +265,7 @@ def _analyze(
         num_state <= index < num_state + num_batch
         for index in range(len(closed.jaxpr.invars))
     ]
-    return analyze(closed, is_batch, rows)
+    return analyze(closed, is_batch)
 
 
 def _findings(dependence: Dependence) -> tuple[Finding, ...]:
@@ -368,7 +388,7 @@ def weight_is_trained(spec: StateSpec, loss: Loss, batch: Batch) -> bool:
     gradient: Callable[..., PyTree] = jax.grad(weight)
     closed = jax.make_jaxpr(gradient)(state.params, state, batch)
     is_batch = [False] * len(closed.jaxpr.invars)
-    gradients = analyze(closed, is_batch, num_rows(batch)).outputs
+    gradients = analyze(closed, is_batch).outputs
     return any(value.constant != 0 for value in gradients)
 
 

@@ -1,5 +1,7 @@
 """What a trace of a loss says about its examples, for the ways in which people write losses."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,6 +62,13 @@ def features(model, batch):
 
 def penalty(model):
     return 1e-3 * (model.hidden.kernel[...] ** 2).sum()
+
+
+def top_k_of_examples(x):
+    """Return the largest entries along the examples, which jax 0.11 can do without a transpose."""
+    if "axis" in inspect.signature(jax.lax.top_k).parameters:
+        return jax.lax.top_k(x, len(x), axis=0)[0]
+    return jax.lax.top_k(x.T, len(x))[0].T
 
 
 # Each entry depends on its own example alone.
@@ -143,6 +152,7 @@ COUPLED = {
     "hardest": lambda m, b: jax.lax.top_k(nats(m, b), 3)[0].mean(),
     "first": lambda m, b: Mean(nats(m, b) * nats(m, b)[0]),
     "reversed": lambda m, b: Mean(nats(m, b) * nats(m, b)[::-1]),
+    "hardest by class": lambda m, b: Mean(top_k_of_examples(m(b["x"]))),
     "softmax": lambda m, b: Mean(jax.nn.softmax(nats(m, b), axis=0)),
     "cumulative": lambda m, b: Mean(jnp.cumsum(nats(m, b))),
 }
@@ -150,6 +160,7 @@ MIXED = {
     "sum and penalty": lambda m, b: nats(m, b).sum() + penalty(m),
     "sum and one": lambda m, b: Mean(nats(m, b).sum()),
     "sum and constant": lambda m, b: Mean(nats(m, b).sum(), float(ROWS)),
+    "rounded": lambda m, b: (nats(m, b) / len(b["y"])).astype(int).sum() * 1.0,
 }
 
 
@@ -214,6 +225,18 @@ def test_a_gpt_keeps_its_sequences_apart(scan):
 
     traced = trace_loss(spec, loss, {"inputs": tokens, "labels": tokens})
     assert traced.dependent == ()
+
+
+def test_an_operation_inside_a_function_of_jax_has_the_line_of_its_own_caller(spec):
+    def first(model, batch):
+        return Mean(jnp.sort(nats(model, batch)))
+
+    def second(model, batch):
+        return Mean(jnp.sort(nats(model, batch)))
+
+    for loss in (first, second):
+        cause = trace_loss(spec, loss, batch_of(ROWS)).metrics["loss"].worst.cause
+        assert cause.place == f"{__file__}, line {loss.__code__.co_firstlineno + 1}"
 
 
 def test_a_broadcast_to_all_pairs_is_a_finding(spec):

@@ -1,0 +1,146 @@
+"""Check that padding and micro-batches do not change the loss."""
+
+from dataclasses import replace
+from typing import Literal, TypeAlias
+
+from shardwise.data.layout import BatchLayout, num_rows
+from shardwise.errors import ConfigError
+from shardwise.findings import Finding
+from shardwise.loss import Loss, TracedLoss, trace_loss
+from shardwise.loss.trace import (
+    inexact_metrics,
+    size_dependent,
+    summed_scalars,
+    weight_is_trained,
+)
+from shardwise.loss.value import Kind
+from shardwise.sharding import batch_spec, num_batch_shards
+from shardwise.state import StateSpec
+
+# What accumulation does with a loss that combines examples, see `Run.micro_batches`.
+MicroBatches: TypeAlias = Literal["exact", "separate"]
+
+
+def train_layout(
+    spec: StateSpec, loss: Loss, traced: TracedLoss, accumulate: int
+) -> BatchLayout:
+    """Return the layout of training batches; raise if the batch size does not fit the mesh."""
+    rows = num_rows(traced.shapes)
+    shards = num_batch_shards(spec.mesh, spec.rules)
+    if accumulate < 1 or accumulate > rows:
+        raise ConfigError(
+            f"accumulate={accumulate} cannot split a batch of {rows} examples. "
+            f"Use a value between 1 and {rows}."
+        )
+    multiple = shards * accumulate
+    padded = -(-rows // multiple) * multiple
+    if padded != rows:
+        _check_padding(spec, loss, traced, padded, shards, accumulate)
+    return BatchLayout(rows, padded, spec.sharding(batch_spec(spec.mesh, spec.rules)))
+
+
+def check_accumulate(
+    spec: StateSpec,
+    loss: Loss,
+    traced: TracedLoss,
+    accumulate: int,
+    micro_batches: MicroBatches,
+) -> tuple[TracedLoss, tuple[str, ...]]:
+    """Check that micro-batches give the result of the complete batch.
+
+    Args:
+        spec: the abstract state.
+        loss: the loss.
+        traced: the loss, traced with the complete batch.
+        accumulate: the number of micro-batches.
+        micro_batches: see `Run.micro_batches`.
+
+    Returns:
+        The traced loss, with findings about metrics, and the scalars that are sums.
+
+    Raises:
+        ConfigError: if the loss would change and `micro_batches` is "exact".
+    """
+    rows = -(-num_rows(traced.shapes) // accumulate)
+    part = trace_loss(spec, loss, traced.shapes, rows=rows)
+    sums = summed_scalars(traced, part, accumulate)
+    if weight_is_trained(spec, loss, part.shapes):
+        raise ConfigError(
+            f"accumulate={accumulate} would drop a part of the gradient: the weight of the loss "
+            "depends on trained parameters. Use accumulate=1, or jax.lax.stop_gradient(weight)."
+        )
+    if micro_batches == "separate":
+        return traced, sums
+    if traced.has_custom_gradient:
+        raise ConfigError(
+            f"accumulate={accumulate} may change the gradient: the loss or the model has a custom "
+            "gradient (jax.custom_vjp), and shardwise cannot tell whether its backward pass is "
+            'linear. If it is, micro_batches="separate" gives the exact result. Otherwise use '
+            "accumulate=1."
+        )
+    inexact = inexact_metrics(traced, part, accumulate)
+    if "loss" in inexact:
+        metric = traced.metrics["loss"]
+        remedy = (
+            'Use accumulate=1, or micro_batches="separate" to compute the loss within each '
+            f"micro-batch of {rows} examples and average."
+        )
+        if metric.worst.kind in (Kind.SUM, Kind.STATISTIC):
+            remedy = (
+                "Return Mean(total, weight) with both sums, for example "
+                f"Mean((nats * mask).sum(), mask.sum()). Or: {remedy}"
+            )
+        raise ConfigError(
+            f"accumulate={accumulate} would change the loss: {metric.reason}. {remedy}"
+        )
+    findings = [
+        Finding(
+            "metric-of-micro-batches",
+            f"metric '{name}' is averaged over {accumulate} micro-batches, which differs from its "
+            f"value for the whole batch: {traced.metrics[name].reason}",
+            "Return Mean(total, weight) to make it exact.",
+        )
+        for name in inexact
+    ]
+    return replace(traced, findings=(*traced.findings, *findings)), sums
+
+
+def _check_padding(
+    spec: StateSpec,
+    loss: Loss,
+    traced: TracedLoss,
+    padded: int,
+    shards: int,
+    accumulate: int,
+) -> None:
+    """Raise if padding to `padded` examples would change the loss or variables of the model."""
+    rows = num_rows(traced.shapes)
+    multiple = shards * accumulate
+    fact = (
+        f"a batch of {rows} examples is not divisible by {multiple} "
+        f"({shards} batch shards x accumulate={accumulate})"
+    )
+    above = -(-rows // multiple) * multiple
+    sizes = sorted({max(above - multiple, multiple), above})
+    remedy = f"Use a batch size of {' or '.join(map(str, sizes))}"
+    if traced.scalars:
+        names = " and ".join(repr(name) for name in traced.scalars)
+        raise ConfigError(
+            f"{fact}. {remedy}, or return Mean(total, weight) with one entry per example for "
+            f"{names}, so that the batch can be padded."
+        )
+    moving = spec.definition.moving
+    if moving:
+        first = moving[0]
+        raise ConfigError(
+            f"{fact}, and padding would change the statistics that the model keeps ('{first}'). "
+            f"{remedy}."
+        )
+    larger = trace_loss(spec, loss, traced.shapes, rows=padded)
+    changed = traced.dependent or size_dependent(traced, larger)
+    if changed:
+        name = changed[0]
+        raise ConfigError(
+            f"{fact}, and padding would change '{name}': "
+            f"{traced.metrics[name].reason}. {remedy}."
+        )

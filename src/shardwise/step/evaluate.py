@@ -1,0 +1,184 @@
+"""The evaluation step: the summed means of a batch, with the model in evaluation mode."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+from shardwise.data.layout import BatchLayout, num_rows
+from shardwise.errors import ConfigError, DataError
+from shardwise.loss import Loss, TracedLoss, as_means, call_loss, trace_loss
+from shardwise.loss.trace import (
+    inexact_metrics,
+    size_dependent,
+    summed_scalars,
+)
+from shardwise.loss.value import Kind
+from shardwise.metrics import Mask
+from shardwise.optim.parts import evaluation_params
+from shardwise.sharding import activations_on, batch_spec, num_batch_shards, put
+from shardwise.state import StateSpec, TrainState
+from shardwise.step.access import access_hooks
+from shardwise.step.train import Means
+from shardwise.tree import Batch
+
+
+@dataclass(frozen=True)
+class EvalStep:
+    """An evaluation step: the summed means of a batch, with the model in evaluation mode.
+
+    Attributes:
+        function: the jitted step, `(state, batch, mask, number of the batch) -> {name: Mean}`.
+        spec: the state that the step takes.
+        pads: whether shorter batches are padded. If not, the step is compiled for each batch size:
+            padding would change the metrics, because they are scalars or combine examples.
+        traced: facts about the loss in evaluation mode.
+        loss: the loss.
+    """
+
+    function: Callable[[TrainState, Batch, Mask | None, np.int32], Means]
+    spec: StateSpec
+    pads: bool
+    traced: TracedLoss
+    loss: Loss
+    _traces: dict[int, TracedLoss] = field(default_factory=dict, repr=False)
+
+    def __call__(self, state: TrainState, batch: Batch, rows: int) -> Means:
+        """Evaluate a host batch of at most `rows` examples."""
+        return self.on(state, batch, self.layout(num_rows(batch), rows))
+
+    def _traced_with(self, rows: int) -> TracedLoss:
+        """Return the loss, traced with batches of `rows` examples."""
+        if rows not in self._traces:
+            shapes = self.traced.shapes
+            self._traces[rows] = trace_loss(
+                self.spec, self.loss, shapes, rows=rows, is_training=False
+            )
+        return self._traces[rows]
+
+    def inexact(self, sizes: Collection[int]) -> dict[str, str]:
+        """Return the metrics whose mean over several batches is not that over all examples.
+
+        A metric that combines examples with each other has no other meaning than its mean over the
+        batches, and is not among them.
+
+        Args:
+            sizes: the different sizes of the batches.
+
+        Returns:
+            Why each metric is inexact, by name.
+        """
+        metrics = self.traced.metrics
+        reasons = {
+            name: metric.reason
+            for name, metric in metrics.items()
+            if metric.worst.kind == Kind.STATISTIC
+        }
+        if not self.traced.scalars or len(sizes) < 2:
+            return reasons
+        large, small = max(sizes), min(sizes)
+        whole, part = self._traced_with(large), self._traced_with(small)
+        names = summed_scalars(whole, part, large / small)
+        for name in (*names, *inexact_metrics(whole, part, large / small)):
+            if metrics[name].worst.kind == Kind.SUM:
+                reasons[name] = (
+                    f"it is a sum over the examples, and batches have {small} and {large} of them"
+                )
+        return reasons
+
+    def check_sizes(self, sizes: Collection[int]) -> None:
+        """Raise if the loss cannot be averaged over batches of these sizes.
+
+        Raises:
+            ConfigError: if its mean over the batches is not that over all examples.
+        """
+        reason = self.inexact(sizes).get("loss")
+        if reason is not None:
+            raise ConfigError(
+                f"the loss cannot be evaluated in several batches: {reason}. Return "
+                "Mean(total, weight) with both sums, for example "
+                "Mean((nats * mask).sum(), mask.sum())."
+            )
+
+    def layout(self, size: int, rows: int) -> BatchLayout:
+        """Return the layout of a batch. It is not padded if that would change the metrics.
+
+        Args:
+            size: the number of examples in this batch.
+            rows: the number of examples in the largest batch, to which this one is padded.
+        """
+        if size > rows:
+            raise DataError(
+                f"a batch of {size} examples follows a batch of {rows}. "
+                f"Pass the largest batch size to evaluate(..., rows={size})."
+            )
+        shards = num_batch_shards(self.spec.mesh, self.spec.rules)
+        padded = -(-rows // shards) * shards if self.pads else size
+        if padded != size and size_dependent(
+            self._traced_with(size), self._traced_with(padded)
+        ):
+            padded = size
+        is_sharded = padded % shards == 0
+        spec = (
+            batch_spec(self.spec.mesh, self.spec.rules)
+            if is_sharded
+            else PartitionSpec()
+        )
+        return BatchLayout(size, padded, self.spec.sharding(spec))
+
+    def on(
+        self, state: TrainState, batch: Batch, layout: BatchLayout, number: int = 0
+    ) -> Means:
+        """Evaluate a host batch, or the examples of it that this process needs.
+
+        Args:
+            state: the state.
+            batch: the batch.
+            layout: its layout.
+            number: the number of the batch in this evaluation. Random streams depend on it.
+        """
+        mask = None
+        if self.pads:
+            is_example = np.arange(layout.padded_rows) < layout.rows
+            mask = put(is_example, layout.sharding)
+        return self.function(state, layout.place(batch), mask, np.int32(number))
+
+
+def make_eval_step(
+    spec: StateSpec,
+    loss: Loss,
+    batch: Batch,
+    *,
+    compute_dtype: DTypeLike | None = None,
+) -> EvalStep:
+    """Build the evaluation step. Nothing is compiled.
+
+    The step uses the averaged weights if the optimizer keeps an average. Random streams that remain
+    in evaluation mode depend on the number of the batch, and are the same in every evaluation.
+
+    Args:
+        spec: the abstract state.
+        loss: `loss(model, batch)`.
+        batch: a batch, as arrays or shapes.
+        compute_dtype: as for `make_train_step`.
+    """
+    spec = spec.computing_in(compute_dtype)
+    hooks = access_hooks(spec, compute_dtype)
+
+    def step(
+        state: TrainState, batch: Batch, mask: Mask | None, number: jax.Array
+    ) -> Means:
+        key = jax.random.fold_in(jax.random.key(0), number)
+        params = evaluation_params(state.opt_state, state.params)
+        model = spec.definition.merge(params, state.other, key, hooks, state.frozen)
+        model.eval()
+        with activations_on(spec.mesh, spec.rules):
+            output = call_loss(loss, model, batch, key, state.step)
+        return as_means(output, num_rows(batch), mask)
+
+    traced = trace_loss(spec, loss, batch, is_training=False)
+    function = jax.jit(step, out_shardings=spec.sharding(PartitionSpec()))
+    return EvalStep(function, spec, pads=not traced.dependent, traced=traced, loss=loss)
