@@ -10,17 +10,25 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import flax
 import jax
 from jax.extend import core
 
-from shardwise.errors import PACKAGE, is_library
+from shardwise.errors import PACKAGE
+from shardwise.jaxpr import (
+    JAX,
+    Frame,
+    frames_of,
+    inner_jaxprs,
+    is_defined_in_jax,
+    shape_of,
+    user_frame,
+)
 from shardwise.text import show_matmuls
 from shardwise.tree import PyTree
 
-JAX = str(Path(jax.__file__).parent)
 # Code whose choice of a dtype is deliberate: a layer of Flax computes in the compute dtype unless
 # the user set another one, and so do the models of shardwise.
 DELIBERATE = (str(Path(flax.__file__).parent), PACKAGE)
@@ -128,44 +136,6 @@ def count_kernels(jaxpr: core.Jaxpr) -> dict[str, float]:
     return flops
 
 
-def calls_function(jaxpr: core.Jaxpr, name: str) -> bool:
-    """Return whether `jaxpr`, or a jaxpr nested in it, calls a jitted function of this name."""
-    return any(
-        equation.params.get("name") == name
-        or any(calls_function(inner, name) for inner in inner_jaxprs(equation.params))
-        for equation in jaxpr.eqns
-    )
-
-
-def scan_parts(equation: core.JaxprEqn) -> tuple[int, int]:
-    """Return the number of constants and of carried values among the inputs of a scan.
-
-    The rest are stacked values, with one slice per iteration. The parameters that say so differ
-    between releases of JAX, so it is read from the shapes: a stacked value has one more dim outside
-    than inside.
-    """
-    inner = next(inner_jaxprs(equation.params))
-    num_stacked = sum(
-        len(_shape(outer)) > len(_shape(var))
-        for outer, var in zip(equation.invars, inner.invars, strict=True)
-    )
-    num_carried = sum(
-        len(_shape(outer)) == len(_shape(var))
-        for outer, var in zip(equation.outvars, inner.outvars, strict=True)
-    )
-    return len(equation.invars) - num_carried - num_stacked, num_carried
-
-
-def inner_jaxprs(params: Mapping[str, object]) -> Iterator[core.Jaxpr]:
-    """Yield the jaxprs among the parameters of an equation, such as the body of a scan."""
-    for value in params.values():
-        for item in value if isinstance(value, tuple) else (value,):
-            if isinstance(item, core.ClosedJaxpr):
-                yield item.jaxpr
-            elif isinstance(item, core.Jaxpr):
-                yield item
-
-
 @dataclass(frozen=True)
 class _Matmul:
     """A matmul or a convolution.
@@ -181,11 +151,6 @@ class _Matmul:
     dtype: str
     line: str
     is_asked: bool
-
-
-class _Frame(Protocol):
-    file_name: str
-    line_num: int
 
 
 def _matmuls(
@@ -230,17 +195,11 @@ def _inner_matmuls(equation: core.JaxprEqn, source: core.JaxprEqn) -> Iterator[_
         grid = params["grid_mapping"].grid
         repeats = math.prod(size for size in grid if isinstance(size, int))
     for inner in inner_jaxprs(params):
-        # JAX traces a jitted function of its own once, and every caller gets the same equations.
+        # JAX traces its jitted library functions once, and every caller gets the same equations.
         # Their source is then the first caller, so the equation of the call is used instead.
         is_shared = name in ("jit", "pjit") and is_defined_in_jax(inner)
         for matmul in _matmuls(inner, source if is_shared else None):
             yield replace(matmul, flops=repeats * matmul.flops)
-
-
-def is_defined_in_jax(jaxpr: core.Jaxpr) -> bool:
-    """Return whether the function that a jaxpr was traced from is part of JAX."""
-    source = jaxpr.debug_info.func_src_info or ""
-    return JAX in source
 
 
 def _matmul(flops: float, equation: core.JaxprEqn, source: core.JaxprEqn) -> _Matmul:
@@ -249,39 +208,39 @@ def _matmul(flops: float, equation: core.JaxprEqn, source: core.JaxprEqn) -> _Ma
         for operand in equation.invars[:2]
     ]
     dtype = str(jax.numpy.result_type(*operands))
-    traceback = source.source_info.traceback
-    frames: list[_Frame] = [] if traceback is None else traceback.frames
-    deciding = [frame for frame in frames if not _starts_in(frame, TRANSPARENT)]
-    own = [frame for frame in frames if not is_library(frame.file_name)]
+    deciding = [
+        frame for frame in frames_of(source) if not _starts_in(frame, TRANSPARENT)
+    ]
+    own = user_frame(source)
     return _Matmul(
         flops,
         dtype,
-        line=f"{Path(own[0].file_name).name}:{own[0].line_num}" if own else "",
+        line=f"{Path(own.file_name).name}:{own.line_num}" if own else "",
         is_asked=bool(deciding) and _starts_in(deciding[0], DELIBERATE),
     )
 
 
-def _starts_in(frame: _Frame, folders: tuple[str, ...]) -> bool:
+def _starts_in(frame: Frame, folders: tuple[str, ...]) -> bool:
     return frame.file_name.startswith(folders)
 
 
 def _dot_flops(equation: core.JaxprEqn) -> float:
     (contracted, _), _ = equation.params["dimension_numbers"]
-    left_shape = _shape(equation.invars[0])
+    left_shape = shape_of(equation.invars[0])
     products_per_output: int = math.prod(left_shape[dim] for dim in contracted)
-    return 2.0 * math.prod(_shape(equation.outvars[0])) * products_per_output
+    return 2.0 * math.prod(shape_of(equation.outvars[0])) * products_per_output
 
 
 def _convolution_flops(equation: core.JaxprEqn) -> float:
-    kernel_shape = _shape(equation.invars[1])
+    kernel_shape = shape_of(equation.invars[1])
     out_features: int = kernel_shape[equation.params["dimension_numbers"].rhs_spec[0]]
-    output_size = math.prod(_shape(equation.outvars[0]))
+    output_size = math.prod(shape_of(equation.outvars[0]))
     return 2.0 * output_size * math.prod(kernel_shape) / out_features
 
 
 def _attention_flops(equation: core.JaxprEqn) -> float:
     """Two matmuls, `q @ k.T` and `scores @ v`, with q of shape (B, T, H, K) and k (B, S, H, K)."""
-    q_shape, k_shape = map(_shape, equation.invars[:2])
+    q_shape, k_shape = map(shape_of, equation.invars[:2])
     return 4.0 * math.prod(q_shape) * k_shape[1]
 
 
@@ -289,12 +248,9 @@ def _mosaic_kernel_flops(equation: core.JaxprEqn) -> float:
     """Kernels named `product_...` multiply their first two arguments, (N, D) and (D, F)."""
     if not _kernel_name(equation.params).startswith("product_"):
         return 0.0
-    return 2.0 * math.prod(_shape(equation.invars[0])) * _shape(equation.outvars[0])[1]
-
-
-def _shape(variable: core.Var | core.Literal) -> tuple[int, ...]:
-    shape: tuple[int, ...] = cast(jax.core.ShapedArray, variable.aval).shape
-    return shape
+    return (
+        2.0 * math.prod(shape_of(equation.invars[0])) * shape_of(equation.outvars[0])[1]
+    )
 
 
 def _kernel_name(params: Mapping[str, object]) -> str:

@@ -56,7 +56,7 @@ def compute_in(module: nnx.Module, dtype: DType) -> None:
     - A layer with another dtype keeps it, and reads its own parameters as they are stored.
     - A layer with a variable whose metadata say `keep_dtype` stays as it is.
     - `nnx.Embed` without a dtype stores the one of its table, as a `numpy.dtype`. An explicit
-      `dtype=jnp.float32` is of another type and is kept. `dtype=np.dtype("float32")` looks like the
+      `dtype=jnp.float32` has another type and is kept. `dtype=np.dtype("float32")` looks like the
       default.
     - `nnx.BatchNorm` keeps its running statistics in their own dtype; Flax alone would round them
       in evaluation mode.

@@ -7,7 +7,8 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.flops import calls_function, count_flops, matmul_dtypes
+from shardwise.flops import count_flops, matmul_dtypes
+from shardwise.jaxpr import calls_function
 from shardwise.kernels.attention import causal_attention
 from shardwise.metrics import Mean, MetricsLog, read_metrics
 from shardwise.models.gpt import GPT, GPTConfig

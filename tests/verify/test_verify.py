@@ -27,7 +27,7 @@ from shardwise.errors import ConfigError, NumericsError
 from shardwise.models.gpt import GPT, PRESETS
 from shardwise.recipe import load_recipe
 from shardwise.tree import named_leaves
-from shardwise.verification.compare import Kind, make_side
+from shardwise.verification.compare import Quantity, make_side
 from shardwise.verification.verify import meshes_to_verify
 from tests.helpers import command
 
@@ -216,7 +216,7 @@ def test_a_right_run_agrees_with_dropout_micro_batches_and_a_short_last_batch():
     found = verify(run, ["data=8"], steps=1)
     assert found.ok
     assert found.accumulation.mesh == "accumulate=4"
-    assert Kind.EVALUATION in found.results[0].worst
+    assert Quantity.EVALUATION in found.results[0].worst
 
 
 def test_small_parameters_are_sharded_so_that_fsdp_is_tested():

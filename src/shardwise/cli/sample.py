@@ -35,7 +35,7 @@ INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """A model to sample from, before its weights are loaded.
 
     Attributes:
@@ -105,7 +105,7 @@ def can_sample(run: Path) -> bool:
 
 def _find_source(
     options: argparse.Namespace, recipe_args: list[str], shared: argparse.Namespace
-) -> Source:
+) -> ModelSource:
     from shardwise.checkpoint.reader import find_step, read_step
     from shardwise.mesh import use_cpu_devices
     from shardwise.weights.hub import locate, weights_in
@@ -132,7 +132,7 @@ def _source_of_files(
     place: Path,
     saved: "SavedStep | None",
     tokenizer: "Tokenizer",
-) -> Source:
+) -> ModelSource:
     """Recognize the model by its arrays or its config.json."""
     from shardwise.checkpoint.reader import read_json
     from shardwise.weights.export import config_of
@@ -159,7 +159,9 @@ def _source_of_files(
     def factory(rngs: "nnx.Rngs") -> "nnx.Module":
         return model_of(config, rngs)
 
-    return Source(path, factory, tokenizer, saved is None, vocab_size=config.vocab_size)
+    return ModelSource(
+        path, factory, tokenizer, saved is None, vocab_size=config.vocab_size
+    )
 
 
 def _source_of_recipe(
@@ -168,7 +170,7 @@ def _source_of_recipe(
     path: Path,
     tokenizer: "Tokenizer",
     is_published: bool,
-) -> Source:
+) -> ModelSource:
     from shardwise.recipe import bind_recipe, find_recipe, load_recipe, make_run
 
     recipe = load_recipe(*find_recipe(options.recipe))
@@ -181,7 +183,7 @@ def _source_of_recipe(
     # The model may not work on longer sequences than those it was trained on. If it has a maximum
     # length, that is used instead.
     window = lengths.pop() if len(lengths) == 1 else None
-    return Source(
+    return ModelSource(
         path, run.model, tokenizer, is_published, rules=run.rules, window=window
     )
 
@@ -226,7 +228,7 @@ def _folder(place: Path) -> Path:
     return place if place.is_dir() else place.parent
 
 
-def _load_model(source: Source, options: argparse.Namespace) -> "nnx.Module":
+def _load_model(source: ModelSource, options: argparse.Namespace) -> "nnx.Module":
     """Build the model with its weights, sharded as the mesh asks for."""
     import jax
     import jax.numpy as jnp
@@ -264,7 +266,7 @@ def _load_model(source: Source, options: argparse.Namespace) -> "nnx.Module":
 
 
 def _generate(
-    source: Source, prompt: bytes, options: argparse.Namespace, console: "Console"
+    source: ModelSource, prompt: bytes, options: argparse.Namespace, console: "Console"
 ) -> tuple[Json, int]:
     """Print the samples, the first one token by token."""
     import jax
@@ -389,7 +391,7 @@ class _Timer:
         return (self.count - 1) * num_samples / elapsed
 
 
-def _encode(prompt: bytes, source: Source) -> list[int]:
+def _encode(prompt: bytes, source: ModelSource) -> list[int]:
     """Return the tokens of the prompt.
 
     A published model also gets the special tokens that its tokenizer puts at the beginning.

@@ -402,7 +402,7 @@ class Watch:
                 )
                 time.sleep(0.1)
         except Exception:
-            # The coordinator is gone, so there is nobody to tell.
+            # The coordinator is gone, so there is nobody to notify.
             return
 
     def end(self, code: int, text: str, tell: bool = True, lost: int = 0) -> NoReturn:
@@ -411,7 +411,7 @@ class Watch:
         Args:
             code: the exit code.
             text: printed to stderr, unless empty.
-            tell: whether to tell the other processes.
+            tell: whether to notify the other processes.
             lost: how many of the others are lost.
         """
         with self._end_lock:

@@ -1,7 +1,7 @@
 """What several processes must supply, and the check that they do.
 
 Either every process supplies the complete global batch, or every process supplies only the
-examples of its own devices. A loader of the one kind that is taken for the other trains on wrong
+examples of its devices. A loader of the one kind that is taken for the other trains on wrong
 batches without an error: examples are dropped, or counted twice. So the processes exchange digests
 of their batches, and compare them before the first step, at the first steps, and rarely later.
 """
@@ -323,7 +323,7 @@ def check_same_data(group: ProcessGroup, what: str, fingerprint: Json) -> None:
     raise DataError(
         f"Run.{what} differs between processes: {name} is {first.get(name)} in {group.name(0)} "
         f"and {other.get(name)} in {group.name(index)}. Build the same Batches in every process: "
-        f"each one reads only the examples of its own devices.{remedy if what == 'data' else ''}"
+        f"each one reads only the examples of its devices.{remedy if what == 'data' else ''}"
     )
 
 

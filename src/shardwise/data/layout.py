@@ -24,7 +24,7 @@ class BatchLayout:
         rows: the number of examples in the global batch.
         padded_rows: the number of examples including padding; equal to `rows` without padding.
         sharding: the sharding of every array of the batch along its first dimension.
-        is_local: whether each process supplies only the examples of its own devices (`ranges`),
+        is_local: whether each process supplies only the examples of its devices (`ranges`),
             and not the global batch.
     """
 

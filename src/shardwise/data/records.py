@@ -344,7 +344,7 @@ class ArrayRecord:
 
 
 class Parquet:
-    """The rows of a Parquet file."""
+    """A Parquet file, with one record per row."""
 
     def __init__(self, path: Path, columns: tuple[str, ...] | None = None):
         self.path = path

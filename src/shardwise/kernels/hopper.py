@@ -308,7 +308,7 @@ def _matmul_kernel(a: Ref, b: Ref, extra: Ref, *outs: Ref, epilogue: Epilogue) -
         return gpu.SMEM(shape, dtype, transforms=transforms)
 
     def run(**buffers: Ref) -> None:
-        _Matmul(a, b, extra, outs, epilogue, warpgroup, **buffers).run()
+        _MatmulKernel(a, b, extra, outs, epilogue, warpgroup, **buffers).run()
 
     pl.run_scoped(
         run,
@@ -331,7 +331,7 @@ def _int32(value: int) -> Array:
 
 # eq=False: instances hold tracers, which cannot be hashed, and JAX hashes the functions it traces.
 @dataclass(frozen=True, eq=False)
-class _Matmul:
+class _MatmulKernel:
     """One program of the matmul kernel, which has four warpgroups.
 
     - Warpgroups 0 and 1 multiply: each computes half of the rows of a tile.

@@ -19,7 +19,7 @@ Array = jax.Array
 
 @jax.custom_vjp
 def look_up(table: Array, indices: Array) -> Array:
-    """Return the rows of an embedding table.
+    """Look up tokens in an embedding table.
 
     Args:
         table: (V, D), one embedding per token of the vocabulary.

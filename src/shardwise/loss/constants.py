@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from shardwise.jaxpr import Shape, shape_of
 from shardwise.loss.primitives import ELEMENTWISE, names_in
-from shardwise.loss.value import Kind, Shape, Value, shape_of
+from shardwise.loss.value import Kind, Value
 
 
 def constant_value(constant: object) -> Value:

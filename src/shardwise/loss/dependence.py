@@ -21,7 +21,7 @@ from typing import TypeAlias
 from jax.extend import core
 
 from shardwise.errors import is_library
-from shardwise.flops import inner_jaxprs, is_defined_in_jax, scan_parts
+from shardwise.jaxpr import inner_jaxprs, is_defined_in_jax, scan_parts, shape_of
 from shardwise.loss.constants import (
     constant_value,
     fold,
@@ -40,7 +40,7 @@ from shardwise.loss.rules import (
     sum_rule,
     unknown,
 )
-from shardwise.loss.value import Cause, Kind, Value, cause_of, shape_of
+from shardwise.loss.value import Cause, Kind, Value, cause_of
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A digest of a traced function, to tell whether two runs compute the same.
+"""A digest of a traced function, to see whether two runs compute the same.
 
 A checkpoint carries the digest of the forward pass of its run. A resumed run compares it with its
 own, so that another loss, dropout rate or activation function is not taken for the same run.

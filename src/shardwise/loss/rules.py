@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from jax.extend import core
 
+from shardwise.jaxpr import shape_of
 from shardwise.loss.constants import index_columns
 from shardwise.loss.primitives import (
     ADDS,
@@ -16,7 +17,7 @@ from shardwise.loss.primitives import (
     is_rounding,
     names_in,
 )
-from shardwise.loss.value import Kind, Value, cause_of, shape_of
+from shardwise.loss.value import Kind, Value, cause_of
 
 # From the values of the operands to those of the outputs.
 Rule: TypeAlias = Callable[[core.JaxprEqn, list[Value]], list[Value]]

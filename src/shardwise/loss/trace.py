@@ -15,14 +15,14 @@ from shardwise.errors import ConfigError, ShardwiseError, where
 from shardwise.findings import Finding
 from shardwise.flops import (
     MatmulDtypes,
-    calls_function,
     count_jaxpr_flops,
     matmul_dtypes,
 )
+from shardwise.jaxpr import Shape, calls_function, shape_of
 from shardwise.loss.contract import Loss, call_loss, named_metrics
 from shardwise.loss.dependence import Dependence, analyze
 from shardwise.loss.fingerprint import jaxpr_fingerprint
-from shardwise.loss.value import Kind, Shape, Value, shape_of
+from shardwise.loss.value import Kind, Value
 from shardwise.metrics import Mean
 from shardwise.precision import find_other_dtypes
 from shardwise.state import StateSpec, TrainState

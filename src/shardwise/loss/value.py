@@ -2,13 +2,10 @@
 
 import enum
 from dataclasses import dataclass
-from typing import TypeAlias, cast
 
 from jax.extend import core
 
-from shardwise.errors import is_library
-
-Shape: TypeAlias = tuple[int, ...]
+from shardwise.jaxpr import shape_of, user_frame
 
 
 class Kind(enum.IntEnum):
@@ -102,12 +99,6 @@ def cause_of(equation: core.JaxprEqn) -> Cause:
     shapes = tuple(
         shape_of(variable) for variable in equation.invars if shape_of(variable)
     )
-    frames = getattr(equation.source_info.traceback, "frames", [])
-    own = [frame for frame in frames if not is_library(frame.file_name)]
-    place = f"{own[0].file_name}, line {own[0].line_num}" if own else ""
+    own = user_frame(equation)
+    place = f"{own.file_name}, line {own.line_num}" if own else ""
     return Cause(equation.primitive.name, shapes[:2], place)
-
-
-def shape_of(variable: core.Var | core.Literal) -> Shape:
-    """Return the shape of a variable of a jaxpr."""
-    return cast(Shape, getattr(variable.aval, "shape", ()))

@@ -193,7 +193,7 @@ def _time_section(plan: Plan) -> str:
     else:
         body = _times(times)
     body += f"""<h3>Collectives per step</h3>
-<p class="note">Counts and bytes are those of the compiler; bytes are of complete arrays, as one
+<p class="note">Counts and bytes are those of the compiler; bytes count complete arrays, as one
 device holds them before or after the collective. Time that overlaps computation is not waited
 for.</p>
 {_collectives(plan)}"""

@@ -26,7 +26,7 @@ MAX_SECONDS = 1e9
 SAME_TIME = 0.01
 
 
-class Kind(StrEnum):
+class TimeKind(StrEnum):
     """What the time of a run was spent on. The values are keys in `shardwise report --json`."""
 
     IMPORTING = "importing"
@@ -47,34 +47,34 @@ class Kind(StrEnum):
 
 # An explanation of each kind, in the order in which reports show them.
 KINDS = {
-    Kind.IMPORTING: "Python and JAX, until the recipe is read",
-    Kind.PREPARING: "shapes of the model, its sharding, the data",
-    Kind.VERIFYING: "digests of the newest checkpoint",
-    Kind.COMPILING: "the step, or loading it from the compilation cache",
-    Kind.LOADING: "the state: initial weights or a checkpoint",
-    Kind.OTHER_STARTING: "waiting for other processes and other work of a start",
-    Kind.FIRST_STEP: "the first step of each start, including programs loaded on the way",
-    Kind.STEPS: "all other steps in metrics.jsonl, without waiting for data",
-    Kind.REPEATED_STEPS: "steps after the last checkpoint before a restart, from phases.jsonl",
-    Kind.DATA: "steps waiting for their batch",
-    Kind.EVALUATION: "on validation data",
-    Kind.SAVING: "checkpoints, as far as the steps waited for them",
-    Kind.UNKNOWN: (
+    TimeKind.IMPORTING: "Python and JAX, until the recipe is read",
+    TimeKind.PREPARING: "shapes of the model, its sharding, the data",
+    TimeKind.VERIFYING: "digests of the newest checkpoint",
+    TimeKind.COMPILING: "the step, or loading it from the compilation cache",
+    TimeKind.LOADING: "the state: initial weights or a checkpoint",
+    TimeKind.OTHER_STARTING: "waiting for other processes and other work of a start",
+    TimeKind.FIRST_STEP: "the first step of each start, including programs loaded on the way",
+    TimeKind.STEPS: "all other steps in metrics.jsonl, without waiting for data",
+    TimeKind.REPEATED_STEPS: "steps after the last checkpoint before a restart, from phases.jsonl",
+    TimeKind.DATA: "steps waiting for their batch",
+    TimeKind.EVALUATION: "on validation data",
+    TimeKind.SAVING: "checkpoints, as far as the steps waited for them",
+    TimeKind.UNKNOWN: (
         "up to the last sign of life; includes evaluation and saving if phases.jsonl is missing"
     ),
-    Kind.DOWN: "between the last sign of life and the next start",
+    TimeKind.DOWN: "between the last sign of life and the next start",
 }
 
 # Phases up to the first step that have a kind; all others are OTHER_STARTING.
 STARTING_KINDS = {
-    Phase.IMPORTING: Kind.IMPORTING,
-    Phase.PREPARING: Kind.PREPARING,
-    Phase.VERIFYING: Kind.VERIFYING,
-    Phase.COMPILING: Kind.COMPILING,
-    Phase.LOADING: Kind.LOADING,
-    Phase.FIRST_STEP: Kind.FIRST_STEP,
+    Phase.IMPORTING: TimeKind.IMPORTING,
+    Phase.PREPARING: TimeKind.PREPARING,
+    Phase.VERIFYING: TimeKind.VERIFYING,
+    Phase.COMPILING: TimeKind.COMPILING,
+    Phase.LOADING: TimeKind.LOADING,
+    Phase.FIRST_STEP: TimeKind.FIRST_STEP,
     # An evaluation that was due when the run was stopped is made before the first step.
-    Phase.EVALUATING: Kind.EVALUATION,
+    Phase.EVALUATING: TimeKind.EVALUATION,
 }
 
 
@@ -96,7 +96,7 @@ class Start:
     last: int | None
     begun: float | None
     end: float | None
-    seconds: dict[Kind, float]
+    seconds: dict[TimeKind, float]
     down: float | None
     again: int | None
 
@@ -119,7 +119,7 @@ class Account:
     """
 
     starts: list[Start]
-    seconds: dict[Kind, float]
+    seconds: dict[TimeKind, float]
     wall: float | None
     useful: float
     is_estimated: bool
@@ -153,7 +153,7 @@ def account(run: RunRecord) -> Account:
         end, is_guess = _end(records, seconds, run.written)
         is_estimated = is_estimated or is_guess
         if begun is not None and end is not None:
-            seconds[Kind.UNKNOWN] = max(0.0, end - begun - sum(seconds.values()))
+            seconds[TimeKind.UNKNOWN] = max(0.0, end - begun - sum(seconds.values()))
         last = _last_step(records, run.last_step)
         again = None
         if last is not None and records.next_step is not None:
@@ -200,7 +200,7 @@ class _StartRecords:
     skipped: float
 
     @property
-    def starting_seconds(self) -> dict[Kind, float]:
+    def starting_seconds(self) -> dict[TimeKind, float]:
         return _starting_seconds(self.starting)
 
     @property
@@ -279,15 +279,15 @@ def _time(line: _Line) -> float:
     return line.time
 
 
-def _starting_seconds(line: _Line | None) -> dict[Kind, float]:
+def _starting_seconds(line: _Line | None) -> dict[TimeKind, float]:
     """Return the seconds up to the end of the first step, by kind."""
-    by_kind: dict[Kind, float] = {}
+    by_kind: dict[TimeKind, float] = {}
     for name, seconds in line.seconds.items() if line is not None else ():
         phase = Phase.of(name)
         kind = (
-            STARTING_KINDS.get(phase, Kind.OTHER_STARTING)
+            STARTING_KINDS.get(phase, TimeKind.OTHER_STARTING)
             if phase
-            else Kind.OTHER_STARTING
+            else TimeKind.OTHER_STARTING
         )
         by_kind[kind] = by_kind.get(kind, 0.0) + seconds
     return by_kind
@@ -298,7 +298,7 @@ def _seconds_before(following: _Line | None, starting: list[_Line]) -> float:
     if following is None:
         return 0.0
     line = next((s for s in starting if s.time >= following.time), None)
-    after = (Kind.FIRST_STEP, Kind.EVALUATION)
+    after = (TimeKind.FIRST_STEP, TimeKind.EVALUATION)
     return sum(s for kind, s in _starting_seconds(line).items() if kind not in after)
 
 
@@ -319,38 +319,38 @@ def _useful_seconds(records: _StartRecords, typical: float) -> float:
     return max(0.0, spent - waited - excess) - records.skipped
 
 
-def _seconds(records: _StartRecords) -> dict[Kind, float]:
+def _seconds(records: _StartRecords) -> dict[TimeKind, float]:
     """Return the known time of a start by kind."""
     seconds = records.starting_seconds
     spent = float(_valid_seconds(records.spent).sum())
     waited = float(_valid_seconds(records.waited).sum())
-    first_step = records.first_step if Kind.FIRST_STEP in seconds else 0.0
+    first_step = records.first_step if TimeKind.FIRST_STEP in seconds else 0.0
     counted = max(0.0, spent - first_step - waited)
-    seconds[Kind.STEPS] = counted
-    seconds[Kind.DATA] = waited
+    seconds[TimeKind.STEPS] = counted
+    seconds[TimeKind.DATA] = waited
     if records.phases is None:
         return seconds
 
     phases = records.phases.seconds
-    seconds[Kind.EVALUATION] = phases.get("evaluate", 0.0)
-    seconds[Kind.SAVING] = phases.get("save", 0.0)
-    seconds[Kind.DATA] = max(waited, phases.get("data", 0.0))
+    seconds[TimeKind.EVALUATION] = phases.get("evaluate", 0.0)
+    seconds[TimeKind.SAVING] = phases.get("save", 0.0)
+    seconds[TimeKind.DATA] = max(waited, phases.get("data", 0.0))
     compiled = phases.get("compile", 0.0)
-    compiling = seconds.setdefault(Kind.COMPILING, compiled)
+    compiling = seconds.setdefault(TimeKind.COMPILING, compiled)
     # Without a plan the first step compiles, and "compile" in phases.jsonl is that step.
     is_first_step_apart = compiling < 0.5 * compiled
     if is_first_step_apart:
         first_step = 0.0
     # Steps in phases.jsonl include their waiting for data, as step_s does.
-    repeated = phases.get("steps", 0.0) - first_step - counted - seconds[Kind.DATA]
+    repeated = phases.get("steps", 0.0) - first_step - counted - seconds[TimeKind.DATA]
     # Ignore differences of rounding.
     if repeated > 0.02 * counted + 0.05:
-        seconds[Kind.REPEATED_STEPS] = repeated
+        seconds[TimeKind.REPEATED_STEPS] = repeated
     return seconds
 
 
 def _end(
-    records: _StartRecords, seconds: dict[Kind, float], written: float | None
+    records: _StartRecords, seconds: dict[TimeKind, float], written: float | None
 ) -> tuple[float | None, bool]:
     """Return the last sign of life of a start, and whether it is an estimate.
 
@@ -374,7 +374,9 @@ def _end(
         return (written if written is not None and written > begun else end), False
     if end is None:
         return None, False
-    return min(end + seconds[Kind.STEPS] + seconds[Kind.DATA], records.limit), True
+    return min(
+        end + seconds[TimeKind.STEPS] + seconds[TimeKind.DATA], records.limit
+    ), True
 
 
 def _last_step(records: _StartRecords, last_of_run: int) -> int | None:
@@ -385,11 +387,11 @@ def _last_step(records: _StartRecords, last_of_run: int) -> int | None:
     return reached
 
 
-def _total_seconds(starts: list[Start]) -> dict[Kind, float]:
+def _total_seconds(starts: list[Start]) -> dict[TimeKind, float]:
     totals = {
         kind: sum(start.seconds.get(kind, 0.0) for start in starts) for kind in KINDS
     }
-    totals[Kind.DOWN] = sum(start.down or 0.0 for start in starts)
+    totals[TimeKind.DOWN] = sum(start.down or 0.0 for start in starts)
     return {kind: seconds for kind, seconds in totals.items() if seconds > 0}
 
 

@@ -30,7 +30,7 @@ class WandB:
 
     def start(self, run: TrackedRun) -> str:
         """Open or resume a run of Weights & Biases."""
-        # By default the library sends reports of its own errors to its vendor.
+        # By default the library reports its internal errors to its vendor.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 

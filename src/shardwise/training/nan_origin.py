@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from shardwise.flops import scan_parts
+from shardwise.jaxpr import JAX, frames_of, scan_parts
 from shardwise.tree import PyTree
 
 # Operations that only call an inner computation with the same inputs.
@@ -150,13 +150,13 @@ def _inner(eqn: JaxprEqn) -> ClosedJaxpr | None:
 
 
 def _place(eqn: JaxprEqn) -> str:
-    """Return file, line and function of an operation."""
-    try:
-        # JAX has no public name for it.
-        from jax._src import source_info_util
-    except ImportError:
+    """Return file, line and function of an operation, in a layer rather than in JAX."""
+    frames = frames_of(eqn)
+    outside = [frame for frame in frames if not frame.file_name.startswith(JAX)]
+    if not frames:
         return str(eqn.source_info.name_stack)
-    return source_info_util.summarize(eqn.source_info)
+    frame = (outside or frames)[0]
+    return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
 
 
 def _has_nan(value: jax.Array) -> bool:

@@ -46,7 +46,7 @@ NUM_NUDGES = 3
 SAFETY_FACTOR = 8
 
 
-class Kind(StrEnum):
+class Quantity(StrEnum):
     """What is compared."""
 
     INITIAL = "initial state"
@@ -63,25 +63,25 @@ class Kind(StrEnum):
     @property
     def is_exact(self) -> bool:
         """Whether it must be bit-identical."""
-        return self in (Kind.INITIAL, Kind.BATCH)
+        return self in (Quantity.INITIAL, Quantity.BATCH)
 
     @property
     def is_of_run(self) -> bool:
         """Whether it belongs to the free run, not to a single step."""
-        return self in (Kind.RUN_LOSS, Kind.RUN_PARAMETERS)
+        return self in (Quantity.RUN_LOSS, Quantity.RUN_PARAMETERS)
 
 
 # Units in the last place of the largest entry that are tolerated in any case. Sums are taken in
 # another order on a mesh. An update of parameters has no sums.
 FLOOR_ULPS = {
-    Kind.LOSS: 64,
-    Kind.GRADIENT: 64,
-    Kind.STATISTIC: 64,
-    Kind.PARAMETER: 8,
-    Kind.OPTIMIZER: 64,
-    Kind.EVALUATION: 64,
-    Kind.RUN_LOSS: 64,
-    Kind.RUN_PARAMETERS: 8,
+    Quantity.LOSS: 64,
+    Quantity.GRADIENT: 64,
+    Quantity.STATISTIC: 64,
+    Quantity.PARAMETER: 8,
+    Quantity.OPTIMIZER: 64,
+    Quantity.EVALUATION: 64,
+    Quantity.RUN_LOSS: 64,
+    Quantity.RUN_PARAMETERS: 8,
 }
 
 # The host, in place of the position of a device on the mesh.
@@ -89,9 +89,9 @@ HOST = -1
 
 Array: TypeAlias = jax.Array | np.ndarray
 # kind -> leaf -> array
-Values: TypeAlias = dict[Kind, Mapping[str, Array]]
-HostValues: TypeAlias = dict[Kind, dict[str, np.ndarray]]
-Tolerances: TypeAlias = dict[Kind, dict[str, float]]
+Values: TypeAlias = dict[Quantity, Mapping[str, Array]]
+HostValues: TypeAlias = dict[Quantity, dict[str, np.ndarray]]
+Tolerances: TypeAlias = dict[Quantity, dict[str, float]]
 # Indexes the part of an array that a shard holds.
 _Index: TypeAlias = tuple[slice, ...] | EllipsisType
 Tree = TypeVar("Tree", bound=PyTree)
@@ -112,7 +112,7 @@ class Comparison:
     """
 
     step: int
-    kind: Kind
+    kind: Quantity
     leaf: str
     difference: float
     tolerance: float
@@ -371,7 +371,7 @@ def _record_evaluation(side: Side, state: TrainState) -> Evaluation | None:
     unpadded = replace(step, pads=False)
     metrics = evaluate(unpadded, state, batches)
     tolerances = {}
-    floor = FLOOR_ULPS[Kind.EVALUATION] * _eps(np.dtype("f4"))
+    floor = FLOOR_ULPS[Quantity.EVALUATION] * _eps(np.dtype("f4"))
     nudged = [
         evaluate(unpadded, replace(state, params=_nudge(state.params, seed)), batches)
         for seed in range(NUM_NUDGES)
@@ -395,12 +395,12 @@ def evaluation_on(
 def compare(side: Side, reference: Reference) -> Iterator[list[Comparison]]:
     """Yield the comparisons of the initial state, of each step, and of the evaluation."""
     state = initial_state(side)
-    yield _compare_bits(0, Kind.INITIAL, named_leaves(state), reference.initial)
+    yield _compare_bits(0, Quantity.INITIAL, named_leaves(state), reference.initial)
     for n, expected in enumerate(reference.steps, start=1):
         batch = side.batch(n - 1)
         batch_leaves = named_leaves(side.on_host(batch))
         comparisons = _compare_bits(
-            n, Kind.BATCH, batch_leaves, named_leaves(expected.batch)
+            n, Quantity.BATCH, batch_leaves, named_leaves(expected.batch)
         )
         if all(comparison.ok for comparison in comparisons):
             before, gradients = on_side(side, expected)
@@ -421,7 +421,7 @@ def compare(side: Side, reference: Reference) -> Iterator[list[Comparison]]:
         yield [
             Comparison(
                 step=0,
-                kind=Kind.EVALUATION,
+                kind=Quantity.EVALUATION,
                 leaf=name,
                 difference=abs(measured[name] - value),
                 tolerance=evaluation.tolerances[name],
@@ -456,17 +456,17 @@ def _step_values(
     updated, _ = side.step.update(before, *update_gradients)
     return {
         **_gradient_values(gradients),
-        Kind.PARAMETER: named_leaves(updated.params),
-        Kind.OPTIMIZER: named_leaves(updated.opt_state),
+        Quantity.PARAMETER: named_leaves(updated.params),
+        Quantity.OPTIMIZER: named_leaves(updated.opt_state),
     }
 
 
 def _gradient_values(gradients: Gradients) -> Values:
     grads, means, other = gradients
     return {
-        Kind.LOSS: {"loss": means["loss"].value},
-        Kind.GRADIENT: named_leaves(grads),
-        Kind.STATISTIC: named_leaves(other),
+        Quantity.LOSS: {"loss": means["loss"].value},
+        Quantity.GRADIENT: named_leaves(grads),
+        Quantity.STATISTIC: named_leaves(other),
     }
 
 
@@ -478,8 +478,8 @@ def _run_values(state: TrainState, metrics: Metrics) -> Values:
     """
     leaves = [leaf_to_host(leaf).ravel() for leaf in jax.tree.leaves(state.params)]
     return {
-        Kind.RUN_LOSS: {"loss": metrics["loss"]},
-        Kind.RUN_PARAMETERS: {"all": np.concatenate(leaves)},
+        Quantity.RUN_LOSS: {"loss": metrics["loss"]},
+        Quantity.RUN_PARAMETERS: {"all": np.concatenate(leaves)},
     }
 
 
@@ -502,9 +502,9 @@ def _tolerances(effects: Tolerances, values: HostValues) -> Tolerances:
         largest = max(map(_largest_entry, leaves.values()), default=0.0)
         tolerances[kind] = {}
         for name, leaf in leaves.items():
-            if kind == Kind.GRADIENT:
+            if kind == Quantity.GRADIENT:
                 scale = largest
-            elif kind == Kind.RUN_PARAMETERS:
+            elif kind == Quantity.RUN_PARAMETERS:
                 scale = _norm(leaf)
             else:
                 scale = _largest_entry(leaf)
@@ -535,7 +535,7 @@ def _nudge(tree: Tree, seed: int) -> Tree:
 
 def _compare_bits(
     step: int,
-    kind: Kind,
+    kind: Quantity,
     leaves: Mapping[str, Array],
     expected: Mapping[str, np.ndarray],
 ) -> list[Comparison]:
@@ -558,7 +558,7 @@ def _compare_bits(
 
 def _compare(
     step: int,
-    kind: Kind,
+    kind: Quantity,
     name: str,
     leaf: Array,
     expected: np.ndarray,
@@ -592,11 +592,11 @@ def _parts(leaf: Array) -> Iterator[tuple[int, _Index, np.ndarray]]:
 _Measure: TypeAlias = Callable[[np.ndarray, np.ndarray], float]
 
 
-def _measure(kind: Kind) -> _Measure:
+def _measure(kind: Quantity) -> _Measure:
     """Return the function that measures the difference of two arrays of a kind."""
     if kind.is_exact:
         return _count_different
-    return _distance if kind == Kind.RUN_PARAMETERS else largest_difference
+    return _distance if kind == Quantity.RUN_PARAMETERS else largest_difference
 
 
 def largest_difference(a: np.ndarray, b: np.ndarray) -> float:

@@ -18,7 +18,7 @@ from shardwise.verification.compare import (
     Array,
     Comparison,
     Evaluation,
-    Kind,
+    Quantity,
     ReferenceStep,
     Side,
     Values,
@@ -114,28 +114,28 @@ def diagnose(
     kinds = {comparison.kind for comparison in wrong}
     if isinstance(expected, Evaluation):
         return _diagnose_evaluation(one, many, expected)
-    if Kind.INITIAL in kinds or expected is None:
+    if Quantity.INITIAL in kinds or expected is None:
         return MEANINGS["initial"]
-    if Kind.BATCH in kinds:
+    if Quantity.BATCH in kinds:
         return MEANINGS["batch"]
     if any(_differs_among_replicas(many, comparison) for comparison in wrong):
         return MEANINGS["replicas"]
-    if kinds & {Kind.LOSS, Kind.GRADIENT}:
+    if kinds & {Quantity.LOSS, Quantity.GRADIENT}:
         return _diagnose_gradients(one, many, expected)
-    if Kind.STATISTIC in kinds:
+    if Quantity.STATISTIC in kinds:
         return MEANINGS["statistic"]
-    if kinds & {Kind.PARAMETER, Kind.OPTIMIZER}:
+    if kinds & {Quantity.PARAMETER, Quantity.OPTIMIZER}:
         return _diagnose_update(many, expected)
     return MEANINGS["compiler"]
 
 
-def placements_of(spec: StateSpec, kind: Kind) -> Mapping[str, Placement]:
+def placements_of(spec: StateSpec, kind: Quantity) -> Mapping[str, Placement]:
     """Return how the leaves of a kind are sharded."""
-    placements: dict[Kind, Mapping[str, Placement]] = {
-        Kind.GRADIENT: spec.params,
-        Kind.PARAMETER: spec.params,
-        Kind.STATISTIC: spec.other,
-        Kind.OPTIMIZER: spec.opt_state,
+    placements: dict[Quantity, Mapping[str, Placement]] = {
+        Quantity.GRADIENT: spec.params,
+        Quantity.PARAMETER: spec.params,
+        Quantity.STATISTIC: spec.other,
+        Quantity.OPTIMIZER: spec.opt_state,
     }
     return placements.get(kind, {})
 
@@ -146,12 +146,14 @@ def _differs_among_replicas(many: Side, comparison: Comparison) -> bool:
         return False
     placement = placements_of(many.spec, comparison.kind).get(comparison.leaf)
     is_replicated = placement is not None and not any(placement.spec)
-    return is_replicated or comparison.kind == Kind.LOSS
+    return is_replicated or comparison.kind == Quantity.LOSS
 
 
 def _diagnose_gradients(one: Side, many: Side, expected: ReferenceStep) -> str:
     values = gradients_on(many, expected, expected.batch)
-    factor = _common_factor(values[Kind.GRADIENT], expected.values[Kind.GRADIENT])
+    factor = _common_factor(
+        values[Quantity.GRADIENT], expected.values[Quantity.GRADIENT]
+    )
     parts = many.run.accumulate
     if one.run.accumulate != parts:
         name = "micro-batches" if factor is None else "factor of micro-batches"
@@ -242,7 +244,7 @@ def _diagnose_update(many: Side, expected: ReferenceStep) -> str:
     state, gradients = on_side(many, expected)
     before = to_host(named_leaves(expected.state.params))
     after = to_host(named_leaves(many.step.update(state, *gradients)[0].params))
-    reference = expected.values[Kind.PARAMETER]
+    reference = expected.values[Quantity.PARAMETER]
     changes = {name: after[name] - before[name] for name in before}
     expected_changes = {name: reference[name] - before[name] for name in before}
     factor = _common_factor(changes, expected_changes)
@@ -275,7 +277,7 @@ def _agree_with(attribute: str, one: Side, many: Side, expected: ReferenceStep) 
 
 def _agree(reference: Values, values: Values, expected: ReferenceStep) -> bool:
     """Return whether loss and gradients of two sides agree within the tolerances of a step."""
-    for kind in (Kind.LOSS, Kind.GRADIENT):
+    for kind in (Quantity.LOSS, Quantity.GRADIENT):
         for name, leaf in values[kind].items():
             other = leaf_to_host(reference[kind][name])
             difference = largest_difference(leaf_to_host(leaf), other)
@@ -304,7 +306,7 @@ def _influences(one: Side, many: Side, expected: ReferenceStep) -> dict[int, flo
         tried = [index for index in tried if index % per_shard in (0, per_shard - 1)]
 
     def loss(side: Side, batch: Batch) -> float:
-        return float(gradients_on(side, expected, batch)[Kind.LOSS]["loss"])
+        return float(gradients_on(side, expected, batch)[Quantity.LOSS]["loss"])
 
     many_before, one_before = loss(many, expected.batch), loss(one, expected.batch)
     influences: dict[int, float] = {}
@@ -314,7 +316,7 @@ def _influences(one: Side, many: Side, expected: ReferenceStep) -> dict[int, flo
         batch = _reordered(expected.batch, order)
         many_change = loss(many, batch) - many_before
         one_change = loss(one, batch) - one_before
-        if abs(one_change) > expected.tolerances[Kind.LOSS]["loss"]:
+        if abs(one_change) > expected.tolerances[Quantity.LOSS]["loss"]:
             influences[index] = many_change / one_change
     return influences
 

@@ -25,7 +25,7 @@ from shardwise.tree import named_leaves
 from shardwise.verification.compare import (
     Comparison,
     Evaluation,
-    Kind,
+    Quantity,
     Reference,
     ReferenceStep,
     Side,
@@ -38,14 +38,14 @@ from shardwise.verification.diagnose import diagnose, placements_of
 
 # Columns of the table, and the kinds of comparisons in each.
 COLUMNS = {
-    "initial state": (Kind.INITIAL,),
-    "batches": (Kind.BATCH,),
-    "loss": (Kind.LOSS,),
-    "gradients": (Kind.GRADIENT,),
-    "statistics": (Kind.STATISTIC,),
-    "update": (Kind.PARAMETER, Kind.OPTIMIZER),
-    "evaluation": (Kind.EVALUATION,),
-    "entire run": (Kind.RUN_LOSS, Kind.RUN_PARAMETERS),
+    "initial state": (Quantity.INITIAL,),
+    "batches": (Quantity.BATCH,),
+    "loss": (Quantity.LOSS,),
+    "gradients": (Quantity.GRADIENT,),
+    "statistics": (Quantity.STATISTIC,),
+    "update": (Quantity.PARAMETER, Quantity.OPTIMIZER),
+    "evaluation": (Quantity.EVALUATION,),
+    "entire run": (Quantity.RUN_LOSS, Quantity.RUN_PARAMETERS),
 }
 # Positions of at most this many devices are listed.
 MAX_DEVICES = 4
@@ -70,7 +70,7 @@ class FirstDifference:
     """
 
     step: int
-    kind: Kind
+    kind: Quantity
     leaf: str
     shape: tuple[int, ...]
     layout: str
@@ -89,7 +89,7 @@ class FirstDifference:
             against: what it was compared with.
         """
         when = "before the first step" if self.step == 0 else f"at step {self.step}"
-        what = "gradient of" if self.kind == Kind.GRADIENT else self.kind
+        what = "gradient of" if self.kind == Quantity.GRADIENT else self.kind
         shape = " x ".join(map(str, self.shape)) or "()"
         size = _show_difference(self.kind, self.difference, self.tolerance)
         lines = [
@@ -117,7 +117,7 @@ class MeshResult:
     """
 
     mesh: str
-    worst: Mapping[Kind, Comparison]
+    worst: Mapping[Quantity, Comparison]
     first: FirstDifference | None
     seconds: float
     note: str = ""
@@ -174,7 +174,7 @@ class Verification:
         table.caption = "largest difference, and its share of the tolerance"
         columns = dict(COLUMNS)
         # Many runs have no validation data.
-        if not any(Kind.EVALUATION in result.worst for result in self.results):
+        if not any(Quantity.EVALUATION in result.worst for result in self.results):
             del columns["evaluation"]
         for column in ("mesh", *columns):
             table.add_column(column, no_wrap=True)
@@ -392,7 +392,7 @@ def _verify_mesh(
         note = (
             f"no parameter can be sharded over {', '.join(fsdp)}, so it is not tested"
         )
-    worst: dict[Kind, Comparison] = {}
+    worst: dict[Quantity, Comparison] = {}
     first = None
     # The initial state comes before the first step, and the evaluation after the last.
     expected_steps = [None, *reference.steps, reference.evaluation]
@@ -420,7 +420,9 @@ def _first_difference(
 ) -> FirstDifference:
     wrong = [comparison for comparison in comparisons if not comparison.ok]
     # The loss names no parameter, so a leaf is more useful.
-    leaves = [item for item in wrong if item.kind not in (Kind.LOSS, Kind.RUN_LOSS)]
+    leaves = [
+        item for item in wrong if item.kind not in (Quantity.LOSS, Quantity.RUN_LOSS)
+    ]
     first = (leaves or wrong)[0]
     shape, layout, why = _placement(many, first)
     return FirstDifference(
@@ -459,12 +461,12 @@ def _summaries(
 def _placement(many: Side, first: Comparison) -> tuple[tuple[int, ...], str, str]:
     """Return the shape of a leaf, its sharding, and the rule that decided it."""
     spec = many.spec
-    if first.kind == Kind.BATCH:
+    if first.kind == Quantity.BATCH:
         leaves = named_leaves(many.step.batch)
         shape = leaves[first.leaf].shape if first.leaf in leaves else ()
         return shape, show_spec(many.step.layout.sharding.spec), "examples of the batch"
     placements, leaf = placements_of(spec, first.kind), first.leaf
-    if first.kind == Kind.INITIAL:
+    if first.kind == Quantity.INITIAL:
         part, _, leaf = first.leaf.partition("/")
         if part in ("params", "frozen", "other", "opt_state"):
             placements = getattr(spec, part)
@@ -489,7 +491,7 @@ def _show_devices(mesh: Mesh, positions: Iterable[int]) -> str:
     return f"{len(positions)} of {mesh.size} devices: {'; '.join(places)}{more}"
 
 
-def _show_difference(kind: Kind, difference: float, tolerance: float) -> str:
+def _show_difference(kind: Quantity, difference: float, tolerance: float) -> str:
     if not kind.is_exact:
         return f"{difference:.2g}, tolerance {tolerance:.2g}"
     if math.isfinite(difference):
@@ -497,7 +499,7 @@ def _show_difference(kind: Kind, difference: float, tolerance: float) -> str:
     return "another shape"
 
 
-def _cell(result: MeshResult, kinds: Iterable[Kind]) -> str:
+def _cell(result: MeshResult, kinds: Iterable[Quantity]) -> str:
     """Return the comparison of these kinds that is closest to its tolerance, or beyond it."""
     comparisons = [result.worst[kind] for kind in kinds if kind in result.worst]
     if not comparisons:

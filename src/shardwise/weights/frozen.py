@@ -24,7 +24,7 @@ from shardwise.state import StateSpec
 from shardwise.text import Json
 from shardwise.tree import Params
 from shardwise.weights.adapters import A, B, adapted_value, checksums
-from shardwise.weights.sources import Source, place_like
+from shardwise.weights.sources import WeightSource, place_like
 
 # How many frozen weights an error lists. The others are counted.
 MAX_LISTED = 3
@@ -196,7 +196,7 @@ class MergedStep(SavedStep):
 
     trained: SavedStep = field(kw_only=True)
     frozen: FrozenWeights = field(kw_only=True)
-    source: Source = field(kw_only=True)
+    source: WeightSource = field(kw_only=True)
     parts: Mapping[str, tuple[str, ...]] = field(kw_only=True)
 
     def read(self, names: Iterable[str]) -> dict[str, np.ndarray]:
@@ -277,7 +277,7 @@ class MergedStep(SavedStep):
 
 
 def merge_step(
-    saved: SavedStep, frozen: FrozenWeights, source: Source, average: bool
+    saved: SavedStep, frozen: FrozenWeights, source: WeightSource, average: bool
 ) -> MergedStep:
     """Return a saved step of adapters as the complete model.
 
@@ -318,7 +318,7 @@ def merge_step(
     )
 
 
-def _is_in(source: Source, leaf: FrozenLeaf) -> bool:
+def _is_in(source: WeightSource, leaf: FrozenLeaf) -> bool:
     found = source.leaves.get(str(leaf.name))
     return found is not None and tuple(found.shape) == leaf.shape
 

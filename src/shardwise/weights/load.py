@@ -32,7 +32,7 @@ from shardwise.weights.frozen import FrozenWeights, merge_step
 from shardwise.weights.hf_config import config_from_shapes
 from shardwise.weights.hub import locate, open_weights, weights_in
 from shardwise.weights.sources import (
-    Source,
+    WeightSource,
     place_like,
     source_of_published,
     source_of_step,
@@ -102,7 +102,7 @@ def load_initial(
     return state, loaded
 
 
-def open_source(init: InitFrom, config_of: ConfigLookup) -> Source:
+def open_source(init: InitFrom, config_of: ConfigLookup) -> WeightSource:
     """Open the files that `init` names. Their headers are read, but no array.
 
     Args:
@@ -189,7 +189,7 @@ def _config_in_model(spec: StateSpec, family: Family[Any], title: str) -> ModelC
 
 def _plan(
     init: InitFrom,
-    source: Source,
+    source: WeightSource,
     wanted: Mapping[str, jax.ShapeDtypeStruct],
     required: Collection[str],
 ) -> Loaded:
@@ -254,7 +254,7 @@ def _name_in_source(
 
 
 def _mismatch(
-    name: str, leaf: jax.ShapeDtypeStruct, source: Source, cast: bool
+    name: str, leaf: jax.ShapeDtypeStruct, source: WeightSource, cast: bool
 ) -> tuple[str, str, str] | None:
     """Return (saved, wanted, hint) if an array of the source does not match a variable."""
     saved: ArrayLike | None = source.leaves.get(name)
@@ -277,7 +277,9 @@ def _check_patterns(unused: list[str], wanted: Collection[str]) -> None:
         raise ConfigError("\n".join([fact, *hints]))
 
 
-def _mismatch_message(source: Source, problems: list[tuple[str, str, str, str]]) -> str:
+def _mismatch_message(
+    source: WeightSource, problems: list[tuple[str, str, str, str]]
+) -> str:
     path = problems[0][0]
     siblings = path.rpartition("/")[0] + "/*" if "/" in path else path
     return "\n".join(

@@ -26,7 +26,7 @@ from shardwise.weights.hub import Tensor
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightSource:
     """Named arrays, and a function that reads some of them.
 
     Attributes:
@@ -41,7 +41,7 @@ class Source:
     load: Callable[[Mapping[str, jax.ShapeDtypeStruct]], dict[str, jax.Array]]
 
 
-def source_of_step(saved: SavedStep, average: bool) -> Source:
+def source_of_step(saved: SavedStep, average: bool) -> WeightSource:
     """Return the model variables of a saved step.
 
     Args:
@@ -65,7 +65,7 @@ def source_of_step(saved: SavedStep, average: bool) -> Source:
             for path in wanted
         }
 
-    return Source(str(saved.directory), leaves, load)
+    return WeightSource(str(saved.directory), leaves, load)
 
 
 def _with_sharding_of(
@@ -80,7 +80,7 @@ def _with_sharding_of(
     return jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=sharding)
 
 
-def source_of_tensors(title: str, tensors: Mapping[str, Tensor]) -> Source:
+def source_of_tensors(title: str, tensors: Mapping[str, Tensor]) -> WeightSource:
     """Return the tensors of a safetensors file that `shardwise checkpoint export` wrote.
 
     Args:
@@ -112,12 +112,12 @@ def source_of_tensors(title: str, tensors: Mapping[str, Tensor]) -> Source:
             for path, leaf in wanted.items()
         }
 
-    return Source(title, leaves, load)
+    return WeightSource(title, leaves, load)
 
 
 def source_of_published(
     title: str, folder: Path, tensors: Mapping[str, Tensor], config: ModelConfig
-) -> Source:
+) -> WeightSource:
     """Return the parameters of a published model, under the paths of our model.
 
     Args:
@@ -145,7 +145,7 @@ def source_of_published(
     def load(wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
         return {path: place_like(leaves[path], leaf) for path, leaf in wanted.items()}
 
-    return Source(title, leaves, load)
+    return WeightSource(title, leaves, load)
 
 
 def place_like(value: jax.Array | np.ndarray, leaf: jax.ShapeDtypeStruct) -> jax.Array:

@@ -16,7 +16,7 @@ from shardwise.report.html import (
 )
 from shardwise.rundir.files import show_moment
 from shardwise.rundir.summary import Summary
-from shardwise.rundir.time_accounting import KINDS, Account, Kind, Start
+from shardwise.rundir.time_accounting import KINDS, Account, Start, TimeKind
 from shardwise.text import NONE, show_number, show_seconds, show_share
 
 MAX_BARS = 20
@@ -25,28 +25,28 @@ HEADING = "Time"
 # The label of each kind whose name is not plain enough; names are keys of JSON and stay. Then the
 # CSS class of the color of each kind.
 LABELS = {
-    Kind.OTHER_STARTING: "other startup",
-    Kind.STEPS: "useful steps",
-    Kind.REPEATED_STEPS: "repeated steps",
-    Kind.DATA: "waiting for data",
-    Kind.UNKNOWN: "unattributed",
-    Kind.DOWN: "downtime",
+    TimeKind.OTHER_STARTING: "other startup",
+    TimeKind.STEPS: "useful steps",
+    TimeKind.REPEATED_STEPS: "repeated steps",
+    TimeKind.DATA: "waiting for data",
+    TimeKind.UNKNOWN: "unattributed",
+    TimeKind.DOWN: "downtime",
 }
 COLORS = {
-    Kind.IMPORTING: "k2",
-    Kind.PREPARING: "k6",
-    Kind.VERIFYING: "k0",
-    Kind.COMPILING: "k3",
-    Kind.LOADING: "k1",
-    Kind.OTHER_STARTING: "k2",
-    Kind.FIRST_STEP: "k7",
-    Kind.STEPS: "k4",
-    Kind.REPEATED_STEPS: "k5",
-    Kind.DATA: "t0",
-    Kind.EVALUATION: "t1",
-    Kind.SAVING: "t2",
-    Kind.UNKNOWN: "rest",
-    Kind.DOWN: "gone",
+    TimeKind.IMPORTING: "k2",
+    TimeKind.PREPARING: "k6",
+    TimeKind.VERIFYING: "k0",
+    TimeKind.COMPILING: "k3",
+    TimeKind.LOADING: "k1",
+    TimeKind.OTHER_STARTING: "k2",
+    TimeKind.FIRST_STEP: "k7",
+    TimeKind.STEPS: "k4",
+    TimeKind.REPEATED_STEPS: "k5",
+    TimeKind.DATA: "t0",
+    TimeKind.EVALUATION: "t1",
+    TimeKind.SAVING: "t2",
+    TimeKind.UNKNOWN: "rest",
+    TimeKind.DOWN: "gone",
 }
 DEFINITIONS = """<details class="defined"><summary>Definitions</summary><dl>
 <dt>goodput</dt><dd>Seconds of useful steps, divided by the time from the beginning of the first
@@ -66,11 +66,11 @@ times, and there is no phases.jsonl). These starts are assumed to end with their
 so the downtime is an upper bound and repeated steps are not counted.</p>"""
 
 
-def _label(kind: Kind) -> str:
+def _label(kind: TimeKind) -> str:
     return LABELS.get(kind, kind)
 
 
-def _segments(seconds: Mapping[Kind, float]) -> list[BarSegment]:
+def _segments(seconds: Mapping[TimeKind, float]) -> list[BarSegment]:
     return [
         BarSegment(_label(kind), value, show_seconds(value), KINDS[kind], COLORS[kind])
         for kind, value in seconds.items()
@@ -145,7 +145,7 @@ def _start_bar(index: int, start: Start, longest: float) -> str:
     seconds = dict(start.seconds)
     if start.down:
         # The downtime comes before the start, and so does its segment.
-        seconds = {Kind.DOWN: start.down} | seconds
+        seconds = {TimeKind.DOWN: start.down} | seconds
     return f'<p class="bar-title">{title}</p>{stacked_bar(_segments(seconds), longest)}'
 
 
