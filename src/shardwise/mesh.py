@@ -35,7 +35,7 @@ def parse_mesh(text: str, num_devices: int) -> dict[str, int]:
         >>> parse_mesh("data=-1,model=2", 8)
         {'data': 4, 'model': 2}
     """
-    sizes = _parse_sizes(text)
+    sizes = parse_sizes(text)
     to_fill = [name for name, size in sizes.items() if size == -1]
     if len(to_fill) > 1:
         raise ConfigError(
@@ -55,7 +55,7 @@ def parse_mesh(text: str, num_devices: int) -> dict[str, int]:
     return sizes
 
 
-def _parse_sizes(text: str) -> dict[str, int]:
+def parse_sizes(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = (s.strip() for s in part.partition("="))

@@ -5,9 +5,11 @@ step, where the loss uses it. Between these places everything is nested dictiona
 string keys, which JAX, Optax and Orbax handle without knowledge of Flax.
 """
 
+import inspect
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 import jax
@@ -24,8 +26,8 @@ from shardwise.tree import DType, KeyPath, PyTree, lookup, nest
 
 # An NNX filter: a type of variable, a predicate of path and variable, or a combination of these.
 Filter: TypeAlias = nnx.filterlib.Filter
-# `model(rngs)` returns the model.
-ModelFactory: TypeAlias = Callable[[nnx.Rngs], nnx.Module]
+# `model(rngs)` or `model(rngs=rngs)` returns the model.
+ModelFactory: TypeAlias = Callable[..., nnx.Module]
 # Nested dictionaries of arrays with string keys.
 Pure: TypeAlias = dict[str, PyTree]
 # The attribute under which NNX keeps a weight that has LoRA adapters (`weights/adapters.py`). Names
@@ -78,6 +80,7 @@ class ModuleDef:
         adapters: for each weight with adapters, by name, the description that `lora` stores with
             it.
         fixed: the part of `other` that keeps its values, because it belongs to frozen modules.
+        arrays: leaves that are arrays outside of a variable, such as `self.table = np.arange(8.0)`.
         compute_dtype: the dtype in which the module computes, see `precision.compute_in`. None
             leaves it to the layers and to the dtypes of parameters and inputs.
     """
@@ -89,6 +92,7 @@ class ModuleDef:
     frozen: Mapping[KeyPath, ModelLeaf] = field(default_factory=dict)
     adapters: Mapping[str, Json] = field(default_factory=dict)
     fixed: frozenset[KeyPath] = frozenset()
+    arrays: frozenset[KeyPath] = frozenset()
     compute_dtype: DType | None = None
 
     @property
@@ -113,7 +117,8 @@ class ModuleDef:
             hooks: functions by variable name. The value of a variable passes through its hook at
                 every access, also inside `nnx.scan` and `nnx.remat`. This is how a parameter is
                 gathered and cast where the model uses it, and only there. Without hooks, parameters
-                are cast to `self.compute_dtype`.
+                are cast to `self.compute_dtype`. An array outside of a variable passes through its
+                hook here, because NNX does not see where the model reads it.
             frozen: values of the frozen parameters, if there are any.
         """
         values: list[tuple[KeyPath, PyTree]] = []
@@ -122,13 +127,18 @@ class ModuleDef:
             (self.other, other),
             (self.frozen, frozen),
         ):
-            values += [(path, lookup(arrays, _parts(path))) for path in leaves]
+            values += [
+                (path, self._hooked(path, lookup(arrays, _parts(path)), hooks))
+                for path in leaves
+            ]
         values += [(rng.path, rng.value(key)) for rng in self.rngs]
         module: nnx.Module = nnx.merge(self.graphdef, nnx.from_flat_state(values))
         if self.compute_dtype is not None:
             compute_in(module, self.compute_dtype)
         if hooks or self.compute_dtype is not None:
             for path, variable in nnx.to_flat_state(nnx.state(module)):
+                if path in self.arrays:
+                    continue
                 if hooks is None:
                     hook = self._cast(path, variable)
                 else:
@@ -136,6 +146,18 @@ class ModuleDef:
                 if hook is not None:
                     variable.set_metadata(on_get_value=hook)
         return module
+
+    def _hooked(
+        self,
+        path: KeyPath,
+        value: jax.Array,
+        hooks: Mapping[str, AccessHook] | None,
+    ) -> jax.Array:
+        """Return the value that the module is merged with."""
+        hook = (hooks or {}).get(path_name(path))
+        if path not in self.arrays or hook is None:
+            return value
+        return hook(nnx.Variable(value), value)
 
     def _cast(
         self, path: KeyPath, variable: nnx.Variable[jax.Array]
@@ -163,22 +185,23 @@ class ModuleDef:
             module: the module after the pass.
             before: the values that it was merged with. Variables in `self.fixed` keep them.
         """
-        # The raw values: a hook would cast parameters that are not trained.
+        _mark_arrays(module)
         variables = dict(nnx.to_flat_state(nnx.state(module)))
         return nest(
             {
                 _parts(path): lookup(before, _parts(path))
                 if path in self.fixed
-                else variables[path].get_raw_value()
+                else _raw_value(variables[path])
                 for path in self.other
             }
         )
 
     def read_fixed(self, module: nnx.Module) -> dict[str, jax.Array]:
         """Return the values that a forward pass must not change, by name in `TrainState`."""
+        _mark_arrays(module)
         variables = dict(nnx.to_flat_state(nnx.state(module)))
         return {
-            f"{part}/{path_name(path)}": variables[path].get_raw_value()
+            f"{part}/{path_name(path)}": _raw_value(variables[path])
             for part, leaves in (("params", self.params), ("frozen", self.frozen))
             for path in leaves
         }
@@ -189,7 +212,17 @@ class ModuleDef:
 
     def _read(self, module: nnx.Module, paths: Iterable[KeyPath]) -> Pure:
         variables = dict(nnx.to_flat_state(nnx.state(module)))
-        return nest({_parts(path): variables[path].get_value() for path in paths})
+        return nest({_parts(path): _value(variables[path]) for path in paths})
+
+
+def _value(leaf: nnx.Variable[jax.Array] | jax.Array) -> jax.Array:
+    """Return the array of a leaf of an NNX state."""
+    return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def _raw_value(leaf: nnx.Variable[jax.Array] | jax.Array) -> jax.Array:
+    """Return the array of a leaf without its hook, which would cast it."""
+    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
 def split_module(
@@ -220,9 +253,7 @@ def split_module(
     adapters: dict[str, Json] = {}
     for path, variable in variables.items():
         name = path_name(path)
-        if not isinstance(variable, nnx.Variable):
-            raise ConfigError(_plain_array(name))
-        value = variable.get_value()
+        value = _value(variable)
         if not hasattr(value, "shape"):
             raise ConfigError(
                 f"variable '{name}' of the model holds a {type(value).__name__}. "
@@ -233,8 +264,10 @@ def split_module(
                 RngLeaf(path, name, isinstance(variable, nnx.RngKey), value.shape)
             )
             continue
-        metadata = variable.get_metadata()
-        leaf = model_leaf(name, value.shape, value.dtype, metadata)
+        metadata = _metadata(variable)
+        # NumPy arrays may be float64, which JAX stores as float32.
+        dtype = jax.eval_shape(lambda x=value: x).dtype
+        leaf = model_leaf(name, value.shape, dtype, metadata)
         if metadata.get("frozen"):
             frozen[path] = leaf
         elif is_trained(path, variable):
@@ -252,32 +285,37 @@ def split_module(
         raise ConfigError(
             f"the model {type(module).__name__} has {missing}, so there is nothing to train."
         )
-    fixed = frozenset(
-        path for path in other if variables[path].get_metadata().get("fixed")
+    fixed = frozenset(path for path in other if _metadata(variables[path]).get("fixed"))
+    arrays = frozenset(
+        path
+        for path, variable in variables.items()
+        if not isinstance(variable, nnx.Variable)
     )
     definition = ModuleDef(
-        graphdef, params, other, tuple(rngs), frozen, adapters, fixed
+        graphdef, params, other, tuple(rngs), frozen, adapters, fixed, arrays
     )
 
-    def arrays(leaves: Iterable[KeyPath]) -> Pure:
-        return nest({_parts(path): variables[path].get_value() for path in leaves})
+    def values(leaves: Iterable[KeyPath]) -> Pure:
+        return nest({_parts(path): _value(variables[path]) for path in leaves})
 
-    return definition, arrays(params), arrays(other)
-
-
-def _plain_array(name: str) -> str:
-    return (
-        f"attribute '{name}' of the model is an array outside of a variable. Wrap it: "
-        "nnx.Variable(array) keeps it in the state, and the forward pass reads it as before."
-    )
+    return definition, values(params), values(other)
 
 
-def _check_attributes(module: nnx.Module) -> None:
-    """Raise if a module has an array as a static attribute: it would escape from the trace."""
-    for path, part in nnx.iter_modules(module):
-        for name, value in vars(part).items():
+def _metadata(leaf: nnx.Variable[jax.Array] | jax.Array) -> Mapping[str, Json]:
+    """Return the metadata of a leaf; an array outside of a variable has none."""
+    return leaf.get_metadata() if isinstance(leaf, nnx.Variable) else {}
+
+
+def _mark_arrays(module: nnx.Module) -> None:
+    """Make arrays outside of variables a part of the NNX state while tracing.
+
+    NNX recognizes `self.table = jnp.arange(8)` as data by its type. A tracer has another type, so
+    NNX takes it for a static attribute, and it would escape from the trace.
+    """
+    for _, part in nnx.iter_modules(module):
+        for name, value in tuple(vars(part).items()):
             if isinstance(value, jax.core.Tracer):
-                raise ConfigError(_plain_array(path_name((*path, name))))
+                setattr(part, name, nnx.data(value))
 
 
 def _check_differentiable(name: str, value: jax.Array) -> None:
@@ -300,18 +338,35 @@ def build_module(factory: ModelFactory, key: jax.Array) -> nnx.Module:
         ConfigError: if the factory returns something else than a module.
     """
     with nnx.use_eager_sharding(False), recorded_axis_rules():
-        module = factory(nnx.Rngs(key))
+        module = call_factory(factory, nnx.Rngs(key))
     if not isinstance(module, nnx.Module):
         raise ConfigError(
             f"the model factory returned a {type(module).__name__}. It must return an nnx.Module."
         )
-    _check_attributes(module)
+    _mark_arrays(module)
     for _, part in nnx.iter_modules(module):
         for mode in MODES:
             if getattr(part, mode, False) is None:
                 setattr(part, mode, False)
     _settle_frozen_modules(module)
     return module
+
+
+def call_factory(factory: ModelFactory, rngs: nnx.Rngs) -> nnx.Module:
+    """Return what a factory builds; `rngs` is passed by name if that is an argument of it."""
+    return factory(rngs=rngs) if _has_rngs(factory) else factory(rngs)
+
+
+def _has_rngs(function: Callable[..., object]) -> bool:
+    while isinstance(function, partial):
+        function = function.func
+    if isinstance(function, type):
+        # The signature of the class itself is that of Flax's metaclass.
+        function = inspect.getattr_static(function, "__init__")
+    try:
+        return "rngs" in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
 
 
 def _settle_frozen_modules(module: nnx.Module) -> None:

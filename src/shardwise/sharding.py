@@ -30,7 +30,7 @@ import numpy as np
 from flax import nnx
 from flax.core.spmd import get_logical_axis_rules
 from jax.experimental.layout import Format
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from rich.table import Table
 
 from shardwise.axes import BATCH, FSDP, LOGICAL
@@ -197,7 +197,7 @@ def _resolve(
     shape: Shape,
     axes: Iterable[Axes],
     source: str,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     rules: Rules,
     by_flax: bool = False,
 ) -> list[MeshAxes]:
@@ -248,7 +248,12 @@ def _resolve(
 
 
 def _mesh_axes(
-    what: str, entry: Axes, source: str, mesh: Mesh, rules: Rules, by_flax: bool
+    what: str,
+    entry: Axes,
+    source: str,
+    mesh: Mesh | AbstractMesh,
+    rules: Rules,
+    by_flax: bool,
 ) -> Iterator[str]:
     """Yield the mesh axes for the names of one dim; known axes that this mesh lacks are skipped."""
     known = {axis for value in rules.logical.values() for axis in _as_tuple(value)}
@@ -456,24 +461,47 @@ def constrain(x: jax.Array, *names: Axes) -> jax.Array:
     dims = _resolve("an activation", x.shape, entries, "constraint", mesh, rules)
     spec = at_use(PartitionSpec(*(_join(axes) for axes in dims)), rules)
     batch_axes = batch_spec(mesh, rules)[0]
+    if has_explicit_axes() and x.shape[0] % num_batch_shards(mesh, rules):
+        # Explicit axes shard evenly. Such a batch is only traced, and padded before it is used.
+        batch_axes = None
     spec = PartitionSpec(
         *(
             batch_axes if name == "batch" else axes
             for name, axes in zip(names, spec, strict=False)
         )
     )
-    constrained: jax.Array = jax.lax.with_sharding_constraint(
-        x, NamedSharding(mesh, spec)
-    )
-    return constrained
+    return reshard(x, NamedSharding(mesh, spec))
+
+
+def reshard(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Return `x` with this sharding, for mesh axes of type Auto or Explicit.
+
+    Args:
+        x: an array, while tracing.
+        sharding: its sharding.
+    """
+    resharded: jax.Array
+    if has_explicit_axes():
+        resharded = jax.sharding.reshard(x, sharding.spec)
+    else:
+        resharded = jax.lax.with_sharding_constraint(x, sharding)
+    return resharded
+
+
+def has_explicit_axes() -> bool:
+    """Return whether the current trace has mesh axes of type Explicit."""
+    types = jax.sharding.get_abstract_mesh().axis_types
+    return AxisType.Explicit in types
 
 
 # The mesh and the rules of the step that is being traced.
-_LAYOUT: ContextVar[tuple[Mesh, Rules] | None] = ContextVar("layout", default=None)
+_LAYOUT: ContextVar[tuple[Mesh | AbstractMesh, Rules] | None] = ContextVar(
+    "layout", default=None
+)
 
 
 @contextmanager
-def activations_on(mesh: Mesh, rules: Rules) -> Iterator[None]:
+def activations_on(mesh: Mesh | AbstractMesh, rules: Rules) -> Iterator[None]:
     """Set mesh and rules for `constrain` while a model is traced.
 
     JAX's own mesh context is set too. JAX caches traces of jitted functions by this context, so a
@@ -487,12 +515,17 @@ def activations_on(mesh: Mesh, rules: Rules) -> Iterator[None]:
         _LAYOUT.reset(token)
 
 
-def batch_spec(mesh: Mesh, rules: Rules) -> PartitionSpec:
+def without_devices(mesh: Mesh) -> AbstractMesh:
+    """Return a mesh of the same axes for tracing only: kernels for its devices are not chosen."""
+    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def batch_spec(mesh: Mesh | AbstractMesh, rules: Rules) -> PartitionSpec:
     """Return the spec of a batch: examples sharded over all batch axes of the mesh."""
     return PartitionSpec(_join(axis for axis in mesh.axis_names if axis in rules.batch))
 
 
-def num_batch_shards(mesh: Mesh, rules: Rules) -> int:
+def num_batch_shards(mesh: Mesh | AbstractMesh, rules: Rules) -> int:
     """Return the number of shards of a batch."""
     return math.prod(size for axis, size in mesh.shape.items() if axis in rules.batch)
 

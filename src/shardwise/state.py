@@ -4,8 +4,9 @@ One abstract description serves creation, planning and restoring. Another mesh i
 description, and nothing else changes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +26,21 @@ from shardwise.module import (
     path_name,
     split_module,
 )
-from shardwise.sharding import Placement, Rules, at_use, place_model, place_optimizer
+from shardwise.sharding import (
+    Placement,
+    Rules,
+    activations_on,
+    at_use,
+    batch_spec,
+    num_batch_shards,
+    place_model,
+    place_optimizer,
+    without_devices,
+)
 from shardwise.tree import KeyPath, Leaf, OptState, PyTree, leaf_name
+
+Result = TypeVar("Result")
+REPLICATED = PartitionSpec()
 
 
 @jax.tree_util.register_dataclass
@@ -69,6 +83,9 @@ class StateSpec:
         opt_state: the placement of each leaf of the optimizer state, by name.
         frozen: the placement of each frozen parameter, by name.
         wrt: which variables are trained.
+        is_explicit: whether the model computes with mesh axes of type Explicit, because it names
+            shardings of activations itself: `layer(x, out_sharding=P("data"))`,
+            `jax.sharding.reshard`. Everything outside of the model has axes of type Auto.
     """
 
     factory: ModelFactory
@@ -82,6 +99,7 @@ class StateSpec:
     opt_state: Mapping[str, Placement]
     frozen: Mapping[str, Placement] = field(default_factory=dict)
     wrt: Filter = nnx.Param
+    is_explicit: bool = False
 
     @property
     def shardings(self) -> TrainState:
@@ -119,6 +137,59 @@ class StateSpec:
         return self.definition.merge(
             state.params, state.other, key, frozen=state.frozen
         )
+
+    def call(
+        self,
+        function: Callable[..., Result],
+        *args: PyTree,
+        specs: Sequence[PyTree],
+        is_compiled: bool = True,
+    ) -> Result:
+        """Call a function of the model in the mesh context of a step, while tracing.
+
+        Args:
+            function: the function. If `is_explicit`, its arguments must hold all tracers it uses.
+            *args: its arguments.
+            specs: the partition specs of each argument, as a tree or for all its leaves.
+            is_compiled: whether the trace is compiled for the devices, or only analyzed.
+        """
+        mesh = self.mesh if is_compiled else without_devices(self.mesh)
+        with activations_on(mesh, self.rules):
+            if not self.is_explicit:
+                return function(*args)
+
+            def arrays_of(*args: PyTree) -> Result:
+                arrays: Result = jax.tree.map(jnp.asarray, function(*args))
+                return arrays
+
+            explicit = jax.sharding.explicit_axes(arrays_of, in_sharding=tuple(specs))
+            result: Result = explicit(*args)
+            return result
+
+    def specs(self, *, at_use: bool = False) -> tuple[PyTree, PyTree, PyTree]:
+        """Return the partition specs of `params`, `frozen` and `other`, as trees.
+
+        Args:
+            at_use: return those of parameters where the loss uses them, instead of as stored.
+        """
+
+        def spec_of(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
+            if at_use and leaf_name(path) not in self.other:
+                return self.at_use(leaf_name(path)).spec
+            sharding: NamedSharding = leaf.sharding
+            return sharding.spec
+
+        parts = (self.abstract.params, self.abstract.frozen, self.abstract.other)
+        params, frozen, other = (
+            jax.tree_util.tree_map_with_path(spec_of, part) for part in parts
+        )
+        return params, frozen, other
+
+    def batch_spec(self, rows: int) -> PartitionSpec:
+        """Return the spec of a batch; replicated if the mesh does not divide its `rows`."""
+        if rows % num_batch_shards(self.mesh, self.rules):
+            return PartitionSpec()
+        return batch_spec(self.mesh, self.rules)
 
     @property
     def bytes_per_device(self) -> int:

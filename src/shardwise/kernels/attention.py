@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from shardwise.axes import BATCH, TENSOR
-from shardwise.kernels.platform import platform
+from shardwise.kernels.platform import platform, step_mesh
 
 Array = jax.Array
 
@@ -62,8 +62,7 @@ def causal_attention(
     where = platform()
     is_half = q.dtype in (jnp.bfloat16, jnp.float16)
     # Outside a step no mesh says how to shard the TPU kernel.
-    in_step = not jax.sharding.get_abstract_mesh().empty
-    if where == "tpu" and in_step and q.shape[1] % LANES == 0:
+    if where == "tpu" and step_mesh() is not None and q.shape[1] % LANES == 0:
         return tpu_attention(q, k, v, segment_ids)
     if where == "cpu":
         k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))

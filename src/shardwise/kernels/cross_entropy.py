@@ -23,7 +23,7 @@ from shardwise.kernels.partitioning import (
     pl,
     triton,
 )
-from shardwise.kernels.platform import platform
+from shardwise.kernels.platform import platform, step_mesh
 from shardwise.tree import DType
 
 Array = jax.Array
@@ -69,8 +69,8 @@ def _gradient(logits: Array, labels: Array, log_total: Array) -> Array:
 
 def _vocabulary_is_unsharded() -> bool:
     """Return whether each device has all logits of its tokens, as the kernels require."""
-    shape = jax.sharding.get_abstract_mesh().shape
-    return all(shape.get(axis, 1) == 1 for axis in TENSOR)
+    mesh = step_mesh()
+    return mesh is None or all(mesh.shape.get(axis, 1) == 1 for axis in TENSOR)
 
 
 def _forward_rule(logits: Array, labels: Array) -> tuple[Array, Residuals]:

@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend import core
 
 from shardwise.jaxpr import Shape, shape_of
-from shardwise.loss.primitives import ELEMENTWISE, names_in
+from shardwise.loss.primitives import ELEMENTWISE, PLACEMENT, names_in
 from shardwise.loss.value import Kind, Value
 
 
@@ -106,6 +106,7 @@ _KEEPS_CONSTANT = names_in(
     """
     convert_element_type broadcast_in_dim reshape squeeze copy stop_gradient transpose
     slice reduce_max reduce_min expand_dims sharding_constraint
+    reshard mesh_cast
     """
 )
 
@@ -146,7 +147,7 @@ def index(equation: core.JaxprEqn, operands: list[Value]) -> tuple[int | None, s
     assert dim is not None
     others = [value for value in operands if value.index_dim is None]
     is_with_constant = len(others) == 1 and others[0].constant is not None
-    if name in ("convert_element_type", "copy", "sharding_constraint"):
+    if name in ("convert_element_type", "copy", *PLACEMENT):
         return dim, role
     if name == "lt" and role == "index" and is_with_constant and not others[0].constant:
         return dim, "negative"

@@ -31,6 +31,7 @@ from shardwise.loss.constants import (
     positions,
 )
 from shardwise.loss.digests import with_digests
+from shardwise.loss.primitives import PLACEMENT
 from shardwise.loss.rules import (
     RULES,
     coupled,
@@ -99,7 +100,10 @@ def analyze(closed: core.ClosedJaxpr, is_batch: Sequence[bool]) -> Dependence:
 # From the values of the operands of a loop or a branch to those of its outputs.
 NestedRule: TypeAlias = Callable[["_Analysis", core.JaxprEqn, list[Value]], list[Value]]
 # Primitives that return their first operand.
-UNCHANGED = ("copy", "copy_p", "sharding_constraint", "stop_gradient")
+UNCHANGED = (
+    *("copy", "copy_p", "stop_gradient"),
+    *PLACEMENT,
+)
 # Kernels whose body is not looked at. They are taken to treat examples alike, if inputs and outputs
 # have their examples along the same dim.
 KERNELS = ("pallas_call", "mpmd_map", "shard_map", "dot_product_attention_fwd")

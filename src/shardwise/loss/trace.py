@@ -19,14 +19,18 @@ from shardwise.flops import (
     matmul_dtypes,
 )
 from shardwise.jaxpr import Shape, calls_function, shape_of
-from shardwise.loss.contract import Loss, call_loss, named_metrics
+from shardwise.loss.contract import Loss, Metric, call_loss, named_metrics
 from shardwise.loss.dependence import Dependence, analyze
 from shardwise.loss.fingerprint import jaxpr_fingerprint
 from shardwise.loss.value import Kind, Value
 from shardwise.metrics import Mean
+from shardwise.module import Pure
 from shardwise.precision import find_other_dtypes
-from shardwise.state import StateSpec, TrainState
+from shardwise.state import REPLICATED, StateSpec, TrainState
 from shardwise.tree import Batch, Params, PyTree, named_leaves
+
+# What JAX says to a model that names shardings of activations on axes of type Auto.
+NOT_EXPLICIT = ("axis names that are of type Auto", "Reshard should only be used")
 
 
 @dataclass(frozen=True)
@@ -151,10 +155,7 @@ def trace_loss(
     def forward(
         state: TrainState, batch: Batch, key: jax.Array
     ) -> tuple[list[tuple[jax.Array, jax.Array]], dict[str, jax.Array]]:
-        model = spec.module(state, key)
-        if not is_training:
-            model.eval()
-        named = named_metrics(call_loss(loss, model, batch, key, state.step))
+        named, fixed = _call(spec, loss, state, batch, key, is_training)
         value = named["loss"]
         items.append(value.items if isinstance(value, Mean) else rows)
         parts: list[tuple[ArrayLike, ArrayLike]] = []
@@ -166,7 +167,7 @@ def trace_loss(
                 kinds[name] = (False, False)
                 parts.append((value, 1.0))
         arrays = [(jnp.asarray(total), jnp.asarray(weight)) for total, weight in parts]
-        return arrays, spec.definition.read_fixed(model)
+        return arrays, fixed
 
     arguments = (spec.abstract, shapes, jax.random.key(0))
     try:
@@ -206,6 +207,68 @@ def trace_loss(
             *find_other_dtypes(matmuls, spec.definition.compute_dtype),
         ),
     )
+
+
+def _call(
+    spec: StateSpec,
+    loss: Loss,
+    state: TrainState,
+    batch: Batch,
+    key: jax.Array,
+    is_training: bool = True,
+) -> tuple[dict[str, Metric], dict[str, jax.Array]]:
+    """Return the loss and its metrics by name, and the parameters after the forward pass."""
+
+    def call(
+        params: Params,
+        frozen: Params,
+        other: Pure,
+        batch: Batch,
+        key: jax.Array,
+        step: jax.Array,
+    ) -> tuple[dict[str, Metric], dict[str, jax.Array]]:
+        model = spec.definition.merge(params, other, key, frozen=frozen)
+        if not is_training:
+            model.eval()
+        named = named_metrics(call_loss(loss, model, batch, key, step))
+        return named, spec.definition.read_fixed(model)
+
+    batch_spec = spec.batch_spec(num_rows(batch))
+    return spec.call(
+        call,
+        *(state.params, state.frozen, state.other, batch, key, state.step),
+        specs=(*spec.specs(at_use=True), batch_spec, REPLICATED, REPLICATED),
+        is_compiled=False,
+    )
+
+
+def settle_loss(
+    spec: StateSpec, loss: Loss, batch: Batch, *, is_training: bool = True
+) -> tuple[StateSpec, TracedLoss]:
+    """Trace a loss, and find out whether the model needs mesh axes of type Explicit.
+
+    Most models leave the shardings of activations to the compiler. A model that names them, such
+    as `nnx.Linear(...)(x, out_sharding=P("data"))`, fails with axes of type Auto.
+
+    Args:
+        spec: the abstract state.
+        loss: the loss.
+        batch: a batch, as arrays or shapes.
+        is_training: as for `trace_loss`.
+
+    Returns:
+        The state with `is_explicit`, and the traced loss.
+    """
+    try:
+        return spec, trace_loss(spec, loss, batch, is_training=is_training)
+    except ConfigError as error:
+        explicit = replace(spec, is_explicit=True)
+        try:
+            traced = trace_loss(explicit, loss, batch, is_training=is_training)
+        except ConfigError as explicit_error:
+            names_shardings = any(text in str(error) for text in NOT_EXPLICIT)
+            raise (explicit_error if names_shardings else error) from None
+        return explicit, traced
 
 
 def _traced_metric(
@@ -378,8 +441,8 @@ def weight_is_trained(spec: StateSpec, loss: Loss, batch: Batch) -> bool:
 
     def weight(params: Params, state: TrainState, batch: Batch) -> jax.Array:
         key = jax.random.key(0)
-        model = spec.module(replace(state, params=params), key)
-        value = named_metrics(call_loss(loss, model, batch, key, state.step))["loss"]
+        state = replace(state, params=params)
+        value = _call(spec, loss, state, batch, key)[0]["loss"]
         if not isinstance(value, Mean):
             return jnp.ones((), jnp.float32)
         return jnp.asarray(jnp.sum(jnp.asarray(value.weights, jnp.float32)))

@@ -10,7 +10,15 @@ from jax.typing import DTypeLike
 
 from shardwise.data.layout import BatchLayout, num_rows
 from shardwise.errors import ConfigError, DataError
-from shardwise.loss import Loss, TracedLoss, as_means, call_loss, trace_loss
+from shardwise.loss import (
+    Loss,
+    LossValue,
+    TracedLoss,
+    as_means,
+    call_loss,
+    settle_loss,
+    trace_loss,
+)
 from shardwise.loss.trace import (
     inexact_metrics,
     size_dependent,
@@ -18,12 +26,13 @@ from shardwise.loss.trace import (
 )
 from shardwise.loss.value import Kind
 from shardwise.metrics import Mask
+from shardwise.module import Pure
 from shardwise.optim.parts import evaluation_params
-from shardwise.sharding import activations_on, batch_spec, num_batch_shards, put
-from shardwise.state import StateSpec, TrainState
+from shardwise.sharding import batch_spec, num_batch_shards, put
+from shardwise.state import REPLICATED, StateSpec, TrainState
 from shardwise.step.access import access_hooks
 from shardwise.step.train import Means
-from shardwise.tree import Batch
+from shardwise.tree import Batch, Params
 
 
 @dataclass(frozen=True)
@@ -117,8 +126,10 @@ class EvalStep:
             )
         shards = num_batch_shards(self.spec.mesh, self.spec.rules)
         padded = -(-rows // shards) * shards if self.pads else size
+        # Axes of type Explicit cannot shard a batch of another size than a multiple.
+        other = 2 * padded if self.spec.is_explicit else size
         if padded != size and size_dependent(
-            self._traced_with(size), self._traced_with(padded)
+            self._traced_with(other), self._traced_with(padded)
         ):
             padded = size
         is_sharded = padded % shards == 0
@@ -166,6 +177,7 @@ def make_eval_step(
         compute_dtype: as for `make_train_step`.
     """
     spec = spec.computing_in(compute_dtype)
+    spec, traced = settle_loss(spec, loss, batch, is_training=False)
     hooks = access_hooks(spec, compute_dtype)
 
     def step(
@@ -173,12 +185,26 @@ def make_eval_step(
     ) -> Means:
         key = jax.random.fold_in(jax.random.key(0), number)
         params = evaluation_params(state.opt_state, state.params)
-        model = spec.definition.merge(params, state.other, key, hooks, state.frozen)
-        model.eval()
-        with activations_on(spec.mesh, spec.rules):
-            output = call_loss(loss, model, batch, key, state.step)
-        return as_means(output, num_rows(batch), mask)
 
-    traced = trace_loss(spec, loss, batch, is_training=False)
+        def forward(
+            params: Params,
+            frozen: Params,
+            other: Pure,
+            batch: Batch,
+            key: jax.Array,
+            step: jax.Array,
+        ) -> LossValue:
+            model = spec.definition.merge(params, other, key, hooks, frozen)
+            model.eval()
+            return call_loss(loss, model, batch, key, step)
+
+        rows = num_rows(batch)
+        output = spec.call(
+            forward,
+            *(params, state.frozen, state.other, batch, key, state.step),
+            specs=(*spec.specs(), spec.batch_spec(rows), REPLICATED, REPLICATED),
+        )
+        return as_means(output, rows, mask)
+
     function = jax.jit(step, out_shardings=spec.sharding(PartitionSpec()))
     return EvalStep(function, spec, pads=not traced.dependent, traced=traced, loss=loss)

@@ -28,15 +28,14 @@ from jax.typing import DTypeLike
 
 from shardwise.data.layout import BatchLayout, num_rows
 from shardwise.errors import ConfigError, where
-from shardwise.loss import Loss, TracedLoss, as_means, call_loss, trace_loss
+from shardwise.loss import Loss, LossValue, TracedLoss, as_means, call_loss, settle_loss
 from shardwise.metrics import Mask, Mean
 from shardwise.module import AccessHook, Pure
 from shardwise.optim.finite import all_finite, representative_leaves, stays_finite
 from shardwise.optim.parts import leaf_changes, live_values, norm
 from shardwise.optim.read import read_chains
 from shardwise.precision import sums_in_float32
-from shardwise.sharding import activations_on
-from shardwise.state import StateSpec, TrainState
+from shardwise.state import REPLICATED, StateSpec, TrainState
 from shardwise.step.access import access_hooks
 from shardwise.step.checks import MicroBatches, check_accumulate, train_layout
 from shardwise.tree import Batch, Params, PyTree, named_leaves
@@ -182,10 +181,30 @@ class _StepFunctions:
                 differentiated, because micro-batches must add up before they are divided by the
                 weight of all of them. Otherwise it is the loss.
         """
-        definition = self.spec.definition
-        model = definition.merge(params, other, key, self.hooks, frozen)
-        with activations_on(self.spec.mesh, self.spec.rules):
+        spec, definition = self.spec, self.spec.definition
+
+        def forward(
+            params: Params,
+            frozen: Params,
+            other: Pure,
+            batch: Batch,
+            key: jax.Array,
+            step: jax.Array,
+        ) -> tuple[LossValue, Pure]:
+            model = definition.merge(params, other, key, self.hooks, frozen)
             output = call_loss(self.loss, model, batch, key, step)
+            return output, definition.read_other(model, other)
+
+        output, new_other = spec.call(
+            forward,
+            *(params, frozen, other, batch, key, step),
+            specs=(
+                *spec.specs(),
+                spec.batch_spec(num_rows(batch)),
+                REPLICATED,
+                REPLICATED,
+            ),
+        )
         means = as_means(
             output, num_rows(batch), mask, sums=self.sums, parts=self.accumulate
         )
@@ -198,7 +217,7 @@ class _StepFunctions:
             weight = jax.lax.stop_gradient(loss.weight)
             value = jax.lax.stop_gradient(loss.value)
             objective = jnp.asarray((loss.total - value * loss.weight) / weight)
-        return objective, (means, definition.read_other(model, other))
+        return objective, (means, new_other)
 
     def gradients(self, state: TrainState, batch: Batch) -> Gradients:
         """Return the gradients of the mean loss, sharded like the parameters."""
@@ -388,7 +407,7 @@ def make_train_step(
         >>> step = make_train_step(spec, loss, batches(0), accumulate=4, compute_dtype="bfloat16")
     """
     spec = spec.computing_in(compute_dtype)
-    traced = trace_loss(spec, loss, batch)
+    spec, traced = settle_loss(spec, loss, batch)
     layout = train_layout(spec, loss, traced, accumulate)
     sums: tuple[str, ...] = ()
     if accumulate > 1:

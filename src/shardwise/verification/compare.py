@@ -30,7 +30,7 @@ from jax.sharding import Mesh, PartitionSpec
 from shardwise.data.batches import is_plain
 from shardwise.errors import NumericsError
 from shardwise.loop import evaluate
-from shardwise.module import ModelFactory
+from shardwise.module import ModelFactory, call_factory
 from shardwise.run import Prepared, Run, prepare
 from shardwise.sharding import Rules
 from shardwise.state import StateSpec, TrainState, init_state
@@ -299,7 +299,7 @@ def _in_float32(factory: ModelFactory) -> ModelFactory:
     """Return a factory of the same model whose parameters have at least float32 precision."""
 
     def make(rngs: nnx.Rngs) -> nnx.Module:
-        model = factory(rngs)
+        model = call_factory(factory, rngs)
         for _, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
             value = variable.get_value()
             if jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize < 4:

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from shardwise.axes import DATA
 from shardwise.errors import ConfigError, ShardwiseError, where
-from shardwise.mesh import make_mesh, mesh_text, show_sizes
+from shardwise.mesh import make_mesh, mesh_text, parse_sizes, show_sizes
 from shardwise.run import Run
 from shardwise.sharding import Rules, show_spec
 from shardwise.state import StateSpec
@@ -240,9 +240,13 @@ def verify(
     make = run if callable(run) else _same_run(run)
     is_given = meshes is not None
     with jax.default_matmul_precision("highest"):
-        one = make_side(make("data=1"), make_mesh("data=1", devices[:1]))
+        first = make("data=1")
+        text = _one_device(meshes or [first.mesh])
+        one = make_side(first, make_mesh(text, devices[:1]))
         if meshes is None:
             meshes = meshes_to_verify(one.spec, one.run.rules, len(devices))
+            if one.step.spec.is_explicit:
+                meshes = [_with_axes(mesh, one.spec.mesh.axis_names) for mesh in meshes]
         sides: list[Side] = []
         results: list[MeshResult] = []
         skipped: dict[str, str] = {}
@@ -262,6 +266,20 @@ def verify(
         raise ConfigError("\n".join(["there is no mesh to verify:", *reasons]))
     name = f"{len(devices)} {devices[0].platform} devices"
     return Verification(steps, name, tuple(results), skipped, accumulation)
+
+
+def _one_device(meshes: Sequence[str | Mesh]) -> str:
+    """Return a mesh of one device that has all axes of `meshes`, which the model may name."""
+    sizes = [
+        parse_sizes(mesh) if isinstance(mesh, str) else mesh.shape for mesh in meshes
+    ]
+    axes = [DATA, *(axis for mesh in sizes for axis in mesh)]
+    return show_sizes(dict.fromkeys(axes, 1))
+
+
+def _with_axes(mesh: str, axes: Iterable[str]) -> str:
+    """Return a mesh with all of `axes`; those that it does not have get size 1."""
+    return show_sizes({**dict.fromkeys(axes, 1), **parse_sizes(mesh)})
 
 
 def _check_devices(steps: int) -> list[jax.Device]:

@@ -20,7 +20,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from shardwise.errors import ConfigError
-from shardwise.module import BASE, ModelFactory, path_name
+from shardwise.module import BASE, ModelFactory, call_factory, path_name
 from shardwise.sharding import CONTEXT_RULES, annotation_of
 from shardwise.text import did_you_mean
 from shardwise.tree import PyTree, matches, named_leaves
@@ -53,7 +53,7 @@ def freeze(
     """
 
     def make(rngs: nnx.Rngs) -> nnx.Module:
-        module = model(rngs)
+        module = call_factory(model, rngs)
         params = _params(module)
         selected = _select(patterns, params, "freeze")
         _freeze([params[path] for path in selected], dtype)
@@ -109,7 +109,7 @@ def lora(
         layouts = dict.fromkeys(patterns)
 
     def make(rngs: nnx.Rngs) -> nnx.Module:
-        module = model(rngs)
+        module = call_factory(model, rngs)
         params = _params(module)
         trained = _select(train, params, "lora: train")
         selected = _select(layouts, params, "lora")
