@@ -372,7 +372,7 @@ def test_code_that_fails_on_a_mesh_is_reported_with_its_place():
 
     with pytest.raises(
         ConfigError,
-        match=r"the step fails on data=8: ValueError: no such axis \(.*test_verify.py",
+        match=r"on data=8: the loss failed .*: no such axis \(.*test_verify.py",
     ):
         verify(planted.make(loss), ["data=8"], steps=1)
 

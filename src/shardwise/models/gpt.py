@@ -24,6 +24,7 @@ from shardwise.kernels.activation import gelu_mlp, plain_gelu_mlp
 from shardwise.kernels.attention import causal_attention
 from shardwise.kernels.lookup import look_up
 from shardwise.kernels.norm import ResidualNorm, add_pending_bias
+from shardwise.models.annotate import annotated
 from shardwise.models.kv_cache import Cache, advance, cached_attention, empty_cache
 
 Array = jax.Array
@@ -100,8 +101,8 @@ class Linear(nnx.Module):
             stddev: the standard deviation of the initial weights.
             rngs: random number generators.
         """
-        kernel_init = nnx.with_partitioning(nnx.initializers.normal(stddev), names)
-        bias_init = nnx.with_partitioning(nnx.initializers.zeros, names[len(ins) :])
+        kernel_init = annotated(nnx.initializers.normal(stddev), names)
+        bias_init = annotated(nnx.initializers.zeros, names[len(ins) :])
         self.kernel = nnx.Param(kernel_init(rngs.params(), (*ins, *outs)))
         self.bias = nnx.Param(bias_init(rngs.params(), outs))
 
@@ -334,8 +335,8 @@ class GPT(nnx.Module):
             )
         self.config = c
         normal = nnx.initializers.normal(0.02)
-        token_init = nnx.with_partitioning(normal, ("vocab", "embed"))
-        position_init = nnx.with_partitioning(normal, (None, "embed"))
+        token_init = annotated(normal, ("vocab", "embed"))
+        position_init = annotated(normal, (None, "embed"))
         self.tokens = nnx.Param(token_init(rngs.params(), (c.vocab_size, c.width)))
         self.positions = nnx.Param(
             position_init(rngs.params(), (c.max_length, c.width))

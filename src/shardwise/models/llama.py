@@ -18,6 +18,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from shardwise.kernels.attention import causal_attention
 from shardwise.kernels.lookup import look_up
+from shardwise.models.annotate import annotated
 from shardwise.models.kv_cache import Cache, advance, cached_attention, empty_cache
 from shardwise.sharding import constrain
 
@@ -122,7 +123,7 @@ def _weight(
         dims: "i" for each input dimension and "o" for each output dimension. `lora` reads this,
             because no bias has a shape that would show it.
     """
-    init = nnx.with_partitioning(nnx.initializers.normal(0.02), names)
+    init = annotated(nnx.initializers.normal(0.02), names)
     return nnx.Param(
         init(rngs.params(), shape, jnp.dtype(config.param_dtype)), dims=dims
     )

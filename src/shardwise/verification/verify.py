@@ -361,7 +361,7 @@ def _skipping(mesh: str, skipped: dict[str, str], is_given: bool) -> Iterator[No
         yield
     except ConfigError as error:
         if is_given:
-            raise
+            raise ConfigError(f"on {mesh}: {error}") from error
         skipped[mesh] = str(error).splitlines()[0]
 
 

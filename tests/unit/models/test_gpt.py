@@ -14,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType
 
 from shardwise import Mean, Run
 from shardwise.data import Packed
@@ -565,3 +567,15 @@ def test_one_document_per_sequence_is_the_same_as_no_packing(scan_layers):
     np.testing.assert_allclose(
         packed, forward(config)(params, tokens), rtol=0, atol=1e-5
     )
+
+
+def test_a_model_is_an_ordinary_module_outside_of_a_run():
+    """It is built, called, split and jitted without a mesh, and with any mesh."""
+    tokens = jnp.zeros((1, 8), jnp.int32)
+    model = GPT(PRESETS["byte"], nnx.Rngs(0))
+    logits = model(tokens)
+    jitted = nnx.jit(lambda model, tokens: model(tokens))
+    np.testing.assert_allclose(jitted(model, tokens), logits, atol=1e-5)
+    with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))):
+        model = nnx.merge(*nnx.split(GPT(PRESETS["byte"], nnx.Rngs(0))))
+        np.testing.assert_allclose(jitted(model, tokens), logits, atol=1e-5)
