@@ -14,7 +14,7 @@ def test_the_page_on_the_doctor(tmp_path):
     out = "".join(command.printed for command in commands)
     assert "no problems, " in out
     assert "finished: shardwise report runs/a" in out
-    assert "complete -F _shardwise shardwise" in out
+    assert "_python_argcomplete shardwise" in out
 
 
 @pytest.mark.slow

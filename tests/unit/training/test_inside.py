@@ -354,7 +354,8 @@ def test_only_a_few_loss_spikes_are_inspected(tmp_path):
 @pytest.mark.slow
 def test_bad_steps_of_an_iterator_and_of_a_run_without_a_directory(tmp_path):
     batches = [poisoned({3: 1})(n) for n in range(6)]
-    _, output = train(make(tmp_path / "a", data=batches, steps=6, on_nonfinite="skip"))
+    run = make(tmp_path / "a", data=iter(batches), steps=6, on_nonfinite="skip")
+    _, output = train(run)
     assert (
         "step 3 was not applied (non-finite): the data is an iterator, which cannot return to this "
         "batch; details in" in output
