@@ -186,10 +186,16 @@ class StateSpec:
         return params, frozen, other
 
     def batch_spec(self, rows: int) -> PartitionSpec:
-        """Return the spec of a batch; replicated if the mesh does not divide its `rows`."""
+        """Return the spec of a batch; replicated if the mesh does not divide its `rows`.
+
+        Axes of size 1 are omitted: a model with explicit shardings may not name them.
+        """
         if rows % num_batch_shards(self.mesh, self.rules):
             return PartitionSpec()
-        return batch_spec(self.mesh, self.rules)
+        entry = batch_spec(self.mesh, self.rules)[0]
+        axes = (entry,) if isinstance(entry, str) else entry or ()
+        used = tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
+        return PartitionSpec(used or None)
 
     @property
     def bytes_per_device(self) -> int:

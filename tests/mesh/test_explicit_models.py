@@ -133,6 +133,22 @@ def test_the_error_of_such_a_model_is_that_of_its_own_code():
         make_train_step(spec, loss, data(0))
 
 
+class Convolution(nnx.Module):
+    def __init__(self, rngs):
+        self.conv = nnx.Conv(1, 2, (3, 3), rngs=rngs)
+
+    def __call__(self, x):
+        return nnx.max_pool(self.conv(x), (2, 2), strides=(2, 2))
+
+
+def test_a_convolution_does_not_need_explicit_axes():
+    """JAX compares the mesh of its input with the mesh of the context."""
+    spec = abstract_state(Convolution, optax.sgd(0.1), "data=8")
+    batch = {"x": np.ones((8, 6, 6, 1), np.float32)}
+    step = make_train_step(spec, lambda model, b: (model(b["x"]) ** 2).mean(), batch)
+    assert not step.spec.is_explicit
+
+
 class Constrained(nnx.Module):
     """A model with JAX's own constraint on an activation."""
 

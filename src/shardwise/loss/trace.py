@@ -169,7 +169,7 @@ def trace_loss(
         arrays = [(jnp.asarray(total), jnp.asarray(weight)) for total, weight in parts]
         return arrays, fixed
 
-    arguments = (spec.abstract, shapes, jax.random.key(0))
+    arguments = (_without_shardings(spec.abstract), shapes, jax.random.key(0))
     try:
         closed = jax.make_jaxpr(forward)(*arguments)
     except ShardwiseError:
@@ -207,6 +207,14 @@ def trace_loss(
             *find_other_dtypes(matmuls, spec.definition.compute_dtype),
         ),
     )
+
+
+def _without_shardings(state: TrainState) -> TrainState:
+    """Return an abstract state whose leaves are on no mesh: the trace has one without devices."""
+    bare: TrainState = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state
+    )
+    return bare
 
 
 def _call(
@@ -262,13 +270,10 @@ def settle_loss(
     try:
         return spec, trace_loss(spec, loss, batch, is_training=is_training)
     except ConfigError as error:
-        explicit = replace(spec, is_explicit=True)
-        try:
-            traced = trace_loss(explicit, loss, batch, is_training=is_training)
-        except ConfigError as explicit_error:
-            names_shardings = any(text in str(error) for text in NOT_EXPLICIT)
-            raise (explicit_error if names_shardings else error) from None
-        return explicit, traced
+        if not any(text in str(error) for text in NOT_EXPLICIT):
+            raise
+    explicit = replace(spec, is_explicit=True)
+    return explicit, trace_loss(explicit, loss, batch, is_training=is_training)
 
 
 def _traced_metric(
@@ -447,7 +452,7 @@ def weight_is_trained(spec: StateSpec, loss: Loss, batch: Batch) -> bool:
             return jnp.ones((), jnp.float32)
         return jnp.asarray(jnp.sum(jnp.asarray(value.weights, jnp.float32)))
 
-    state = spec.abstract
+    state = _without_shardings(spec.abstract)
     gradient: Callable[..., PyTree] = jax.grad(weight)
     closed = jax.make_jaxpr(gradient)(state.params, state, batch)
     is_batch = [False] * len(closed.jaxpr.invars)
