@@ -31,6 +31,7 @@ from shardwise.data.contract import (
 )
 from shardwise.data.layout import check_integers
 from shardwise.errors import ConfigError, DataError, ShardwiseError, where
+from shardwise.files.paths import local_path
 from shardwise.findings import Finding
 from shardwise.hardware import find_chip
 from shardwise.mesh import mesh_text
@@ -203,7 +204,7 @@ class Run:
     def __post_init__(self) -> None:
         # Many people pass a string.
         if self.out is not None:
-            object.__setattr__(self, "out", Path(self.out))
+            object.__setattr__(self, "out", local_path(self.out))
 
 
 @dataclass(frozen=True)

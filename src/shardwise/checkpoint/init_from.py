@@ -3,15 +3,18 @@
 `shardwise.weights.load` reads them.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from rich.table import Table
 
 from shardwise.errors import ConfigError
+from shardwise.files.paths import AnyPath, local_path
 
+# Precedes the name of a model on the Hugging Face Hub, as in `hf:owner/name`.
+HUB = "hf:"
 # How many variables of one kind `Loaded.table` names.
 MAX_NAMED = 3
 
@@ -35,13 +38,15 @@ class InitFrom:
         >>> init = InitFrom("runs/pretrained", rename={"head/*": None, "body/*": "encoder/*"})
     """
 
-    path: Path | str
+    path: AnyPath
     rename: Mapping[str, str | None] = field(default_factory=dict)
     step: int | Literal["best"] | None = None
     average: bool = False
     cast: bool = False
 
     def __post_init__(self) -> None:
+        if not os.fspath(self.path).startswith(HUB):
+            local_path(self.path)
         for pattern, target in self.rename.items():
             if target is not None and target.count("*") > pattern.count("*"):
                 raise ConfigError(

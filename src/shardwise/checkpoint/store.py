@@ -59,6 +59,7 @@ from shardwise.files.manifest import (
     write_manifest,
     wrong_files,
 )
+from shardwise.files.paths import AnyPath, local_path
 from shardwise.state import StateSpec, TrainState
 from shardwise.text import Json, columns, show_bytes
 from shardwise.tree import PyTree, named_leaves, num_bytes
@@ -163,11 +164,11 @@ class Checkpoints:
 
     def __init__(
         self,
-        directory: Path,
+        directory: AnyPath,
         keep: Keep | None = None,
         group: ProcessGroup | None = None,
     ):
-        self.directory = directory.resolve()
+        self.directory = local_path(directory).resolve()
         self.keep = keep or Keep()
         self.group = (group or current_group()).within(f"checkpoints{next(_OBJECTS)}")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardwise-save")
@@ -270,7 +271,7 @@ class Checkpoints:
         try:
             if self.path(step).exists():
                 return f"{self.path(step)} already exists. A checkpoint is never overwritten."
-            self.directory.mkdir(mode=0o700, exist_ok=True)
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._check_space(size)
             if temporary.exists():
                 shutil.rmtree(temporary)

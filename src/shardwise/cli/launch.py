@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from shardwise.cli.options import command_parser
+from shardwise.cli.train import find_out
 from shardwise.cluster.jobfiles import Job, kubernetes, slurm
 from shardwise.cluster.launch import Launcher
 from shardwise.errors import ConfigError
@@ -38,6 +39,8 @@ def main(args: list[str], shared: argparse.Namespace) -> tuple[Json, int]:
         raise ConfigError(
             f"only `train` runs on several processes, not '{command[0]}'."
         )
+    # Before a job waits in a queue.
+    find_out(command[1:])
     if options.write is not None:
         _write_job(options, command)
         return {}, 0

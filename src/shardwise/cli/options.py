@@ -11,12 +11,12 @@ import argparse
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn
 
 from shardwise.checkpoint.reader import step_name
 from shardwise.checkpoint.resume import ACCEPTABLE
 from shardwise.errors import ConfigError
+from shardwise.files.paths import local_path
 from shardwise.text import did_you_mean
 from shardwise.trackers.base import TRACKERS
 
@@ -89,7 +89,7 @@ def add_shared_options(parser: Parser) -> None:
     )
     parser.add_argument(
         "--json",
-        type=Path,
+        type=local_path,
         metavar="FILE",
         help="also write the result as JSON to FILE",
     )
@@ -165,7 +165,7 @@ def add_plot_option(parser: Parser) -> None:
     """Add the option of `explain`."""
     parser.add_argument(
         "--plot",
-        type=Path,
+        type=local_path,
         metavar="FILE",
         help="plot the learning rate of every group as PNG",
     )
@@ -208,7 +208,7 @@ def _plan(parser: Parser) -> None:
         help="also report the time and chip-hours for N tokens (or images ...), for example 3e11",
     )
     parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write the plan as a web page"
+        "--html", type=local_path, metavar="FILE", help="write the plan as a web page"
     )
     parser.add_argument(
         "--no-cache",
@@ -262,7 +262,7 @@ def _launch(parser: Parser) -> None:
     )
     parser.add_argument(
         "--to",
-        type=Path,
+        type=local_path,
         metavar="FILE",
         help="path of the job file (default: standard output)",
     )
@@ -305,20 +305,20 @@ def _data(parser: Parser) -> None:
     prepare.add_argument(
         "inputs",
         nargs="+",
-        type=Path,
+        type=local_path,
         metavar="INPUT",
         help="text files, .jsonl, .parquet, or directories of them",
     )
     prepare.add_argument(
         "--out",
-        type=Path,
+        type=local_path,
         required=True,
         metavar="DIR",
         help="directory for tokens.bin, documents.bin and tokens.json",
     )
     prepare.add_argument(
         "--tokenizer",
-        type=Path,
+        type=local_path,
         metavar="FILE",
         help="a tokenizer.json (default: every byte is a token)",
     )
@@ -384,7 +384,7 @@ def _checkpoint(parser: Parser) -> None:
             formatter_class=_HelpFormatter,
             allow_abbrev=False,
         )
-        inner.add_argument("target", type=Path, nargs=targets, metavar="TARGET")
+        inner.add_argument("target", type=local_path, nargs=targets, metavar="TARGET")
         return inner
 
     ls = command("ls", "list the steps of a run with sizes and metrics")
@@ -408,7 +408,7 @@ def _checkpoint(parser: Parser) -> None:
     export = command("export", "write the weights as safetensors, or for transformers")
     export.add_argument(
         "--out",
-        type=Path,
+        type=local_path,
         required=True,
         metavar="PATH",
         help="file to write; with --format hf, the directory",
@@ -453,13 +453,13 @@ def _report(parser: Parser) -> None:
     parser.add_argument(
         "runs",
         nargs="*",
-        type=Path,
+        type=local_path,
         metavar="RUN",
         help="run directories, compared side by side",
     )
     parser.add_argument(
         "--out",
-        type=Path,
+        type=local_path,
         metavar="FILE",
         help="file to write (default: RUN/report.html, or report.html for several runs)",
     )
@@ -563,7 +563,7 @@ def _sample(parser: Parser) -> None:
 def _sweep(parser: Parser) -> None:
     parser.add_argument(
         "--out",
-        type=Path,
+        type=local_path,
         metavar="DIR",
         help="directory of the runs, one per combination (default: sweeps/RECIPE)",
     )
@@ -588,7 +588,7 @@ def _doctor(parser: Parser) -> None:
     parser.add_argument(
         "run",
         nargs="?",
-        type=Path,
+        type=local_path,
         metavar="RUN",
         help="check this run directory instead: its lock, checkpoints, errors and next step",
     )

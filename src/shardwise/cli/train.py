@@ -19,6 +19,7 @@ from shardwise.cli.recipes import load_run, split_recipe
 from shardwise.cluster.signals import stop_on_signals
 from shardwise.files.durable import check_writable
 from shardwise.files.lock import check_unlocked
+from shardwise.files.paths import local_path
 from shardwise.runtime import has_accelerator, keep_freed_memory
 from shardwise.text import Json
 from shardwise.trackers.base import make_trackers
@@ -63,14 +64,24 @@ def main(args: list[str], shared: argparse.Namespace) -> tuple[Json, int]:
 
 def _check_out(recipe_args: list[str], shared: argparse.Namespace) -> None:
     """Refuse a run directory that cannot be used, if the command line names one."""
-    parser = argparse.ArgumentParser(
-        add_help=False, allow_abbrev=False, exit_on_error=False
-    )
-    parser.add_argument("--out", type=Path, nargs="?")
-    out = parser.parse_known_args(recipe_args)[0].out
+    out = find_out(recipe_args)
     if out is not None and is_first_process(shared):
         check_writable(out)
         check_unlocked(out)
+
+
+def find_out(recipe_args: list[str]) -> Path | None:
+    """Return the run directory that the arguments of a recipe name, or None.
+
+    Raises:
+        ConfigError: if it is a URL.
+    """
+    parser = argparse.ArgumentParser(
+        add_help=False, allow_abbrev=False, exit_on_error=False
+    )
+    parser.add_argument("--out", type=local_path, nargs="?")
+    out: Path | None = parser.parse_known_args(recipe_args)[0].out
+    return out
 
 
 def _computes_on_cpu(shared: argparse.Namespace) -> bool:

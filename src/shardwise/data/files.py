@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from shardwise.errors import DataError
+from shardwise.files.paths import AnyPath, local_path
 from shardwise.text import Json, did_you_mean
 
 # A fingerprint reads at most 64 blocks of 64 KiB: 4 MiB of a larger file.
@@ -19,7 +20,6 @@ SAMPLE_BLOCKS = 64
 SAMPLE_BYTES = 2**16
 TOKEN_DTYPES = ("uint8", "uint16", "uint32", "int32")
 
-AnyPath: TypeAlias = str | os.PathLike[str]
 Paths: TypeAlias = AnyPath | Sequence[AnyPath]
 
 
@@ -44,9 +44,10 @@ def find_file(path: AnyPath) -> Path:
     """Return the path of an existing file.
 
     Raises:
+        ConfigError: if it is a URL.
         DataError: if it does not exist, with the closest name in its directory.
     """
-    path = Path(path)
+    path = local_path(path)
     if path.is_file():
         return path
     if path.is_dir():
@@ -71,7 +72,7 @@ def find_files(paths: Paths) -> list[Path]:
     """
     files: list[Path] = []
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
-        pattern = Path(path)
+        pattern = local_path(path)
         if "*" not in pattern.name or pattern.exists():
             files.append(find_file(path))
             continue
@@ -277,7 +278,7 @@ def open_tokens(path: AnyPath, dtype: DTypeLike | None = None) -> TokenFile:
     Raises:
         DataError: if the file is missing, empty, truncated or of another kind.
     """
-    path = Path(path)
+    path = local_path(path)
     path = find_file(path / "tokens.bin" if path.is_dir() else path)
     size = path.stat().st_size
     if path.suffix == ".npy":

@@ -2,13 +2,13 @@
 
 import hashlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from shardwise.data.files import find_file
 from shardwise.errors import ConfigError, DataError
+from shardwise.files.paths import AnyPath
 from shardwise.text import did_you_mean
 
 if TYPE_CHECKING:
@@ -65,14 +65,15 @@ class FromFile:
         vocab_size: one more than the largest token.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: AnyPath):
         try:
             from tokenizers import Tokenizer
         except ImportError:
             raise ConfigError(
                 "a tokenizer.json needs the tokenizers package: pip install 'shardwise[tokenizers]'"
             ) from None
-        content = find_file(path).read_bytes()
+        file = find_file(path)
+        content = file.read_bytes()
         try:
             self._tokenizer: tokenizers.Tokenizer = Tokenizer.from_str(content.decode())
         except Exception as error:
@@ -83,7 +84,7 @@ class FromFile:
         self._vocabulary: dict[str, int] = self._tokenizer.get_vocab(
             with_added_tokens=True
         )
-        self.name = path.name
+        self.name = file.name
         self.sha256 = hashlib.sha256(content).hexdigest()
         self.content = content
         self.vocab_size = max(self._vocabulary.values()) + 1
@@ -129,6 +130,6 @@ class FromFile:
 Tokenizer: TypeAlias = Bytes | FromFile
 
 
-def open_tokenizer(path: Path | None) -> Tokenizer:
+def open_tokenizer(path: AnyPath | None) -> Tokenizer:
     """Return the tokenizer of a tokenizer.json, or bytes if there is none."""
     return Bytes() if path is None else FromFile(path)

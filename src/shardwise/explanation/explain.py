@@ -7,7 +7,6 @@ measured elsewhere. The findings are mistakes that train without an error and wi
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -20,6 +19,7 @@ from shardwise.console import line_picture
 from shardwise.errors import ShardwiseError
 from shardwise.explanation.findings import Row, View, find
 from shardwise.explanation.predict import predict
+from shardwise.files.paths import AnyPath, local_path
 from shardwise.findings import Finding
 from shardwise.mesh import make_mesh
 from shardwise.module import ModelFactory
@@ -87,19 +87,22 @@ class Explanation:
             "curves": curves,
         }
 
-    def plot(self, picture: Path) -> None:
+    def plot(self, picture: AnyPath) -> None:
         """Draw the learning rate of each group over the run.
 
         Groups with the same learning rate share a line.
 
         Args:
             picture: the PNG file to write.
+
+        Raises:
+            ConfigError: if it is a URL.
         """
         groups_of: dict[bytes, list[str]] = {}
         for group, (_, values) in self.curves.items():
             groups_of.setdefault(values.tobytes(), []).append(group)
         with line_picture(
-            picture,
+            local_path(picture),
             xlabel="update",
             ylabel="learning rate",
             title="Learning rate of each group",

@@ -28,6 +28,7 @@ from jax.stages import Lowered
 from shardwise.errors import ConfigError
 from shardwise.files.cache import cache_folder
 from shardwise.files.durable import text_digest, write_atomically
+from shardwise.files.paths import AnyPath, local_path
 from shardwise.flops import count_kernels
 from shardwise.hardware import Chip
 from shardwise.mesh import make_mesh, mesh_text
@@ -63,7 +64,7 @@ def plan_run(
     run: Run,
     target: Target | str | None = None,
     options: Mapping[str, OptionValue] | None = None,
-    cache: Path | None = None,
+    cache: AnyPath | None = None,
 ) -> Plan:
     """Return the plan of a run: compile its step for a target, allocating nothing.
 
@@ -83,6 +84,7 @@ def plan_run(
         >>> print(plan.line())  # doctest: +SKIP
         119.0 ms per step, 8.0 GiB of 15.8 GiB per device
     """
+    folder = None if cache is None else local_path(cache)
     if target is None:
         target = local_target()
     elif isinstance(target, str):
@@ -98,8 +100,8 @@ def plan_run(
     traced = prepared.step.trace()
     lowered = traced.lower()
     file = None
-    if cache is not None:
-        file = cache / f"{_digest(lowered, target, _known_fields(run, prepared))}.json"
+    if folder is not None:
+        file = folder / f"{_digest(lowered, target, _known_fields(run, prepared))}.json"
         known = _load(file)
         if known is not None:
             return replace(known, options=all_options)

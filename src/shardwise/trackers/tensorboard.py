@@ -3,8 +3,8 @@
 import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
+from shardwise.files.paths import AnyPath
 from shardwise.trackers.base import Record, TrackedRun
 
 
@@ -21,7 +21,7 @@ class TensorBoard:
     name = "tensorboard"
     rewinds = True
 
-    def __init__(self, directory: Path | None = None):
+    def __init__(self, directory: AnyPath | None = None):
         self.directory = directory
 
     def start(self, run: TrackedRun) -> str:

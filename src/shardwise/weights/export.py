@@ -22,6 +22,7 @@ from shardwise.checkpoint.reader import (
 )
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.files.durable import sync, write_atomically
+from shardwise.files.paths import AnyPath, local_path
 from shardwise.text import Json
 from shardwise.tree import nest
 from shardwise.weights.hf import params_to_hf
@@ -46,7 +47,7 @@ DTYPES = {
 }
 
 
-def export_plain(saved: SavedStep, out: Path, *, average: bool = False) -> list[str]:
+def export_plain(saved: SavedStep, out: AnyPath, *, average: bool = False) -> list[str]:
     """Write all variables of a model to one safetensors file.
 
     The arrays are read and written in small groups, so the model may be larger than the memory.
@@ -74,14 +75,21 @@ def export_plain(saved: SavedStep, out: Path, *, average: bool = False) -> list[
             f"safetensors does not support these dtypes: {', '.join(unknown)}."
         )
     tensors = {path.replace("/", "."): leaf for path, leaf in leaves.items()}
-    _check_absent(out)
+    file = local_path(out)
+    _check_absent(file)
     values = (value for _, value in read_variables(saved, average=average))
-    write_safetensors(out, tensors, values, {"format": "np", **_origin(saved, average)})
+    write_safetensors(
+        file, tensors, values, {"format": "np", **_origin(saved, average)}
+    )
     return list(tensors)
 
 
 def export_hf(
-    saved: SavedStep, out: Path, *, average: bool = False, vocab_size: int | None = None
+    saved: SavedStep,
+    out: AnyPath,
+    *,
+    average: bool = False,
+    vocab_size: int | None = None,
 ) -> list[str]:
     """Write a directory that `transformers` can load.
 
@@ -101,7 +109,8 @@ def export_hf(
         ConfigError: if `out` exists.
         CheckpointError: if the model belongs to no known family.
     """
-    _check_absent(out)
+    directory = local_path(out)
+    _check_absent(directory)
     try:
         config = config_of(saved)
         variables = read_variables(saved, average=average)
@@ -118,14 +127,14 @@ def export_hf(
         files |= tokenizer_files(tokenizer, config.max_length)
     metadata = {"format": "pt", **_origin(saved, average)}
     # The directory gets its name when it is complete.
-    temporary = out.with_name(out.name + ".tmp")
+    temporary = directory.with_name(directory.name + ".tmp")
     temporary.mkdir(parents=True)
     try:
         for name, content in files.items():
             write_atomically(temporary / name, content.decode())
         weights = temporary / "model.safetensors"
         write_safetensors(weights, tensors, tensors.values(), metadata)
-        os.rename(temporary, out)
+        os.rename(temporary, directory)
     except BaseException:
         shutil.rmtree(temporary)
         raise

@@ -6,6 +6,7 @@ and `tokenizer.json`.
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,17 +14,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shardwise.checkpoint.init_from import HUB
 from shardwise.checkpoint.reader import MAX_JSON, SavedStep, read_json
 from shardwise.data.tokenizers import END_TOKENS, Bytes, FromFile, Tokenizer
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.files.paths import AnyPath, local_path
 from shardwise.text import Json
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
     from safetensors import safe_open
 
-# Precedes the name of a model on the Hub, as in `hf:owner/name`.
-HUB = "hf:"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # The only files that are downloaded: JSON and safetensors, nothing that could run code.
@@ -38,22 +39,22 @@ WANTED = [
 ]
 
 
-def locate(path: str | Path) -> Path:
+def locate(path: AnyPath) -> Path:
     """Return a local path, after downloading a model from the Hub if necessary.
 
     Args:
-        path: a local path, which is returned as it is, or `"hf:owner/name"`.
+        path: a local path, or `"hf:owner/name"`.
 
     Returns:
         For a model on the Hub, the directory in the cache of `huggingface_hub`.
 
     Raises:
-        ConfigError: if the package `huggingface_hub` is not installed.
+        ConfigError: if the path is a URL, or if the package `huggingface_hub` is not installed.
         CheckpointError: if the model cannot be downloaded, or has no safetensors.
     """
-    name = str(path)
+    name = os.fspath(path)
     if not name.startswith(HUB):
-        return Path(path)
+        return local_path(path)
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.utils import tqdm

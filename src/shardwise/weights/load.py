@@ -6,7 +6,6 @@ Variables can be renamed, skipped, or initialized from the seed, by patterns of 
 import re
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +21,7 @@ from shardwise.checkpoint.reader import (
     show_leaf,
 )
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.files.paths import AnyPath
 from shardwise.state import StateSpec, TrainState, init_state
 from shardwise.text import columns, did_you_mean
 from shardwise.tree import KeyPath, Params, PyTree, leaf_name, named_leaves
@@ -134,7 +134,7 @@ def open_source(init: InitFrom, config_of: ConfigLookup) -> WeightSource:
 
 
 def merged_step(
-    saved: SavedStep, base: Path | str | None = None, *, average: bool = False
+    saved: SavedStep, base: AnyPath | None = None, *, average: bool = False
 ) -> SavedStep:
     """Return a saved step with the complete model.
 
