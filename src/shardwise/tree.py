@@ -94,10 +94,19 @@ def owner_of(path: str, params: Collection[str]) -> str | None:
 
 def num_bytes(shape: tuple[int, ...], dtype: DType) -> int:
     """Return the size of an array in bytes. Typed random keys count with their key data."""
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        key_bits = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
-        return math.prod(shape) * int(key_bits.size * key_bits.dtype.itemsize)
     return math.prod(shape) * int(dtype.itemsize)
+
+
+def is_key(dtype: DType) -> bool:
+    """Return whether a dtype is that of typed random keys, such as `jax.random.key(0)`."""
+    return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
+
+
+def key_bits(shape: tuple[int, ...], dtype: DType) -> jax.ShapeDtypeStruct:
+    """Return shape and dtype of the bits of typed random keys, such as `uint32[2]`."""
+    keys = jax.ShapeDtypeStruct(shape, dtype)
+    bits: jax.ShapeDtypeStruct = jax.eval_shape(jax.random.key_data, keys)
+    return bits
 
 
 def matches(pattern: str, name: str) -> bool:

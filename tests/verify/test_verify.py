@@ -17,6 +17,7 @@ from flax import nnx
 from shardwise import (
     Batches,
     Rules,
+    Run,
     abstract_state,
     init_state,
     make_mesh,
@@ -27,7 +28,7 @@ from shardwise.errors import ConfigError, NumericsError
 from shardwise.models.gpt import GPT, PRESETS
 from shardwise.recipe import load_recipe
 from shardwise.tree import named_leaves
-from shardwise.verification.compare import Quantity, make_side
+from shardwise.verification.compare import Quantity, largest_difference, make_side
 from shardwise.verification.verify import meshes_to_verify
 from tests.helpers import command
 
@@ -362,6 +363,54 @@ def test_parameters_in_bfloat16_are_verified_in_float32():
     found = verify(run, ["data=8"], steps=1)
     assert found.ok
     assert found.results[0].worst["gradient"].tolerance < 1e-3
+
+
+class Rotation(nnx.Module):
+    """Complex parameters and statistics."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+        angles = jax.random.normal(rngs.params(), (8, 8))
+        self.phase = nnx.Param(jnp.exp(1j * angles))
+        self.mean = nnx.Variable(jnp.zeros((8,), jnp.complex64))
+
+    def __call__(self, x):
+        y = self.linear(x) @ self.phase[...]
+        self.mean[...] = y.mean(0)
+        return jnp.abs(y)
+
+
+def complex_run(scale=1.0):
+    x = np.random.default_rng(0).normal(size=(32, 8)).astype(np.float32)
+    return Run(
+        model=Rotation,
+        loss=lambda model, batch: (scale * model(batch["x"]) ** 2).mean(),
+        optimizer=optax.sgd(0.1),
+        data=Batches({"x": x}, 16),
+        steps=2,
+    )
+
+
+def test_complex_parameters_are_verified():
+    found = verify(complex_run(), ["fsdp=8"], steps=1)
+    assert found.ok
+    assert largest_ratio(found) < 0.3
+
+
+@pytest.mark.slow
+def test_wrong_gradients_of_complex_parameters_are_found():
+    found = verify(
+        lambda mesh: complex_run(1.0 if mesh == "data=1" else 2.0), ["fsdp=8"], 1
+    )
+    assert not found.ok
+
+
+def test_differences_of_complex_numbers():
+    a = np.array([1 + 1j, 2, np.nan], np.complex64)
+    b = np.array([1 + 2j, 2, np.nan], np.complex64)
+    assert largest_difference(a, b) == 1.0
+    assert largest_difference(a, a) == 0.0
+    assert largest_difference(a, np.zeros(3, np.complex64)) == np.inf
 
 
 def test_code_that_fails_on_a_mesh_is_reported_with_its_place():

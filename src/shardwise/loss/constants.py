@@ -26,8 +26,9 @@ def constant_value(constant: object) -> Value:
         return value
     # `bfloat16` is a number to JAX, but not to NumPy.
     is_number = jnp.issubdtype(array.dtype, np.number) or array.dtype == bool
-    if array.size and is_number and (array == array.flat[0]).all():
-        number = float(array.flat[0])
+    is_real = not np.iscomplexobj(array) or not array.imag.any()
+    if array.size and is_number and is_real and (array == array.flat[0]).all():
+        number = float(array.real.flat[0])
         return replace(value, constant=number, digest=hash(("constant", number)))
     positions = frozenset(
         dim

@@ -11,7 +11,14 @@ from jax.typing import ArrayLike, DTypeLike
 
 from shardwise.optim.groups import map_with_path, param_path, without_value
 from shardwise.optim.schedules import Schedule
-from shardwise.tree import OptState, Params, PyTree, any_layer, matches, named_leaves
+from shardwise.tree import (
+    OptState,
+    Params,
+    PyTree,
+    any_layer,
+    matches,
+    named_leaves,
+)
 
 # Parameters -> a tree of booleans of the same structure.
 Mask: TypeAlias = Callable[[Params], PyTree]
@@ -110,7 +117,8 @@ def norm(tree: PyTree) -> jax.Array:
     """
     squares: dict[tuple[str, tuple[int, ...]], jax.Array] = {}
     for path, leaf in named_leaves(tree).items():
-        square = jnp.square(leaf.astype(jnp.float32))
+        size = jnp.abs(leaf) if jnp.iscomplexobj(leaf) else leaf
+        square = jnp.square(size.astype(jnp.float32))
         kind = (any_layer(path), leaf.shape)
         squares[kind] = squares[kind] + square if kind in squares else square
     sums = [jnp.sum(square) for square in squares.values()]
@@ -217,11 +225,17 @@ def live_values(opt_state: OptState) -> dict[str, jax.Array]:
     return values
 
 
+def _wide(leaf: jax.Array) -> DTypeLike:
+    """Return float32, or complex64 for complex arrays."""
+    dtype: DTypeLike = jnp.complex64 if jnp.iscomplexobj(leaf) else jnp.float32
+    return dtype
+
+
 def _copies(params: Params, moves: Mask | None) -> PyTree:
     """Return float32 copies of the parameters that move, and `MaskedNode` for the others."""
 
     def copy(is_kept: bool, p: jax.Array) -> jax.Array | optax.MaskedNode:
-        return jnp.array(p, jnp.float32) if is_kept else optax.MaskedNode()
+        return jnp.array(p, _wide(p)) if is_kept else optax.MaskedNode()
 
     mask = jax.tree.map(lambda _: True, params) if moves is None else moves(params)
     return jax.tree.map(copy, mask, params)
@@ -282,9 +296,7 @@ def keep_average(
         def mean(a: jax.Array, p: jax.Array, u: jax.Array) -> jax.Array:
             if _is_masked(a):
                 return a
-            return keep * a + (1 - keep) * (
-                p.astype(jnp.float32) + u.astype(jnp.float32)
-            )
+            return keep * a + (1 - keep) * (p.astype(a.dtype) + u.astype(a.dtype))
 
         average = jax.tree.map(mean, state.average, params, updates, is_leaf=_is_masked)
         return updates, Averaged(
@@ -369,7 +381,7 @@ def with_master(
 
     def full(master: PyTree, params: Params) -> Params:
         def choose(m: jax.Array, p: jax.Array) -> jax.Array:
-            return p.astype(jnp.float32) if _is_masked(m) else m
+            return p.astype(_wide(p)) if _is_masked(m) else m
 
         return jax.tree.map(choose, master, params, is_leaf=_is_masked)
 
@@ -380,7 +392,7 @@ def with_master(
     def update(
         updates: PyTree, state: Master, params: Params = None, **extra: object
     ) -> tuple[PyTree, Master]:
-        updates = jax.tree.map(lambda u: u.astype(jnp.float32), updates)
+        updates = jax.tree.map(lambda u: u.astype(_wide(u)), updates)
         old = full(state.master, params)
         updates, inner_state = inner.update(updates, state.inner, old, **extra)
         new = optax.apply_updates(old, updates)
@@ -390,7 +402,7 @@ def with_master(
             new,
             is_leaf=_is_masked,
         )
-        updates = jax.tree.map(lambda n, p: n - p.astype(jnp.float32), new, params)
+        updates = jax.tree.map(lambda n, p: n - p.astype(n.dtype), new, params)
         return updates, Master(inner_state, master)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -199,21 +199,22 @@ def _measure(
 
 def _with_norm(tree: PyTree, norm: float) -> PyTree:
     """Return `tree` scaled to a global norm."""
-    squares = [
-        jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)
-    ]
+    squares = [jnp.sum(jnp.square(_real(leaf))) for leaf in jax.tree.leaves(tree)]
     scale = norm / np.sqrt(sum(map(float, squares)))
     return jax.tree.map(lambda leaf: (leaf * scale).astype(leaf.dtype), tree)
 
 
 def _rms(leaf: jax.Array) -> float:
-    return float(jnp.sqrt(jnp.mean(jnp.square(leaf.astype(jnp.float32)))))
+    return float(jnp.sqrt(jnp.mean(jnp.square(_real(leaf)))))
 
 
 def _as_vector(tree: PyTree) -> jax.Array:
-    return jnp.concatenate(
-        [leaf.astype(jnp.float32).ravel() for leaf in jax.tree.leaves(tree)]
-    )
+    return jnp.concatenate([_real(leaf).ravel() for leaf in jax.tree.leaves(tree)])
+
+
+def _real(leaf: jax.Array) -> jax.Array:
+    """Return an array in float32. Complex arrays are drawn without an imaginary part."""
+    return jnp.real(leaf).astype(jnp.float32)
 
 
 def _advance_counts(state: OptState, jump: jax.Array) -> OptState:

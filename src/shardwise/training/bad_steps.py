@@ -304,7 +304,7 @@ def _statistics(leaves: dict[str, jax.Array]) -> dict[str, _Statistics]:
     """Compute the statistics of each leaf, see `LeafStats`."""
 
     def measure(leaf: jax.Array) -> _Statistics:
-        x = leaf.astype(jnp.float32)
+        x = jnp.abs(leaf) if jnp.iscomplexobj(leaf) else leaf.astype(jnp.float32)
         finite = jnp.isfinite(x)
         clean = jnp.where(finite, x, 0)
         largest = jnp.max(jnp.abs(clean), initial=0)
@@ -320,12 +320,12 @@ def _statistics(leaves: dict[str, jax.Array]) -> dict[str, _Statistics]:
 
 
 def _leaf_stats(tree: PyTree, measure: _Measure) -> dict[str, LeafStats]:
-    """Return the statistics of each floating-point leaf, by path."""
+    """Return the statistics of each leaf of floating-point or complex numbers, by path."""
     leaves = named_leaves(tree)
     floats = {
         path: leaf
         for path, leaf in leaves.items()
-        if jnp.issubdtype(leaf.dtype, jnp.floating)
+        if jnp.issubdtype(leaf.dtype, jnp.inexact)
     }
     stats = {}
     for path, (norm, largest, num_bad, first) in jax.device_get(

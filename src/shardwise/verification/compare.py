@@ -35,7 +35,7 @@ from shardwise.run import Prepared, Run, prepare
 from shardwise.sharding import Rules
 from shardwise.state import StateSpec, TrainState, init_state
 from shardwise.step import Gradients, LossValue, Metrics, TrainStep, num_rows
-from shardwise.tree import Batch, DType, PyTree, named_leaves
+from shardwise.tree import Batch, DType, PyTree, is_key, named_leaves
 from shardwise.weights.load import load_initial
 
 # How far parameters and gradients are perturbed to measure rounding, in units in the last place.
@@ -514,15 +514,21 @@ def _tolerances(effects: Tolerances, values: HostValues) -> Tolerances:
 
 
 def _nudge(tree: Tree, seed: int) -> Tree:
-    """Return floating point arrays with each entry moved up or down by `NUDGE_ULPS`."""
+    """Return arrays with each number moved up or down by `NUDGE_ULPS`. Integers are unchanged."""
     random = np.random.default_rng(seed)
 
-    def nudge(leaf: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            return leaf
-        value = leaf_to_host(leaf)
+    def move(value: np.ndarray, eps: float) -> np.ndarray:
         signs = random.choice(np.array([-1, 1]), value.shape)
-        moved = value * (1 + NUDGE_ULPS * _eps(leaf.dtype) * signs)
+        return value * (1 + NUDGE_ULPS * eps * signs)
+
+    def nudge(leaf: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return leaf
+        value, eps = leaf_to_host(leaf), _eps(leaf.dtype)
+        if np.iscomplexobj(value):
+            moved = move(value.real, eps) + 1j * move(value.imag, eps)
+        else:
+            moved = move(value, eps)
         placed: jax.Array = jax.device_put(moved.astype(leaf.dtype), leaf.sharding)
         return placed
 
@@ -603,7 +609,7 @@ def largest_difference(a: np.ndarray, b: np.ndarray) -> float:
     """Return the largest difference of two entries. Non-finite entries must be the same."""
     if not a.size:
         return 0.0
-    x, y = a.astype(np.float64), b.astype(np.float64)
+    x, y = in_double(a), in_double(b)
     is_same = (x == y) | (np.isnan(x) & np.isnan(y))
     with np.errstate(invalid="ignore"):
         differences = np.where(is_same, 0.0, np.abs(x - y))
@@ -623,31 +629,32 @@ def _as_bytes(x: np.ndarray) -> np.ndarray:
 
 
 def _distance(a: np.ndarray, b: np.ndarray) -> float:
-    return _norm(a.astype(np.float64) - b.astype(np.float64))
+    return _norm(in_double(a) - in_double(b))
 
 
 def _norm(a: np.ndarray) -> float:
-    return float(np.sqrt(np.square(a, dtype=np.float64).sum()))
+    return float(np.linalg.norm(in_double(a).ravel()))
 
 
 def _eps(dtype: DType) -> float:
     """Return the relative distance of neighboring numbers, or 0 for dtypes that are exact."""
-    return float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.floating) else 0.0
+    return float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.inexact) else 0.0
 
 
 def _largest_entry(leaf: np.ndarray) -> float:
     """Return the largest absolute value of the finite entries."""
-    values = np.abs(leaf.astype(np.float64))
+    values = np.abs(in_double(leaf))
     return float(np.where(np.isfinite(values), values, 0.0).max(initial=0.0))
+
+
+def in_double(leaf: np.ndarray) -> np.ndarray:
+    """Return an array in float64, or in complex128 if it is complex."""
+    return leaf.astype(np.complex128 if np.iscomplexobj(leaf) else np.float64)
 
 
 def _raw(leaf: Array) -> Array:
     """Return the key data of random keys, and other arrays as they are."""
-    return (
-        jax.random.key_data(leaf)
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        else leaf
-    )
+    return jax.random.key_data(leaf) if is_key(leaf.dtype) else leaf
 
 
 def leaf_to_host(leaf: Array) -> np.ndarray:

@@ -25,6 +25,7 @@ from shardwise.verification.compare import (
     evaluation_on,
     first_rows,
     gradients_on,
+    in_double,
     largest_difference,
     leaf_to_host,
     make_side,
@@ -259,12 +260,12 @@ def _common_factor(
 ) -> float | None:
     """Return the factor between all values, or None if one factor does not explain them."""
     a = np.concatenate(
-        [leaf_to_host(actual[name]).astype(np.float64).ravel() for name in expected]
+        [in_double(leaf_to_host(actual[name])).ravel() for name in expected]
     )
-    e = np.concatenate([leaf.astype(np.float64).ravel() for leaf in expected.values()])
+    e = np.concatenate([in_double(leaf).ravel() for leaf in expected.values()])
     if not (np.isfinite(a).all() and np.isfinite(e).all() and e.any()):
         return None
-    factor = float(a @ e / (e @ e))
+    factor = float((np.vdot(e, a) / np.vdot(e, e)).real)
     remainder = np.linalg.norm(a - factor * e)
     return factor if remainder < 0.01 * np.linalg.norm(a - e) else None
 
