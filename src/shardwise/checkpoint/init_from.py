@@ -24,8 +24,9 @@ class InitFrom:
     """The source of a run's initial weights.
 
     Attributes:
-        path: a run directory, one of its steps, a safetensors file, a directory in the layout of
-            the Hugging Face Hub, or `"hf:owner/name"`.
+        path: a run directory, one of its steps, a checkpoint that Orbax wrote without shardwise, a
+            safetensors file, a directory in the layout of the Hugging Face Hub, or
+            `"hf:owner/name"`.
         rename: maps patterns of variable paths in this model to paths in the source. The first
             pattern that matches decides. Each `*` in the target is replaced by the text that the
             `*` in the pattern matched. The target None initializes the variable from the seed.
@@ -33,6 +34,9 @@ class InitFrom:
         step: the step of a run to read: a number, `"best"`, or None for the newest.
         average: read the averaged weights that the optimizer of the run keeps.
         cast: convert arrays of another dtype. By default they are an error.
+        item: the tree with the weights in a checkpoint of plain Orbax: the name of an item, the
+            path of a subtree such as `"model"`, or both, as in `"state/params"`. By default it is
+            the only item or subtree whose names match this model.
 
     Example:
         >>> init = InitFrom("runs/pretrained", rename={"head/*": None, "body/*": "encoder/*"})
@@ -43,6 +47,7 @@ class InitFrom:
     step: int | Literal["best"] | None = None
     average: bool = False
     cast: bool = False
+    item: str | None = None
 
     def __post_init__(self) -> None:
         if not os.fspath(self.path).startswith(HUB):
@@ -65,6 +70,7 @@ class Loaded:
         fresh: the variables that were initialized from the seed.
         left_out: the paths in the source that were not used.
         average: whether the weights are the averages that the source keeps.
+        item: the tree in the source, if it is a checkpoint of plain Orbax with several.
     """
 
     source: str
@@ -72,6 +78,7 @@ class Loaded:
     fresh: tuple[str, ...]
     left_out: tuple[str, ...]
     average: bool = False
+    item: str | None = None
 
     def table(self) -> Table:
         """Return a table with the number of variables of each kind and a few of their names."""
@@ -89,7 +96,7 @@ class Loaded:
             "",
             "variables",
             "",
-            title=f"weights from {self.source}",
+            title=f"weights from {self.source}{f', {self.item}' if self.item else ''}",
             title_justify="left",
         )
         for kind, names in kinds.items():

@@ -5,7 +5,8 @@ Layout of the checkpoints of a run::
     checkpoints/
         200/                 step 200, complete: it got this name after all of it was on disk
             state/           the arrays, as Orbax writes them (OCDBT format, with `_METADATA`):
-                             {"step", "params", "other", "opt_state"}; plain Orbax can read it
+                             {"step", "params", "other", "opt_state"}, and "extra" if a loop saved
+                             a further tree; plain Orbax can read it
             meta.json        a description of the run: step, recipe, arguments, model, data,
                              learning rates, optimizer, mesh, versions, metrics; with frozen
                              weights also `frozen`: their source, shapes and checksums
@@ -20,50 +21,34 @@ The directory is the only list of steps. An array is named by its path in the tr
 JAX and Orbax are imported only by the functions that need them, so listing a directory is fast.
 """
 
-import json
 import math
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
-from rich.filesize import decimal
 
+from shardwise.checkpoint.arrays import MAX_JSON as MAX_JSON
+from shardwise.checkpoint.arrays import ArrayLike as ArrayLike
+from shardwise.checkpoint.arrays import SavedArrays, open_arrays
+from shardwise.checkpoint.arrays import directory_bytes as directory_bytes
+from shardwise.checkpoint.arrays import leaf_bytes as leaf_bytes
+from shardwise.checkpoint.arrays import read_json as read_json
+from shardwise.checkpoint.arrays import show_leaf as show_leaf
+from shardwise.checkpoint.plain import check_not_plain, is_plain
 from shardwise.errors import CheckpointError
-from shardwise.files.durable import error_reason, text_digest
+from shardwise.files.durable import text_digest
 from shardwise.files.manifest import MANIFEST, verify_manifest
 from shardwise.text import Json
 
 if TYPE_CHECKING:
     import jax
-    import orbax.checkpoint as ocp
 
-    from shardwise.tree import DType, KeyPath, PyTree
-
-# The largest JSON file that is read, in bytes. Descriptions are far smaller.
-MAX_JSON = 2**26
-# zstd, which Orbax compresses with, reaches at most this ratio.
-MAX_COMPRESSION = 2**15
+    from shardwise.tree import DType, PyTree
 
 Array = TypeVar("Array", np.ndarray, "jax.Array")
-
-
-class ArrayLike(Protocol):
-    """Anything with a shape and a dtype: an array, or the description of one.
-
-    Attributes:
-        shape: the size of each dimension.
-        dtype: the type of the elements.
-    """
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> "DType": ...
 
 
 @dataclass(frozen=True)
@@ -102,90 +87,18 @@ class SavedStep:
         return text_digest((self.directory / MANIFEST).read_text())
 
     def read(self, names: Iterable[str]) -> dict[str, np.ndarray]:
-        """Read leaves into NumPy arrays.
-
-        Args:
-            names: names of leaves, as in `leaves`.
-
-        Returns:
-            The arrays, by name.
-
-        Raises:
-            CheckpointError: if a shape is larger than these files or this machine can hold, or if
-                Orbax cannot read the files.
-        """
-        import orbax.checkpoint as ocp
-
-        wanted = set(names)
-        self._check_size(wanted)
-        return self._restore(wanted, lambda _: ocp.RestoreArgs(restore_type=np.ndarray))
+        """Read leaves into NumPy arrays, see `SavedArrays.read`."""
+        return self._arrays.read(names)
 
     def place(
         self, wanted: Mapping[str, "jax.ShapeDtypeStruct"]
     ) -> dict[str, "jax.Array"]:
-        """Read leaves onto devices.
+        """Read leaves onto devices, see `SavedArrays.place`."""
+        return self._arrays.place(wanted)
 
-        Args:
-            wanted: dtype and sharding of each leaf, by name. The shape must be the saved one.
-
-        Returns:
-            The arrays, by name.
-
-        Raises:
-            CheckpointError: if Orbax cannot read the files.
-        """
-        import orbax.checkpoint as ocp
-
-        def restore_args(name: str) -> "ocp.RestoreArgs":
-            leaf = wanted.get(name)
-            if leaf is None:
-                return ocp.RestoreArgs()
-            return ocp.ArrayRestoreArgs(
-                sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype
-            )
-
-        return self._restore(set(wanted), restore_args)
-
-    def _restore(
-        self, names: set[str], restore_args: Callable[[str], "ocp.RestoreArgs"]
-    ) -> "dict[str, PyTree]":
-        import jax
-        import orbax.checkpoint as ocp
-
-        from shardwise.tree import leaf_name, named_leaves
-
-        def keep_wanted(path: "KeyPath", leaf: ArrayLike) -> object:
-            # Orbax does not read the leaves that have a placeholder.
-            return leaf if leaf_name(path) in names else ocp.PLACEHOLDER
-
-        args = ocp.args.PyTreeRestore(
-            item=jax.tree_util.tree_map_with_path(keep_wanted, self.tree),
-            restore_args=jax.tree_util.tree_map_with_path(
-                lambda path, _: restore_args(leaf_name(path)), self.tree
-            ),
-        )
-        with orbax_errors(self.directory):
-            restored = _orbax_handler().restore(self.directory / "state", args=args)
-        return {
-            name: leaf for name, leaf in named_leaves(restored).items() if name in names
-        }
-
-    def _check_size(self, names: set[str]) -> None:
-        """Refuse arrays that do not fit in memory or cannot come from files of this size.
-
-        A hostile file can claim any shape. Reading it would allocate that much.
-        """
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        limit = min(memory, MAX_COMPRESSION * directory_bytes(self.directory))
-        for name in sorted(names):
-            leaf = self.leaves[name]
-            size = leaf_bytes(leaf)
-            if size > limit:
-                raise CheckpointError(
-                    f"{self.directory}: '{name}' claims to be {show_leaf(leaf)}, {decimal(size)}. "
-                    f"With these files on this machine at most {decimal(limit)} is possible. "
-                    "Nothing was read."
-                )
+    @property
+    def _arrays(self) -> SavedArrays:
+        return SavedArrays(self.directory / "state", self.tree, self.leaves)
 
 
 def find_checkpoints(target: Path) -> Path:
@@ -197,10 +110,12 @@ def find_checkpoints(target: Path) -> Path:
     Raises:
         CheckpointError: if there is none.
     """
-    if (target / "checkpoints").is_dir():
-        return target / "checkpoints"
-    if target.is_dir() and saved_steps(target):
-        return target
+    directory = target / "checkpoints"
+    if not directory.is_dir():
+        directory = target
+    check_not_plain(directory)
+    if directory != target or (target.is_dir() and saved_steps(target)):
+        return directory
     if target.is_dir():
         fact = "has no checkpoints"
     elif target.exists():
@@ -241,7 +156,7 @@ def find_step(target: Path, step: int | Literal["best"] | None = None) -> Path:
     """
     if step == "best":
         return _find_best(target)
-    if is_step(target):
+    if is_step(target) and not is_plain(target):
         if step is not None and target.name != str(step):
             raise CheckpointError(
                 f"{target} is a single step, and not step {step}. Pass the run directory with a "
@@ -354,24 +269,8 @@ def read_step(directory: Path) -> SavedStep:
     Raises:
         CheckpointError: if the files are not in the format that shardwise writes.
     """
-    from shardwise.tree import named_leaves
-
-    state = directory.resolve() / "state"
-    # In Orbax's other format the name of a leaf is a path on disk, which a hostile file could set
-    # to any path.
-    if read_json(state / "_METADATA").get("use_ocdbt") is not True:
-        raise CheckpointError(
-            f"{state} is not in the OCDBT format that shardwise writes, and is not read."
-        )
-    with orbax_errors(directory):
-        tree = _orbax_handler().metadata(state).tree
-        leaves = named_leaves(tree)
-        if not all(
-            hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-            for leaf in leaves.values()
-        ):
-            raise ValueError("it contains leaves that are not arrays")
-    return SavedStep(directory.resolve(), tree, leaves)
+    arrays = open_arrays(directory / "state")
+    return SavedStep(directory.resolve(), arrays.tree, arrays.leaves)
 
 
 def averages(saved: SavedStep) -> dict[str, tuple[str, ...]]:
@@ -440,7 +339,8 @@ def average_of(parts: Sequence[Array], dtype: "DType") -> Array:
         dtype: the dtype of the result.
     """
     if len(parts) == 1:
-        return parts[0].astype(dtype)
+        # NumPy has no dtype for random keys, which are never averaged.
+        return parts[0].astype(dtype) if isinstance(dtype, np.dtype) else parts[0]
     params, z, b1 = parts
     average: Array = ((params - (1 - b1) * z) / b1).astype(dtype)
     return average
@@ -468,62 +368,3 @@ def in_groups(sizes: Mapping[str, int], budget: int = 2**26) -> Iterator[list[st
         total += size
     if group:
         yield group
-
-
-def read_json(path: Path) -> Json:
-    """Read a JSON object from a file of at most `MAX_JSON` bytes.
-
-    Raises:
-        CheckpointError: if the file cannot be read, is too large, or holds anything else.
-    """
-    try:
-        size = path.stat().st_size
-        if size > MAX_JSON:
-            raise ValueError(f"it has {size:,} bytes, more than {MAX_JSON:,}")
-        content = json.loads(path.read_bytes())
-        if not isinstance(content, dict):
-            raise ValueError(f"it holds a {type(content).__name__}, not a dictionary")
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {error_reason(error)}"
-        ) from error
-    return content
-
-
-def leaf_bytes(leaf: ArrayLike) -> int:
-    """Return the size of an array in bytes."""
-    return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
-
-
-def directory_bytes(directory: Path) -> int:
-    """Return the total size of all files below a directory in bytes."""
-    return sum(
-        path.lstat().st_size for path in directory.rglob("*") if not path.is_dir()
-    )
-
-
-def show_leaf(leaf: ArrayLike) -> str:
-    """Return dtype and shape of an array, such as `float32[16, 8]`."""
-    return f"{leaf.dtype}[{', '.join(map(str, leaf.shape))}]"
-
-
-def _orbax_handler() -> "ocp.PyTreeCheckpointHandler":
-    import orbax.checkpoint as ocp
-
-    return ocp.PyTreeCheckpointHandler()
-
-
-@contextmanager
-def orbax_errors(directory: Path) -> Iterator[None]:
-    """Turn anything that Orbax raises about the files of a step into one line.
-
-    The files match their digests at this point, so they are what somebody wrote, but Orbax cannot
-    read them.
-    """
-    try:
-        yield
-    except Exception as error:
-        text = str(error).strip().split("\n")[0][:300]
-        raise CheckpointError(
-            f"{directory} cannot be read: {text or type(error).__name__}"
-        ) from error

@@ -39,10 +39,13 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from shardwise.checkpoint.arrays import check_names
+from shardwise.checkpoint.plain import check_not_plain
 from shardwise.checkpoint.reader import (
     ArrayLike,
-    orbax_errors,
+    SavedStep,
     read_json,
     read_metric,
     read_step,
@@ -62,7 +65,7 @@ from shardwise.files.manifest import (
 from shardwise.files.paths import AnyPath, local_path
 from shardwise.state import StateSpec, TrainState
 from shardwise.text import Json, columns, show_bytes
-from shardwise.tree import PyTree, named_leaves, num_bytes
+from shardwise.tree import KeyPath, PyTree, leaf_name, named_leaves, nest, num_bytes
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
@@ -72,6 +75,8 @@ MAX_LISTED = 24
 # Seconds that a background save waits before it starts. The training loop, whose devices are idle
 # at that moment, gets the interpreter first.
 HEAD_START = 0.05
+# The names of the arrays in the user's tree begin with this.
+EXTRA = "extra/"
 # Numbers the `Checkpoints` objects of a process. All processes create them in the same order.
 _OBJECTS = itertools.count()
 
@@ -156,7 +161,7 @@ class Checkpoints:
         group: the processes of the run.
 
     Example:
-        >>> with Checkpoints(Path("runs/a/checkpoints")) as checkpoints:  # doctest: +SKIP
+        >>> with Checkpoints("runs/a/checkpoints") as checkpoints:  # doctest: +SKIP
         ...     checkpoints.save(state, {"metrics": {"eval_loss": 1.0}})
         ...     checkpoints.wait()
         ...     state = checkpoints.restore(spec, checkpoints.latest())
@@ -223,7 +228,12 @@ class Checkpoints:
 
     # Saving
 
-    def save(self, state: TrainState, metadata: Mapping[str, object]) -> None:
+    def save(
+        self,
+        state: TrainState,
+        metadata: Mapping[str, object] | None = None,
+        extra: Mapping[str, PyTree] | None = None,
+    ) -> None:
         """Start to save a state. It may be donated as soon as this returns.
 
         Waits for the previous save if that is still running. An error of the background part is
@@ -232,14 +242,21 @@ class Checkpoints:
         Args:
             state: the state to save, under the number of its step.
             metadata: the content of `meta.json`, without the step.
+            extra: a dictionary with a further tree of NumPy or JAX arrays, which `restore_extra`
+                reads.
 
         Raises:
+            ConfigError: if `extra` is not a dictionary of arrays, or two arrays have the same name.
             CheckpointError: if the step exists already, does not fit on the disk, or cannot be
                 written.
         """
         self.wait()
         step = int(state.step)
-        tree = _saved_tree(state)
+        tree = _saved_tree(state) | _extra_tree(extra)
+        try:
+            check_names(tree)
+        except ValueError as error:
+            raise ConfigError(f"{error}. Rename one of them.") from error
         self._saving = self._next_round()
         temporary = self._temporary(step)
         size = sum(num_bytes(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree))
@@ -259,7 +276,7 @@ class Checkpoints:
                 raise CheckpointError(
                     f"{self.path(step)} could not be saved: {problem}"
                 )
-        save = _Save(self._saving, step, dict(metadata), copies, problem)
+        save = _Save(self._saving, step, dict(metadata or {}), copies, problem)
         self._pending = self._thread.submit(self._commit, save)
 
     def _temporary(self, step: int) -> Path:
@@ -269,6 +286,8 @@ class Checkpoints:
         """Create the temporary directory of a save. Return why that is not possible, or None."""
         temporary = self._temporary(step)
         try:
+            # Old steps are deleted after a save.
+            check_not_plain(self.directory)
             if self.path(step).exists():
                 return f"{self.path(step)} already exists. A checkpoint is never overwritten."
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -409,7 +428,7 @@ class Checkpoints:
         try:
             meta = temporary / "meta.json"
             description = {"step": save.step, **save.metadata}
-            meta.write_text(json.dumps(description, indent=2, default=str) + "\n")
+            meta.write_text(json.dumps(description, indent=2, default=_as_json) + "\n")
             sync(meta)
             write_manifest(temporary, {**digests, meta.name: file_digest(meta)})
             fail_point("checkpoint.rename")
@@ -496,8 +515,11 @@ class Checkpoints:
 
         Raises:
             CheckpointError: if all steps are damaged. A fresh start would silently lose the run.
+                Also if the directory has steps that Orbax wrote without shardwise.
         """
         damaged: list[str] = []
+        # Without digests they would look damaged.
+        check_not_plain(self.directory)
         had_damaged = any(self.directory.glob("*.bad*"))
         steps, had_damaged = self.group.share(
             self._next_round(), [self.steps(), had_damaged]
@@ -542,16 +564,11 @@ class Checkpoints:
         Raises:
             CheckpointError: if the step does not match `spec` or cannot be read.
         """
-        import orbax.checkpoint as ocp
-
         self.wait()
         fail_point("restore")
-        self.check_fits(spec, step)
+        saved = self._open_fitting(spec, step)
         wanted = _saved_tree(spec.abstract)
-        with orbax_errors(self.path(step)):
-            restored = self._orbax.restore(
-                self.path(step) / "state", args=ocp.args.StandardRestore(wanted)
-            )
+        restored = _fill(wanted, saved.place(named_leaves(wanted)))
         # Buffers that Orbax allocates cannot be donated. Copies can, so the first step does not
         # need memory for a second state.
         shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted)
@@ -559,6 +576,40 @@ class Checkpoints:
             lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings
         )
         return TrainState(**copy(restored))
+
+    def restore_extra(self, step: int, like: PyTree = None) -> PyTree:
+        """Read the tree that was passed to `save` as `extra`.
+
+        Args:
+            step: the step. Its files are not verified here; call `verify` before.
+            like: a tree with the same paths, shapes and dtypes. Leaves with a sharding, such as
+                `jax.Array` or `jax.ShapeDtypeStruct`, are read onto its devices, others into NumPy.
+                None reads everything into NumPy, as nested dictionaries.
+
+        Raises:
+            CheckpointError: if the step has another tree than `like`, or cannot be read.
+        """
+        self.wait()
+        saved = read_step(self.path(step))
+        names = [name for name in saved.leaves if name.startswith(EXTRA)]
+        if like is None:
+            arrays = saved.read(names)
+            return nest({tuple(name.split("/")[1:]): arrays[name] for name in names})
+        wanted = {"extra": like}
+        leaves = named_leaves(wanted)
+        differences = _differences({name: saved.leaves[name] for name in names}, leaves)
+        if differences:
+            raise CheckpointError(
+                f"the extra tree of checkpoint {self.path(step)} differs from `like`:\n"
+                f"{differences}\nNothing was loaded. Pass None to read it as it is."
+            )
+        placed = {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+            for name, leaf in leaves.items()
+            if getattr(leaf, "sharding", None) is not None
+        }
+        read = saved.read(leaves.keys() - placed.keys())
+        return _fill(wanted, {**read, **saved.place(placed)})["extra"]
 
     def check_fits(self, spec: StateSpec, step: int) -> None:
         """Compare paths, shapes and dtypes of a step with those of `spec`. No array is read.
@@ -570,20 +621,37 @@ class Checkpoints:
         Raises:
             CheckpointError: if they differ. The message lists the differences.
         """
-        wanted = named_leaves(_saved_tree(spec.abstract))
-        mismatched = _mismatched_leaves(read_step(self.path(step)).leaves, wanted)
-        if not mismatched:
-            return
-        # Parameters first: they explain most differences in the optimizer state.
-        mismatched.sort(key=lambda leaf: not leaf[0].startswith("params/"))
-        table = columns([("path", "saved", "wanted"), *mismatched[:MAX_LISTED]])
-        hidden = len(mismatched) - MAX_LISTED
-        more = f"\n  and {hidden} more" if hidden > 0 else ""
-        raise CheckpointError(
-            f"checkpoint {self.path(step)} does not match this run:\n{table}{more}\n"
-            "Nothing was loaded. Use the arguments of the run that wrote it, or start from its "
-            "weights with init_from and another --out."
-        )
+        self._open_fitting(spec, step)
+
+    def _open_fitting(self, spec: StateSpec, step: int) -> SavedStep:
+        saved = read_step(self.path(step))
+        state = {
+            name: leaf
+            for name, leaf in saved.leaves.items()
+            if not name.startswith(EXTRA)
+        }
+        differences = _differences(state, named_leaves(_saved_tree(spec.abstract)))
+        if differences:
+            raise CheckpointError(
+                f"checkpoint {self.path(step)} does not match this run:\n{differences}\n"
+                "Nothing was loaded. Use the arguments of the run that wrote it, or start from its "
+                "weights with init_from and another --out."
+            )
+        return saved
+
+
+def _differences(
+    saved: Mapping[str, ArrayLike], wanted: Mapping[str, ArrayLike]
+) -> str:
+    """Return a table of the leaves that differ; empty if there are none."""
+    mismatched = _mismatched_leaves(saved, wanted)
+    if not mismatched:
+        return ""
+    # Parameters first: they explain most differences in the optimizer state.
+    mismatched.sort(key=lambda leaf: not leaf[0].startswith("params/"))
+    table = columns([("path", "saved", "wanted"), *mismatched[:MAX_LISTED]])
+    hidden = len(mismatched) - MAX_LISTED
+    return f"{table}\n  and {hidden} more" if hidden > 0 else table
 
 
 def _mismatched_leaves(
@@ -612,7 +680,7 @@ def _has_room(tree: PyTree) -> bool:
     """
     needed: dict[jax.Device, int] = {}
     for leaf in jax.tree.leaves(tree):
-        for shard in leaf.addressable_shards:
+        for shard in getattr(leaf, "addressable_shards", ()):
             needed[shard.device] = needed.get(shard.device, 0) + shard.data.nbytes
     for device, size in needed.items():
         stats = device.memory_stats() or {}
@@ -621,9 +689,56 @@ def _has_room(tree: PyTree) -> bool:
     return True
 
 
-@jax.jit
 def _copy_on_devices(tree: PyTree) -> PyTree:
-    return jax.tree.map(jnp.copy, tree)
+    """Return a copy of the arrays on the devices. NumPy arrays are copies already."""
+    leaves, structure = jax.tree.flatten(tree)
+    arrays = {
+        index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)
+    }
+    copied = {**dict(enumerate(leaves)), **_copy(arrays)}
+    return jax.tree.unflatten(structure, [copied[i] for i in range(len(leaves))])
+
+
+@jax.jit
+def _copy(arrays: dict[int, jax.Array]) -> dict[int, jax.Array]:
+    return {index: jnp.copy(array) for index, array in arrays.items()}
+
+
+def _extra_tree(extra: Mapping[str, PyTree] | None) -> dict[str, PyTree]:
+    if extra is not None and not isinstance(extra, Mapping):
+        raise ConfigError(
+            f"extra is a {type(extra).__name__}. Pass a dictionary of arrays."
+        )
+    # Orbax does not save empty trees.
+    if not jax.tree.leaves(extra):
+        return {}
+    return {"extra": jax.tree_util.tree_map_with_path(_own_extra, extra)}
+
+
+def _own_extra(path: KeyPath, leaf: object) -> np.ndarray | jax.Array:
+    """Return a leaf of the user's tree. NumPy arrays are copied, because they may change."""
+    if isinstance(leaf, jax.Array):
+        return leaf
+    if isinstance(leaf, np.ndarray):
+        return leaf.copy()
+    raise ConfigError(
+        f"extra['{leaf_name(path)}'] is a {type(leaf).__name__}, not a NumPy or JAX array. Put "
+        "numbers and texts into `metadata`, which is JSON."
+    )
+
+
+def _fill(tree: PyTree, values: Mapping[str, np.ndarray | jax.Array]) -> PyTree:
+    """Return a tree with other leaves, by name."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: values[leaf_name(path)], tree
+    )
+
+
+def _as_json(value: object) -> object:
+    """Return numbers of NumPy and JAX as numbers, and anything else as text."""
+    if isinstance(value, np.generic | np.ndarray | jax.Array) and value.ndim == 0:
+        return value.item()
+    return str(value)
 
 
 def _saved_tree(state: TrainState) -> dict[str, PyTree]:

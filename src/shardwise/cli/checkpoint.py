@@ -210,7 +210,7 @@ def show_step(options: argparse.Namespace, console: Console) -> tuple[Json, int]
             _printable(leaf["path"]),
             show_leaf(saved.leaves[leaf["path"]]),
             decimal(leaf["bytes"]),
-            *(_show_value(leaf[column]) for column in columns),
+            *(_show_value(leaf.get(column)) for column in columns),
         )
     console.print(table)
     totals = _totals(leaves)
@@ -279,14 +279,29 @@ def _schedule_range(rates: object) -> str:
 
 
 def _statistics(saved: SavedStep) -> dict[str, dict[str, float]]:
-    """Return min, max, mean and std of the finite values of every array, and how many are not."""
+    """Return min, max, mean and std of the finite values of every array, and how many are not.
+
+    The real and imaginary parts of complex numbers are values of their own. Random keys have none.
+    """
+    from shardwise.tree import is_key
+
     statistics: dict[str, dict[str, float]] = {}
     for group in in_groups(
-        {name: leaf_bytes(leaf) for name, leaf in saved.leaves.items()}
+        {
+            name: leaf_bytes(leaf)
+            for name, leaf in saved.leaves.items()
+            if not is_key(leaf.dtype)
+        }
     ):
         for name, array in saved.read(group).items():
-            statistics[name] = _array_statistics(array)
+            statistics[name] = _array_statistics(_real_parts(array))
     return statistics
+
+
+def _real_parts(array: np.ndarray) -> np.ndarray:
+    if np.iscomplexobj(array):
+        return np.stack([array.real, array.imag])
+    return array
 
 
 def _array_statistics(array: np.ndarray) -> dict[str, float]:
@@ -329,7 +344,8 @@ def _finite_blocks(array: np.ndarray) -> Iterator[np.ndarray]:
 def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
     flat = array.reshape(-1)
     for start in range(0, flat.size, BLOCK):
-        yield flat[start : start + BLOCK].astype(np.float64)
+        block = flat[start : start + BLOCK]
+        yield block.astype(np.complex128 if np.iscomplexobj(block) else np.float64)
 
 
 # diff

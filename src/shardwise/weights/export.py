@@ -24,7 +24,7 @@ from shardwise.errors import CheckpointError, ConfigError
 from shardwise.files.durable import sync, write_atomically
 from shardwise.files.paths import AnyPath, local_path
 from shardwise.text import Json
-from shardwise.tree import nest
+from shardwise.tree import is_key, key_bits, nest
 from shardwise.weights.hf import params_to_hf
 from shardwise.weights.hf_config import config_from_shapes, config_to_hf
 from shardwise.weights.hub import tokenizer_files, tokenizer_of
@@ -64,7 +64,10 @@ def export_plain(saved: SavedStep, out: AnyPath, *, average: bool = False) -> li
         ConfigError: if `out` exists.
         CheckpointError: if safetensors has no name for a dtype, or there are no averages.
     """
-    leaves = {path: saved.leaves[name] for path, name in saved.variables.items()}
+    leaves = {
+        path: _without_keys(saved.leaves[name])
+        for path, name in saved.variables.items()
+    }
     unknown = [
         f"'{path}' ({show_leaf(leaf)})"
         for path, leaf in leaves.items()
@@ -241,6 +244,11 @@ def _safetensors_header(
     # The data is aligned to 8 bytes.
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text, end
+
+
+def _without_keys(leaf: ArrayLike) -> ArrayLike:
+    """Describe random keys by their bits, for which safetensors has a dtype."""
+    return key_bits(leaf.shape, leaf.dtype) if is_key(leaf.dtype) else leaf
 
 
 def _origin(saved: SavedStep, average: bool) -> dict[str, str]:

@@ -71,12 +71,14 @@ class FrozenWeights:
         adapters: the adapters, by the path of their weight.
         source: where the weights came from, or None if all were initialized from the seed.
         average: whether they are the averages that the source keeps.
+        item: the tree in the source, if it is a checkpoint of plain Orbax with several.
     """
 
     leaves: Mapping[str, FrozenLeaf]
     adapters: Mapping[str, Adapter]
     source: str | None
     average: bool
+    item: str | None = None
 
     @classmethod
     def from_metadata(cls, saved: SavedStep) -> "FrozenWeights | None":
@@ -104,6 +106,7 @@ class FrozenWeights:
                 adapters,
                 description["source"],
                 description.get("average") is True,
+                description.get("item"),
             )
 
 
@@ -141,6 +144,8 @@ def describe_frozen(spec: StateSpec, frozen: Params, loaded: Loaded | None) -> J
             "source": str(Path(loaded.source).resolve()),
             "average": loaded.average,
         }
+        if loaded.item is not None:
+            origin["item"] = loaded.item
     return {**origin, "leaves": leaves, "adapters": dict(spec.definition.adapters)}
 
 

@@ -6,6 +6,7 @@ Variables can be renamed, skipped, or initialized from the seed, by patterns of 
 import re
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from shardwise.checkpoint.init_from import InitFrom, Loaded
+from shardwise.checkpoint.plain import find_trees, is_plain
 from shardwise.checkpoint.reader import (
     ArrayLike,
     SavedStep,
@@ -24,7 +26,15 @@ from shardwise.errors import CheckpointError, ConfigError
 from shardwise.files.paths import AnyPath
 from shardwise.state import StateSpec, TrainState, init_state
 from shardwise.text import columns, did_you_mean
-from shardwise.tree import KeyPath, Params, PyTree, leaf_name, named_leaves
+from shardwise.tree import (
+    KeyPath,
+    Params,
+    PyTree,
+    is_key,
+    key_bits,
+    leaf_name,
+    named_leaves,
+)
 from shardwise.weights.adapters import A, B
 from shardwise.weights.families import family_of_tensors
 from shardwise.weights.families.base import Family, ModelConfig
@@ -38,6 +48,7 @@ from shardwise.weights.sources import (
     source_of_step,
     source_of_tensors,
 )
+from shardwise.weights.trees import source_of_trees
 
 # Returns the configuration of our model for the published weights of a family. The second argument
 # is the title of the source, for messages.
@@ -67,7 +78,6 @@ def load_initial(
     Example:
         >>> state, loaded = load_initial(InitFrom("runs/a"), spec, seed=0)  # doctest: +SKIP
     """
-    source = open_source(init, partial(_config_in_model, spec))
     params = named_leaves(spec.abstract.params)
     frozen = named_leaves(spec.abstract.frozen)
     other = named_leaves(spec.abstract.other)
@@ -77,6 +87,9 @@ def load_initial(
         f"{path}/{part}" for path in spec.definition.adapters for part in (A, B)
     }
     required = wanted.keys() - other.keys() - adapters
+    names = [_name_in_source(path, init.rename)[1] for path in required]
+    needed = [name for name in names if name is not None]
+    source = open_source(init, partial(_config_in_model, spec), needed)
     loaded = _plan(init, source, wanted, required)
 
     values = _initialize(spec, seed, loaded.fresh)
@@ -102,18 +115,29 @@ def load_initial(
     return state, loaded
 
 
-def open_source(init: InitFrom, config_of: ConfigLookup) -> WeightSource:
+def open_source(
+    init: InitFrom, config_of: ConfigLookup, names: Collection[str]
+) -> WeightSource:
     """Open the files that `init` names. Their headers are read, but no array.
 
     Args:
         init: where the weights are. `rename` and `cast` are ignored here.
         config_of: returns the configuration of our model, if the files are published weights.
+        names: paths in the source that are needed. They find the tree with the weights in a
+            checkpoint of plain Orbax.
 
     Raises:
         CheckpointError: if the files are missing, damaged, or do not match the configuration.
     """
     path = locate(init.path)
     files = weights_in(path)
+    if not files and is_plain(plain := _steps_below(path)):
+        return _open_plain(plain, init, names)
+    if init.item is not None:
+        raise ConfigError(
+            f"init_from: {path} is not a checkpoint of plain Orbax, so it has no items. Drop "
+            "`item`."
+        )
     if not files:
         saved = open_step(find_step(path, init.step))
         complete = merged_step(saved, average=init.average)
@@ -131,6 +155,20 @@ def open_source(init: InitFrom, config_of: ConfigLookup) -> WeightSource:
     return source_of_published(
         title, files[0].parent, tensors, config_of(family, title)
     )
+
+
+def _steps_below(path: Path) -> Path:
+    """Return the directory `checkpoints` in a directory, or the directory itself without one."""
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+
+
+def _open_plain(path: Path, init: InitFrom, names: Collection[str]) -> WeightSource:
+    if init.step == "best" or init.average:
+        raise ConfigError(
+            f"init_from: {path} was written by plain Orbax, which records neither the best step "
+            "nor averages. Choose a step by its number, and averages with `item`."
+        )
+    return source_of_trees(path, find_trees(path, init.step), init.item, names)
 
 
 def merged_step(
@@ -164,9 +202,16 @@ def merged_step(
             "there is no file to merge with."
         )
     shapes = {path: leaf.shape for path, leaf in frozen.leaves.items()}
+    # Another base is searched for its weights again.
+    same = base is None
     source = open_source(
-        InitFrom(place, average=base is None and frozen.average),
+        InitFrom(
+            place,
+            average=same and frozen.average,
+            item=frozen.item if same else None,
+        ),
         lambda _family, _title: config_from_shapes(shapes, saved.metadata.get("model")),
+        [str(leaf.name) for leaf in frozen.leaves.values()],
     )
     return merge_step(saved, frozen, source, average)
 
@@ -228,7 +273,7 @@ def _plan(
         )
     used = set(taken.values())
     unused = tuple(name for name in source.leaves if name not in used)
-    return Loaded(source.title, taken, tuple(fresh), unused, init.average)
+    return Loaded(source.title, taken, tuple(fresh), unused, init.average, source.item)
 
 
 def _name_in_source(
@@ -260,10 +305,15 @@ def _mismatch(
     saved: ArrayLike | None = source.leaves.get(name)
     if saved is None:
         return "-", show_leaf(leaf), did_you_mean(name, source.leaves).strip()
+    may_cast = not is_key(leaf.dtype) and not is_key(saved.dtype)
+    if is_key(leaf.dtype) and not is_key(saved.dtype):
+        # A file that has no dtype for random keys has their bits.
+        leaf = key_bits(leaf.shape, leaf.dtype)
     if tuple(saved.shape) != leaf.shape:
         return show_leaf(saved), show_leaf(leaf), ""
-    if saved.dtype != leaf.dtype and not cast:
-        return show_leaf(saved), show_leaf(leaf), "cast=True would convert it"
+    if saved.dtype != leaf.dtype and not (cast and may_cast):
+        hint = "cast=True would convert it" if may_cast else ""
+        return show_leaf(saved), show_leaf(leaf), hint
     return None
 
 

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwise.checkpoint.reader import (
     ArrayLike,
@@ -17,7 +19,7 @@ from shardwise.checkpoint.reader import (
 )
 from shardwise.errors import CheckpointError
 from shardwise.sharding import put
-from shardwise.tree import named_leaves
+from shardwise.tree import is_key, named_leaves
 from shardwise.weights.export import DTYPES
 from shardwise.weights.families.base import ModelConfig
 from shardwise.weights.hf import params_from_hf
@@ -34,11 +36,13 @@ class WeightSource:
         leaves: shape and dtype of all arrays, by path such as `head/kernel`.
         load: reads the arrays of the given paths, each with the sharding of its value. The result
             may have the dtype of the source instead of the wanted one.
+        item: the tree that has the arrays, if the source has several.
     """
 
     title: str
     leaves: Mapping[str, ArrayLike]
     load: Callable[[Mapping[str, jax.ShapeDtypeStruct]], dict[str, jax.Array]]
+    item: str | None = None
 
 
 def source_of_step(saved: SavedStep, average: bool) -> WeightSource:
@@ -58,7 +62,7 @@ def source_of_step(saved: SavedStep, average: bool) -> WeightSource:
         abstract = {}
         for path, leaf in wanted.items():
             for name in parts[path]:
-                abstract[name] = _with_sharding_of(leaf, saved.leaves[name])
+                abstract[name] = with_sharding_of(leaf, saved.leaves[name])
         arrays = saved.place(abstract)
         return {
             path: average_of([arrays[name] for name in parts[path]], leaves[path].dtype)
@@ -68,15 +72,13 @@ def source_of_step(saved: SavedStep, average: bool) -> WeightSource:
     return WeightSource(str(saved.directory), leaves, load)
 
 
-def _with_sharding_of(
+def with_sharding_of(
     leaf: jax.ShapeDtypeStruct, saved: ArrayLike
 ) -> jax.ShapeDtypeStruct:
     """Describe a saved leaf with the sharding of a parameter. Scalars are replicated."""
     sharding = leaf.sharding
     if not saved.shape:
-        sharding = jax.sharding.NamedSharding(
-            sharding.mesh, jax.sharding.PartitionSpec()
-        )
+        sharding = NamedSharding(sharding.mesh, PartitionSpec())
     return jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=sharding)
 
 
@@ -149,8 +151,26 @@ def source_of_published(
 
 
 def place_like(value: jax.Array | np.ndarray, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    """Return an array with the dtype and the sharding of `leaf`."""
-    value = value.astype(leaf.dtype)
+    """Return an array with the dtype and the sharding of `leaf`.
+
+    Args:
+        value: the array. Random keys may be their bits.
+        leaf: shape, dtype and sharding.
+    """
+    if is_key(leaf.dtype) and not is_key(value.dtype):
+        return _place_key_bits(value, leaf)
+    if value.dtype != leaf.dtype:
+        value = value.astype(leaf.dtype)
     move = jax.device_put if isinstance(value, jax.Array) else put
     placed: jax.Array = move(value, leaf.sharding)
     return placed
+
+
+def _place_key_bits(
+    bits: jax.Array | np.ndarray, leaf: jax.ShapeDtypeStruct
+) -> jax.Array:
+    implementation = jax.random.key_impl(jnp.empty((), leaf.dtype))
+    wrap = partial(jax.random.wrap_key_data, impl=implementation)
+    replicated = NamedSharding(leaf.sharding.mesh, PartitionSpec())
+    keys: jax.Array = jax.jit(wrap, out_shardings=leaf.sharding)(put(bits, replicated))
+    return keys

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from shardwise import Checkpoints, Rules, abstract_state, init_state, make_mesh
 from shardwise.checkpoint import store
 from shardwise.checkpoint.store import Keep
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, ConfigError
 from shardwise.tree import named_leaves
 
 
@@ -254,3 +254,85 @@ def test_a_checkpoint_is_never_overwritten_and_a_full_disk_is_predicted(
         "20",
         "30",
     ]
+
+
+# A further tree of arrays
+
+
+def test_a_further_tree_is_saved_with_the_state_and_restored(tmp_path):
+    spec = spec_for("data=2,fsdp=4")
+    state = init_state(spec, 5)
+    sharded = jax.sharding.NamedSharding(spec.mesh, jax.sharding.PartitionSpec("fsdp"))
+    counts = np.arange(4)
+    extra = {
+        "replay": {"rewards": jax.device_put(jnp.arange(8.0), sharded)},
+        "history": [counts, np.array(7, np.int64)],
+        "key": jax.random.key(1),
+    }
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, {"metrics": {"eval_loss": jnp.float32(0.5)}}, extra)
+        # The array belongs to the loop, which may change it.
+        counts[:] = 0
+        checkpoints.wait()
+        assert checkpoints.verify(0) == []
+        assert checkpoints.metadata(0)["metrics"] == {"eval_loss": 0.5}
+        # The state is restored without it.
+        restored = checkpoints.restore(spec, 0)
+        assert jax.tree.structure(restored) == jax.tree.structure(state)
+        plain = checkpoints.restore_extra(0)
+        assert list(plain["history"]["0"]) == [0, 1, 2, 3]
+        assert plain["key"].dtype == np.uint32
+        mesh = make_mesh("fsdp=2", jax.devices()[:2])
+        halves = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+        rewards = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=halves)
+        like = {**extra, "replay": {"rewards": rewards}}
+        same = checkpoints.restore_extra(0, like)
+        assert same["replay"]["rewards"].sharding == halves
+        assert np.array_equal(same["replay"]["rewards"], np.arange(8.0))
+        assert isinstance(same["history"][0], np.ndarray)
+        assert same["history"][1] == 7
+        assert jax.random.key_data(same["key"]).tolist() == plain["key"].tolist()
+        with pytest.raises(
+            CheckpointError, match=r"extra/replay/rewards +float32\[8\] +-"
+        ):
+            checkpoints.restore_extra(0, {**extra, "replay": {}})
+
+
+def test_there_may_be_no_further_tree(saved):
+    directory, _ = saved
+    checkpoints = Checkpoints(directory)
+    assert checkpoints.restore_extra(0) == {}
+    with pytest.raises(
+        CheckpointError, match=r"differs from `like`:\n.*\n +extra/a +- "
+    ):
+        checkpoints.restore_extra(0, {"a": np.zeros(3)})
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"a": {"b": "text"}}, r"extra\['a/b'\] is a str, .*`metadata`"),
+        ({"n": 3}, r"extra\['n'\] is a int"),
+        (np.zeros(3), r"extra is a ndarray. Pass a dictionary"),
+        ({"a.b": np.zeros(1), "a": {"b": np.ones(1)}}, "stored under the same name"),
+    ],
+)
+def test_what_is_not_a_tree_of_arrays_is_refused(tmp_path, extra, message):
+    state = init_state(spec_for("fsdp=8"), 0)
+    with Checkpoints(tmp_path / "a") as checkpoints:
+        with pytest.raises(ConfigError, match=message):
+            checkpoints.save(state, extra=extra)
+        assert not (tmp_path / "a").exists()
+        checkpoints.save(state, extra={})
+    assert Checkpoints(tmp_path / "a").latest() == 0
+
+
+def test_numpy_arrays_are_saved_next_to_a_copy_on_the_devices(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "_has_room", lambda tree: True)
+    state = init_state(spec_for("fsdp=8"), 0)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, extra={"a": np.arange(3), "b": jnp.ones(2)})
+        checkpoints.wait()
+        extra = checkpoints.restore_extra(0)
+    assert extra["a"].tolist() == [0, 1, 2]
+    assert extra["b"].tolist() == [1, 1]

@@ -1,0 +1,314 @@
+"""Trees of arrays in the format of Orbax: what they contain, and how some of them are read.
+
+Nothing in these files can execute: the list of arrays is JSON (`_METADATA`, `array_metadatas`), and
+the arrays are in a key-value store (OCDBT) that TensorStore reads.
+
+JAX and Orbax are imported only by the functions that need them, so listing a directory is fast.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from rich.filesize import decimal
+
+from shardwise.errors import CheckpointError
+from shardwise.files.durable import error_reason
+from shardwise.text import Json
+
+if TYPE_CHECKING:
+    import jax
+    import orbax.checkpoint as ocp
+
+    from shardwise.tree import DType, KeyPath, PyTree
+
+# The file in which Orbax lists the arrays of a tree.
+TREE_FILE = "_METADATA"
+# The largest JSON file that is read, in bytes. Descriptions are far smaller.
+MAX_JSON = 2**26
+# zstd, which Orbax compresses with, reaches at most this ratio.
+MAX_COMPRESSION = 2**15
+
+
+class ArrayLike(Protocol):
+    """Anything with a shape and a dtype: an array, or the description of one.
+
+    Attributes:
+        shape: the size of each dimension.
+        dtype: the type of the elements.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> "DType": ...
+
+
+@dataclass(frozen=True)
+class SavedArrays:
+    """A saved tree. Its arrays are read on demand.
+
+    Attributes:
+        directory: the directory that Orbax wrote.
+        tree: the saved tree, with array metadata for leaves.
+        leaves: shape and dtype of every array, by path such as `params/head/kernel`. Typed random
+            keys have the dtype of keys, although Orbax stores their bits.
+    """
+
+    directory: Path
+    tree: "PyTree"
+    leaves: Mapping[str, ArrayLike]
+
+    def read(self, names: Iterable[str]) -> dict[str, np.ndarray]:
+        """Read leaves into NumPy arrays. Typed random keys are read as their bits, uint32.
+
+        Args:
+            names: names of leaves, as in `leaves`.
+
+        Returns:
+            The arrays, by name.
+
+        Raises:
+            CheckpointError: if a shape is larger than these files or this machine can hold, or if
+                Orbax cannot read the files.
+        """
+        import orbax.checkpoint as ocp
+
+        wanted = set(names)
+        self._check_size(wanted)
+        return self._restore(wanted, lambda _: ocp.RestoreArgs(restore_type=np.ndarray))
+
+    def place(
+        self, wanted: Mapping[str, "jax.ShapeDtypeStruct"]
+    ) -> dict[str, "jax.Array"]:
+        """Read leaves onto devices. Each process reads what its devices hold.
+
+        Args:
+            wanted: dtype and sharding of each leaf, by name. The shape must be the saved one.
+
+        Returns:
+            The arrays, by name.
+
+        Raises:
+            CheckpointError: if Orbax cannot read the files.
+        """
+        import orbax.checkpoint as ocp
+
+        def restore_args(name: str) -> "ocp.RestoreArgs":
+            leaf = wanted.get(name)
+            if leaf is None:
+                return ocp.RestoreArgs()
+            return ocp.ArrayRestoreArgs(
+                sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype
+            )
+
+        return self._restore(set(wanted), restore_args)
+
+    def _restore(
+        self, names: set[str], restore_args: Callable[[str], "ocp.RestoreArgs"]
+    ) -> "dict[str, PyTree]":
+        import jax
+        import orbax.checkpoint as ocp
+
+        from shardwise.tree import leaf_name, named_leaves
+
+        def keep_wanted(path: "KeyPath", leaf: ArrayLike) -> object:
+            # Orbax does not read the leaves that have a placeholder.
+            return leaf if leaf_name(path) in names else ocp.PLACEHOLDER
+
+        args = ocp.args.PyTreeRestore(
+            item=jax.tree_util.tree_map_with_path(keep_wanted, self.tree),
+            restore_args=jax.tree_util.tree_map_with_path(
+                lambda path, _: restore_args(leaf_name(path)), self.tree
+            ),
+        )
+        with orbax_errors(self.directory):
+            restored = _orbax_handler().restore(self.directory, args=args)
+        return {
+            name: leaf for name, leaf in named_leaves(restored).items() if name in names
+        }
+
+    def _check_size(self, names: set[str]) -> None:
+        """Refuse arrays that do not fit in memory or cannot come from files of this size.
+
+        A hostile file can claim any shape. Reading it would allocate that much.
+        """
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        limit = min(memory, MAX_COMPRESSION * directory_bytes(self.directory))
+        for name in sorted(names):
+            leaf = self.leaves[name]
+            size = leaf_bytes(leaf)
+            if size > limit:
+                raise CheckpointError(
+                    f"{self.directory}: '{name}' claims to be {show_leaf(leaf)}, {decimal(size)}. "
+                    f"With these files on this machine at most {decimal(limit)} is possible. "
+                    "Nothing was read."
+                )
+
+
+def open_arrays(directory: Path) -> SavedArrays:
+    """Read the list of the arrays that Orbax wrote to a directory. No array is read.
+
+    Args:
+        directory: a directory with a file `_METADATA`.
+
+    Raises:
+        CheckpointError: if the files are not in the OCDBT format, or two arrays have the same name.
+    """
+    from shardwise.tree import named_leaves
+
+    directory = directory.resolve()
+    # In Orbax's other format the name of a leaf is a path on disk, which a hostile file could set
+    # to any path. Old releases of Orbax do not write the entry.
+    uses_ocdbt = read_json(directory / TREE_FILE).get("use_ocdbt")
+    if uses_ocdbt is None:
+        uses_ocdbt = (directory / "manifest.ocdbt").is_file()
+    if uses_ocdbt is not True:
+        raise CheckpointError(
+            f"{directory} is not in the OCDBT format, and is not read. Restore it with Orbax, and "
+            "save it again with the default options (use_ocdbt=True)."
+        )
+    with orbax_errors(directory):
+        tree = _read_tree(directory)
+        check_names(tree)
+        stored = {
+            name: leaf for name, leaf in named_leaves(tree).items() if _is_array(leaf)
+        }
+        leaves = {**stored, **_key_leaves(directory, stored)}
+    return SavedArrays(directory, tree, leaves)
+
+
+def _read_tree(directory: Path) -> "PyTree":
+    try:
+        return _orbax_handler().metadata(directory).tree
+    except TypeError as error:
+        raise CheckpointError(
+            f"Orbax cannot restore {directory}: {error}. This happens if an nnx.Module with an "
+            "nnx.List was saved. Save nnx.state(module) instead of the module."
+        ) from error
+
+
+def _is_array(leaf: object) -> bool:
+    """Return whether a leaf is an array or a number. Orbax also saves texts."""
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def check_names(tree: "PyTree") -> None:
+    """Check that no two leaves are stored under the same name: Orbax joins keys with dots.
+
+    Args:
+        tree: any tree.
+
+    Raises:
+        ValueError: if two leaves are. Orbax would restore one of them for both.
+    """
+    import jax
+
+    from shardwise.tree import leaf_name
+
+    seen: dict[str, str] = {}
+    for path, _ in jax.tree_util.tree_leaves_with_path(tree):
+        name = leaf_name(path)
+        if _stored_name(name) in seen:
+            other = seen[_stored_name(name)]
+            raise ValueError(f"'{other}' and '{name}' are stored under the same name")
+        seen[_stored_name(name)] = name
+
+
+def _stored_name(name: str) -> str:
+    return name.replace("/", ".")
+
+
+def _key_leaves(
+    directory: Path, stored: Mapping[str, ArrayLike]
+) -> "dict[str, jax.ShapeDtypeStruct]":
+    """Return the leaves that are typed random keys. Orbax lists them as arrays of uint32."""
+    import jax
+
+    from shardwise.tree import key_bits
+
+    # Every process writes the same list.
+    first = min((directory / "array_metadatas").glob("process_*"), default=None)
+    if first is None:
+        return {}
+    entries = [entry["array_metadata"] for entry in read_json(first)["array_metadatas"]]
+    implementations = {
+        entry["param_name"]: entry["ext_metadata"].get("random_key_impl")
+        for entry in entries
+        if entry.get("ext_metadata")
+    }
+    keys = {}
+    for name, leaf in stored.items():
+        implementation = implementations.get(_stored_name(name))
+        if implementation is None:
+            continue
+        key = jax.eval_shape(partial(jax.random.key, impl=implementation), 0)
+        outer = tuple(leaf.shape)[: -key_bits((), key.dtype).ndim]
+        if tuple(leaf.shape) != key_bits(outer, key.dtype).shape:
+            raise ValueError(f"'{name}' does not hold keys of {implementation}")
+        keys[name] = jax.ShapeDtypeStruct(outer, key.dtype)
+    return keys
+
+
+def read_json(path: Path) -> Json:
+    """Read a JSON object from a file of at most `MAX_JSON` bytes.
+
+    Raises:
+        CheckpointError: if the file cannot be read, is too large, or holds anything else.
+    """
+    try:
+        size = path.stat().st_size
+        if size > MAX_JSON:
+            raise ValueError(f"it has {size:,} bytes, more than {MAX_JSON:,}")
+        content = json.loads(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds a {type(content).__name__}, not a dictionary")
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error_reason(error)}"
+        ) from error
+    return content
+
+
+def leaf_bytes(leaf: ArrayLike) -> int:
+    """Return the size of an array in bytes."""
+    return math.prod(leaf.shape) * int(leaf.dtype.itemsize)
+
+
+def directory_bytes(directory: Path) -> int:
+    """Return the total size of all files below a directory in bytes."""
+    return sum(
+        path.lstat().st_size for path in directory.rglob("*") if not path.is_dir()
+    )
+
+
+def show_leaf(leaf: ArrayLike) -> str:
+    """Return dtype and shape of an array, such as `float32[16, 8]`."""
+    return f"{leaf.dtype}[{', '.join(map(str, leaf.shape))}]"
+
+
+def _orbax_handler() -> "ocp.PyTreeCheckpointHandler":
+    import orbax.checkpoint as ocp
+
+    return ocp.PyTreeCheckpointHandler()
+
+
+@contextmanager
+def orbax_errors(directory: Path) -> Iterator[None]:
+    """Turn anything that Orbax raises about the files of a directory into one line."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        text = str(error).strip().split("\n")[0][:300]
+        raise CheckpointError(
+            f"{directory} cannot be read: {text or type(error).__name__}"
+        ) from error
