@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardwise import optim
 from shardwise.errors import ConfigError
 from shardwise.optim import Group
-from shardwise.optim.parts import matrix_shape, norm
+from shardwise.optim.parts import keep_average, matrix_shape, norm, with_master
 
 PARAMS = {
     "a": {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)},
@@ -280,3 +280,15 @@ def test_the_norm_equals_that_of_optax_whatever_the_names_of_layers():
         rel=1e-6,
     )
     assert float(norm({})) == 0.0
+
+
+def test_imaginary_parts_are_kept():
+    params = {"phase": jnp.array([3 + 4j, 0], jnp.complex64)}
+    assert norm(params) == 5.0
+    update = {"phase": jnp.array([1j, 1], jnp.complex64)}
+    for tx in (keep_average(optax.sgd(1.0), 0.0), with_master(optax.sgd(1.0))):
+        updates, state = tx.update(update, tx.init(params), params)
+        moved = optax.apply_updates(params, updates)["phase"]
+        assert moved.tolist() == [3 + 3j, -1]
+        (copy,) = (leaf for leaf in jax.tree.leaves(state) if leaf.shape == (2,))
+        assert copy.tolist() == moved.tolist()
