@@ -177,7 +177,9 @@ def open_arrays(directory: Path) -> SavedArrays:
         )
     with orbax_errors(directory):
         tree = _read_tree(directory)
-        check_names(tree)
+        same = find_same_name(tree)
+        if same:
+            raise ValueError(f"'{same[0]}' and '{same[1]}' have the same name")
         stored = {
             name: leaf for name, leaf in named_leaves(tree).items() if _is_array(leaf)
         }
@@ -200,14 +202,10 @@ def _is_array(leaf: object) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-def check_names(tree: "PyTree") -> None:
-    """Check that no two leaves are stored under the same name: Orbax joins keys with dots.
+def find_same_name(tree: "PyTree") -> tuple[str, str] | None:
+    """Return two leaves that Orbax stores under the same name, or None.
 
-    Args:
-        tree: any tree.
-
-    Raises:
-        ValueError: if two leaves are. Orbax would restore one of them for both.
+    Orbax joins the keys of a path with dots. It would restore one of the leaves for both.
     """
     import jax
 
@@ -217,9 +215,9 @@ def check_names(tree: "PyTree") -> None:
     for path, _ in jax.tree_util.tree_leaves_with_path(tree):
         name = leaf_name(path)
         if _stored_name(name) in seen:
-            other = seen[_stored_name(name)]
-            raise ValueError(f"'{other}' and '{name}' are stored under the same name")
+            return seen[_stored_name(name)], name
         seen[_stored_name(name)] = name
+    return None
 
 
 def _stored_name(name: str) -> str:

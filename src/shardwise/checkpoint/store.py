@@ -41,7 +41,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardwise.checkpoint.arrays import check_names
+from shardwise.checkpoint.arrays import find_same_name
 from shardwise.checkpoint.plain import check_not_plain
 from shardwise.checkpoint.reader import (
     ArrayLike,
@@ -253,10 +253,12 @@ class Checkpoints:
         self.wait()
         step = int(state.step)
         tree = _saved_tree(state) | _extra_tree(extra)
-        try:
-            check_names(tree)
-        except ValueError as error:
-            raise ConfigError(f"{error}. Rename one of them.") from error
+        same = find_same_name(tree)
+        if same:
+            raise ConfigError(
+                f"'{same[0]}' and '{same[1]}' would have the same name in a checkpoint, because "
+                "Orbax joins keys with dots. Rename one of them."
+            )
         self._saving = self._next_round()
         temporary = self._temporary(step)
         size = sum(num_bytes(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree))

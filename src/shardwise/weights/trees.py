@@ -35,6 +35,10 @@ class Subtree:
     prefix: str
     names: Mapping[str, str]
 
+    def score(self, wanted: set[str]) -> int:
+        """Return how many of these paths it has."""
+        return len(self.names.keys() & wanted)
+
     def source(self) -> WeightSource:
         """Return the arrays of this part."""
         saved = self.arrays.leaves
@@ -68,26 +72,22 @@ def source_of_trees(
     Raises:
         CheckpointError: if `item` does not exist, or if several trees fit equally well.
     """
-    if item is None:
-        candidates = [
-            subtree
-            for name, place in trees.items()
-            if not _is_optimizer(name)
-            for subtree in _candidates(open_arrays(place))
-        ]
-    else:
-        candidates = _chosen(path, trees, item)
-    scores = [len(subtree.names.keys() & set(names)) for subtree in candidates]
-    best = [
+    wanted = set(names)
+    if item is not None:
+        return _chosen(path, trees, item, wanted).source()
+    candidates = [
         subtree
-        for subtree, score in zip(candidates, scores, strict=True)
-        if score == max(scores)
+        for name, place in trees.items()
+        if not _is_optimizer(name)
+        for subtree in _candidates(open_arrays(place), wanted)
     ]
-    if not any(scores) and len({id(subtree.arrays) for subtree in candidates}) == 1:
+    most = max((subtree.score(wanted) for subtree in candidates), default=0)
+    best = [subtree for subtree in candidates if subtree.score(wanted) == most]
+    if not most and len({id(subtree.arrays) for subtree in candidates}) == 1:
         # The only tree is compared with the model, so that the error shows its names.
-        best = [part for part in best if part.prefix == candidates[0].prefix][-1:]
+        best = candidates[:1]
     if len(best) != 1:
-        fact = "several trees match" if any(scores) else "no tree matches"
+        fact = "several trees match" if most else "no tree matches"
         raise CheckpointError(
             f"init_from: {fact} this model in {path}. Choose one with `item`:\n"
             f"{_list_trees(trees)}"
@@ -99,38 +99,43 @@ def _is_optimizer(name: str) -> bool:
     return name.startswith("opt")
 
 
-def _candidates(arrays: SavedArrays) -> list[Subtree]:
+def _candidates(arrays: SavedArrays, wanted: set[str]) -> list[Subtree]:
     """Return the tree and each of its entries. Moments of an optimizer are deeper."""
     entries = dict.fromkeys(name.partition("/")[0] for name in arrays.leaves)
     prefixes = ["", *(entry for entry in entries if not _is_optimizer(entry))]
-    return [subtree for prefix in prefixes for subtree in _subtrees(arrays, prefix)]
+    found = [_subtree(arrays, prefix, wanted) for prefix in prefixes]
+    return [subtree for subtree in found if subtree.names]
 
 
-def _subtrees(arrays: SavedArrays, prefix: str) -> list[Subtree]:
-    """Return the part of a tree below a path: with names as they are, and as in an `nnx.State`."""
+def _subtree(arrays: SavedArrays, prefix: str, wanted: set[str]) -> Subtree:
+    """Return the part of a tree below a path, in the layout that has more of the names."""
     start = f"{prefix}/" if prefix else ""
     names = {
         name.removeprefix(start): name
         for name in arrays.leaves
         if name.startswith(start)
     }
-    found = [Subtree(arrays, prefix, names)] if names else []
-    if names and all(path.endswith("/value") for path in names):
-        variables = {path.removesuffix("/value"): name for path, name in names.items()}
-        found.append(Subtree(arrays, prefix, variables))
-    return found
+    pure = Subtree(arrays, prefix, names)
+    # An array outside of a variable has no `value`.
+    variables = {path.removesuffix("/value"): name for path, name in names.items()}
+    state = Subtree(arrays, prefix, variables)
+    is_state = state.score(wanted) > pure.score(wanted) or not pure.score(wanted)
+    return state if is_state and len(variables) == len(names) else pure
 
 
-def _chosen(path: Path, trees: Mapping[str, Path], item: str) -> list[Subtree]:
+def _chosen(
+    path: Path, trees: Mapping[str, Path], item: str, wanted: set[str]
+) -> Subtree:
     name, _, prefix = item.strip("/").partition("/")
     if name not in trees and len(trees) == 1:
         name, prefix = next(iter(trees)), item.strip("/")
-    found = _subtrees(open_arrays(trees[name]), prefix) if name in trees else []
-    if not found:
-        raise CheckpointError(
-            f"init_from: {path} has no arrays in '{item}'. It has:\n{_list_trees(trees)}"
-        )
-    return found
+    if name in trees:
+        subtree = _subtree(open_arrays(trees[name]), prefix, wanted)
+        if subtree.names:
+            return subtree
+    raise CheckpointError(
+        f"init_from: {path} has no arrays in '{item}'. It has:\n{_list_trees(trees)}"
+    )
 
 
 def _list_trees(trees: Mapping[str, Path]) -> str:

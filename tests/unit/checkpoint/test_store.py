@@ -314,7 +314,7 @@ def test_there_may_be_no_further_tree(saved):
         ({"a": {"b": "text"}}, r"extra\['a/b'\] is a str, .*`metadata`"),
         ({"n": 3}, r"extra\['n'\] is a int"),
         (np.zeros(3), r"extra is a ndarray. Pass a dictionary"),
-        ({"a.b": np.zeros(1), "a": {"b": np.ones(1)}}, "stored under the same name"),
+        ({"a.b": np.zeros(1), "a": {"b": np.ones(1)}}, "would have the same name"),
     ],
 )
 def test_what_is_not_a_tree_of_arrays_is_refused(tmp_path, extra, message):

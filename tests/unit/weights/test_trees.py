@@ -219,6 +219,26 @@ def test_a_sharded_module_that_was_saved_itself_is_read(tmp_path):
         load_initial(InitFrom(tmp_path / "b"), spec_for(), seed=0)
 
 
+class Odd(nnx.Module):
+    """Variables that are named `value`, and an array outside of a variable."""
+
+    def __init__(self, rngs):
+        self.value = nnx.Linear(8, 4, rngs=rngs)
+        self.attention = nnx.Module()
+        self.attention.value = nnx.Param(jax.random.normal(rngs.params(), (8, 4)))
+        self.table = np.arange(8.0, dtype=np.float32)
+
+
+@pytest.mark.parametrize("layout", [lambda state: state, pure], ids=["state", "pure"])
+def test_variables_may_be_named_value(tmp_path, layout):
+    model = Odd(nnx.Rngs(1))
+    path = save_alone(tmp_path / "a", layout(nnx.state(model)))
+    state, loaded = load_initial(InitFrom(path), spec_for(model=Odd), seed=0)
+    wanted = expected(model)
+    assert wanted.keys() == loaded.taken.keys()
+    assert_equal(state.params, wanted)
+
+
 def test_a_run_starts_from_it(tmp_path, trained):
     path = composite(tmp_path / "plain", *trained)
     x = np.ones((16, 8), np.float32)
