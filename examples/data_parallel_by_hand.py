@@ -7,7 +7,8 @@ Data parallelism promises that eight devices, each with an eighth of the batch, 
 update that one device would make with the complete batch. Every way below starts from the same
 linear model and makes one SGD step on the same examples. It is compared with one device: the
 length of its update relative to the correct one, and the largest error of a parameter. Most of
-the mistakes raise no error, and the loss may still go down.
+the mistakes raise no error, and the loss may still go down. `data_parallel_step` is the loop over
+shards as one function.
 """
 
 from collections.abc import Callable
@@ -37,6 +38,7 @@ from shardwise import (
 INPUTS = 5
 OUTPUTS = 3
 SGD = optax.sgd(0.05)
+MOMENTUM = optax.sgd(0.05, momentum=0.9)
 
 # The inputs and targets of each device.
 Shards: TypeAlias = list[tuple[jax.Array, jax.Array]]
@@ -50,10 +52,12 @@ def linear(rngs: nnx.Rngs) -> nnx.Linear:
     return nnx.Linear(INPUTS, OUTPUTS, rngs=rngs)
 
 
-def model_and_optimizer() -> tuple[nnx.Linear, Optimizer]:
+def model_and_optimizer(
+    tx: optax.GradientTransformation = SGD,
+) -> tuple[nnx.Linear, Optimizer]:
     """Return a new model, always with the same weights, and its optimizer."""
     model = linear(nnx.Rngs(0))
-    return model, nnx.Optimizer(model, SGD, wrt=nnx.Param)
+    return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
 
 def loss(model: nnx.Linear, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -134,17 +138,70 @@ def shard_mapped(
     return nnx.merge(definition, step(state, x, y))[0]
 
 
-def loop_over_shards(shards: Shards, combine: Combine) -> nnx.Linear:
-    """Compute the gradient of each shard at the same parameters, combine them, and update once."""
-    model, optimizer = model_and_optimizer()
-    grads = [nnx.grad(loss)(model, x, y) for x, y in shards]
+def step_over_shards(
+    model: nnx.Linear, optimizer: Optimizer, shards: Shards, combine: Combine
+) -> jax.Array:
+    """Make one step in a loop that stands for the devices, and return the mean of their losses.
+
+    All gradients are taken at the same parameters. They are combined, and the model is updated
+    once.
+    """
+    losses, grads = zip(
+        *[nnx.value_and_grad(loss)(model, x, y) for x, y in shards], strict=True
+    )
     optimizer.update(model, jax.tree.map(combine, *grads))
+    return jnp.mean(jnp.stack(losses))
+
+
+def loop_over_shards(shards: Shards, combine: Combine) -> nnx.Linear:
+    """Make one step in a loop over shards, and return the model."""
+    model, optimizer = model_and_optimizer()
+    step_over_shards(model, optimizer, shards, combine)
     return model
 
 
 def mean(*grads: jax.Array) -> jax.Array:
     """Return the mean of the gradients of all shards."""
     return total(*grads) / len(grads)
+
+
+def equal_shards(x: jax.Array, y: jax.Array, num_devices: int) -> Shards:
+    """Return one shard of the batch for each device, all of the same size.
+
+    Raises:
+        ValueError: if `num_devices` does not divide the batch. Plain slices would drop the rest.
+    """
+    size, rest = divmod(len(x), num_devices)
+    if rest:
+        raise ValueError(
+            f"a batch of {len(x)} examples is not divisible by {num_devices} devices. Pass a "
+            f"multiple of {num_devices}, or weight the shards as `weighted_mean` does."
+        )
+    starts = range(0, len(x), size)
+    return [(x[i : i + size], y[i : i + size]) for i in starts]
+
+
+def data_parallel_step(
+    seed: float, x_batch: jax.Array, y_batch: jax.Array, num_devices: float, lr: float
+) -> jax.Array:
+    """Make one data-parallel SGD step of a new linear model, on simulated devices.
+
+    Args:
+        seed: the seed of the model, cast to int.
+        x_batch: inputs (N, D_in).
+        y_batch: targets (N, D_out).
+        num_devices: the number of devices, cast to int. It must divide N.
+        lr: the learning rate.
+
+    Returns:
+        The mean loss of the devices before the update, shape (1,).
+    """
+    seed, num_devices, lr = int(seed), int(num_devices), float(lr)
+    model = nnx.Linear(x_batch.shape[-1], y_batch.shape[-1], rngs=nnx.Rngs(seed))
+    optimizer = nnx.Optimizer(model, optax.sgd(lr), wrt=nnx.Param)
+    shards = equal_shards(x_batch, y_batch, num_devices)
+    mean_loss = step_over_shards(model, optimizer, shards, mean)
+    return jnp.array([float(mean_loss)])
 
 
 # ---------------------------------------------------------------- wrong ways
@@ -178,6 +235,29 @@ def jit_of_objects(x: jax.Array, y: jax.Array) -> nnx.Linear:
 
     step(model, optimizer, x, y)
     return model
+
+
+# ---------------------------------------------------------------- several steps
+
+
+def several_steps(
+    tx: optax.GradientTransformation,
+    shards: Shards,
+    num_steps: int,
+    *,
+    rebuild: bool = False,
+) -> tuple[nnx.Linear, Optimizer]:
+    """Make several steps on the same shards.
+
+    With `rebuild=True`, every step creates a new optimizer, as code does that builds it inside the
+    step function. Its momentum and its count of steps start at zero each time. No error is raised.
+    """
+    model, optimizer = model_and_optimizer(tx)
+    for _ in range(num_steps):
+        if rebuild:
+            optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        step_over_shards(model, optimizer, shards, mean)
+    return model, optimizer
 
 
 # ---------------------------------------------------------------- shards of unequal size
@@ -276,7 +356,7 @@ def compare(expected: nnx.Linear, ways: dict[str, nnx.Linear]) -> Figures:
 
 def compare_equal_shards(mesh: Mesh, x: jax.Array, y: jax.Array) -> Figures:
     """Compare all ways on 64 examples."""
-    shards = [(x[i : i + 8], y[i : i + 8]) for i in range(0, 64, 8)]
+    shards = equal_shards(x, y, 8)
     print(f"{'64 examples, 8 on each of 8 devices':54} {'update':>9} {'error':>10}")
     correct = {
         "jax.jit of the global view": global_view(mesh, x, y),
@@ -312,6 +392,31 @@ def compare_unequal_shards(mesh: Mesh, x: jax.Array, y: jax.Array) -> Figures:
     return compare(one_device(x, y), ways)
 
 
+def compare_several_steps(x: jax.Array, y: jax.Array, num_steps: int = 10) -> Figures:
+    """Compare one optimizer for the entire training with a new one in each step."""
+    everything, shards = equal_shards(x, y, 1), equal_shards(x, y, 8)
+    expected, _ = several_steps(MOMENTUM, everything, num_steps)
+    kept, kept_optimizer = several_steps(MOMENTUM, shards, num_steps)
+    rebuilt, new_optimizer = several_steps(MOMENTUM, shards, num_steps, rebuild=True)
+    plain, _ = several_steps(SGD, shards, num_steps)
+    print(f"{num_steps} steps with momentum 0.9")
+    figures = compare(
+        expected,
+        {
+            "one optimizer for all steps": kept,
+            "WRONG: a new optimizer in each step": rebuilt,
+            "WRONG: no momentum (the same as a new optimizer)": plain,
+        },
+    )
+    losses = [float(loss(model, x, y)) for model in (kept, rebuilt)]
+    counts = [int(optimizer.step[...]) for optimizer in (kept_optimizer, new_optimizer)]
+    print(
+        f"  loss {losses[0]:.4f} with one optimizer, which has counted {counts[0]} steps; "
+        f"{losses[1]:.4f} with a new one each time, which has counted {counts[1]}"
+    )
+    return figures
+
+
 def main() -> dict[str, tuple[float, float] | str]:
     """Print a table of all ways.
 
@@ -322,6 +427,7 @@ def main() -> dict[str, tuple[float, float] | str]:
     mesh = make_mesh("data=8", jax.devices()[:8])
     x, y = make_data()
     figures = compare_equal_shards(mesh, x, y)
+    figures |= compare_several_steps(x, y)
     x, y = x[:60], y[:60]
     figures |= compare_unequal_shards(mesh, x, y)
     print("mistakes that raise an error")

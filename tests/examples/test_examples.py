@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
+import optax
 import pytest
+from flax import nnx
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -86,7 +89,7 @@ def test_data_parallel_by_hand_correct_and_wrong():
     correct = {
         name: value for name, value in ways.items() if not name.startswith("WRONG")
     }
-    assert len(correct) == 6
+    assert len(correct) == 7
     for name, (length, deviation) in correct.items():
         assert length == pytest.approx(1, abs=1e-5), name
         assert deviation < 1e-6, name
@@ -100,13 +103,49 @@ def test_data_parallel_by_hand_correct_and_wrong():
     # The errors of these two depend on the examples.
     assert ways["WRONG: shard_map unchecked, gradient of pmean(loss)"][1] > 1e-3
     assert ways["WRONG: mean of means"][1] > 1e-3
-    assert len(ways) - len(correct) == 6
+    # A new optimizer in each step loses the momentum, and nothing else.
+    rebuilt = ways["WRONG: a new optimizer in each step"]
+    assert rebuilt == ways["WRONG: no momentum (the same as a new optimizer)"]
+    assert 0.2 < rebuilt[0] < 0.4
+    assert len(ways) - len(correct) == 8
 
     assert figures["no wrt"].startswith("TypeError: Missing required argument `wrt`")
     assert figures["60 examples over 8 devices"].startswith(
         "ValueError: shard_map applied to the function 'step'"
     )
     assert "not evenly divisible" in figures["60 examples over 8 devices"]
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 4.0, 8])
+@pytest.mark.parametrize(("inputs", "outputs"), [(5, 3), (1, 1)])
+def test_data_parallel_step_equals_one_device(num_devices, inputs, outputs):
+    example = load("data_parallel_by_hand")
+    random = np.random.default_rng(inputs)
+    x = random.normal(size=(16, inputs)).astype("float32")
+    y = random.normal(size=(16, outputs)).astype("float32")
+    found = example.data_parallel_step(3.0, x, y, num_devices, 0.1)
+    model = nnx.Linear(inputs, outputs, rngs=nnx.Rngs(3))
+    kernel, bias = np.asarray(model.kernel[...]), np.asarray(model.bias[...])
+    error = x @ kernel + bias - y
+    assert found.shape == (1,)
+    assert found[0] == pytest.approx(np.mean(error**2), rel=1e-5)
+
+    # The update inside is that of one device too, computed here without JAX.
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    shards = example.equal_shards(x, y, int(num_devices))
+    assert len(shards) == num_devices
+    loss = example.step_over_shards(model, optimizer, shards, example.mean)
+    assert float(loss) == found[0]
+    gradient = 2 * x.T @ error / error.size
+    np.testing.assert_allclose(model.kernel[...], kernel - 0.1 * gradient, atol=1e-6)
+    gradient = 2 * error.sum(0) / error.size
+    np.testing.assert_allclose(model.bias[...], bias - 0.1 * gradient, atol=1e-6)
+
+
+def test_data_parallel_step_refuses_a_remainder():
+    step = load("data_parallel_by_hand").data_parallel_step
+    with pytest.raises(ValueError, match="60 examples is not divisible by 8 devices"):
+        step(0, np.ones((60, 2)), np.ones((60, 1)), 8, 0.1)
 
 
 @pytest.mark.slow
