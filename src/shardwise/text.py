@@ -18,6 +18,8 @@ NONE = "\N{EN DASH}"
 TIMES = "\N{MULTIPLICATION SIGN}"
 # The share of the points of a curve that `smoothed` averages over in reports.
 SMOOTH = 0.02
+# The heights of `sparkline`.
+SPARKS = "▁▂▃▄▅▆▇█"
 
 
 def show_bytes(count: float) -> str:
@@ -131,6 +133,30 @@ def smoothed(values: Sequence[float], share: float) -> list[float]:
         weight = decay * weight + (1 - decay)
         averages.append(mean / weight)
     return averages
+
+
+def sparkline(
+    values: Sequence[float], width: int = 60, peak: float | None = None
+) -> str:
+    """Return a curve as one line of text, from zero to its peak.
+
+    Args:
+        values: the points of the curve. Values that are not finite are drawn as zero.
+        width: the largest number of characters.
+        peak: the value of the highest character; the largest of `values` by default.
+
+    Example:
+        >>> sparkline([0.0, 0.5, 1.0])
+        '▁▅█'
+    """
+    finite = [value if math.isfinite(value) else 0.0 for value in values]
+    top = max(finite, default=0.0) if peak is None else peak
+    if not top > 0:
+        return SPARKS[0] * width
+    count = min(width, len(finite))
+    spacing = (len(finite) - 1) / max(1, count - 1)
+    picked = [finite[round(i * spacing)] for i in range(count)]
+    return "".join(SPARKS[max(0, min(7, int(8 * value / top)))] for value in picked)
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:

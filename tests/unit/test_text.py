@@ -13,6 +13,7 @@ from shardwise.text import (
     show_seconds,
     show_short_time,
     smoothed,
+    sparkline,
 )
 
 
@@ -72,3 +73,20 @@ def test_closest_name_is_suggested():
 def test_average_of_a_constant_curve_is_the_constant_from_the_start():
     assert smoothed([2.0] * 5, 0.5) == pytest.approx([2.0] * 5)
     assert smoothed([], 0.5) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "text"),
+    [
+        ([0.0, 0.5, 1.0], {}, "▁▅█"),
+        ([0.0, 0.5, 1.0], {"peak": 2.0}, "▁▃▅"),
+        # The first and the last value are always among the drawn ones.
+        (list(range(101)), {"width": 3}, "▁▅█"),
+        ([-1.0, math.nan, math.inf, 1.0], {}, "▁▁▁█"),
+        ([1.0], {}, "█"),
+        ([0.0, 0.0], {"width": 2}, "▁▁"),
+        ([], {"width": 2}, "▁▁"),
+    ],
+)
+def test_curves_as_text(values, options, text):
+    assert sparkline(values, **options) == text

@@ -36,10 +36,8 @@ from shardwise.optim.read import (
 )
 from shardwise.sharding import Placement, Rules, show_spec
 from shardwise.state import StateSpec, abstract_state
-from shardwise.text import Json, show_bytes
+from shardwise.text import Json, show_bytes, sparkline
 from shardwise.tree import Params, lookup, named_leaves, nest, num_bytes, owner_of
-
-SPARKS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class Explanation:
         width = max((len(group) for group in self.curves), default=0)
         for group, (_, values) in self.curves.items():
             summary = f"peak {values.max():.3g}, last {values[-1]:.3g}"
-            yield f"{group:{width}}  {sparkline(values)}  {summary}"
+            yield f"{group:{width}}  {sparkline(values.tolist())}  {summary}"
         for finding in self.findings:
             yield finding.line()
         if not self.findings:
@@ -418,24 +416,3 @@ def _letter(index: int) -> str:
     letters = string.ascii_uppercase
     first = letters[index // 26 - 1] if index >= 26 else ""
     return first + letters[index % 26]
-
-
-def sparkline(values: np.ndarray, width: int = 60) -> str:
-    """Return a curve as one line of text, from zero to its peak.
-
-    Args:
-        values: the values, shape (n,).
-        width: the largest number of characters.
-
-    Example:
-        >>> sparkline(np.array([0.0, 0.5, 1.0]))
-        '▁▅█'
-    """
-    peak = np.nanmax(values) if len(values) else 0.0
-    if not peak > 0:
-        return SPARKS[0] * width
-    picked = (
-        np.linspace(0, len(values) - 1, min(width, len(values))).round().astype(int)
-    )
-    heights = 8 * np.nan_to_num(values[picked]) / peak
-    return "".join(SPARKS[min(7, int(height))] for height in heights)

@@ -30,6 +30,7 @@ from shardwise.optim.parts import record as record
 from shardwise.optim.parts import scale_by_lr as scale_by_lr
 from shardwise.optim.parts import skip_spikes as skip_spikes
 from shardwise.optim.parts import with_master as with_master
+from shardwise.optim.plot import plot_schedules as plot_schedules
 from shardwise.optim.schedules import Schedule as Schedule
 from shardwise.optim.schedules import constant as constant
 from shardwise.optim.schedules import cosine as cosine

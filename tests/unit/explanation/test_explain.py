@@ -4,7 +4,6 @@ import io
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -12,7 +11,7 @@ from rich.console import Console
 
 from shardwise import abstract_state, explain, make_mesh, optim
 from shardwise.errors import ConfigError
-from shardwise.explanation.explain import predict_findings, sparkline
+from shardwise.explanation.explain import predict_findings
 from shardwise.optim import Group
 from shardwise.tree import leaf_name
 
@@ -378,9 +377,8 @@ def test_a_mistake_in_the_groups_is_an_error_that_lists_the_paths():
         explain(optim.adamw(1e-3, groups=(Group("haed/*"), Group("*"))), Net)
 
 
-def test_plot_and_sparkline(tmp_path):
+def test_plot(tmp_path):
     explanation = explain(optim.transformer(STEPS), Net, steps=STEPS)
     explanation.plot(tmp_path / "lr.png")
     assert (tmp_path / "lr.png").read_bytes().startswith(b"\x89PNG")
-    assert sparkline(np.array([0.0, 0.5, 1.0]), 3) == "▁▅█"
     assert "peak 0.0003" in next(explanation.lines())
