@@ -10,6 +10,8 @@ replicates the model and shards the batch; "fsdp=8" also shards the model and th
 Both train to the same result.
 """
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -54,12 +56,19 @@ def loss(model: ConvNet, batch: dict[str, jax.Array]) -> tuple[Mean, dict[str, M
     return Mean(nats, weights), {"accuracy": Mean(is_correct, weights)}
 
 
-def recipe(mesh: str = "data=-1", steps: int = 200) -> Run:
+def recipe(
+    mesh: str = "data=-1",
+    steps: int = 200,
+    out: Path | None = None,
+    clip: float = 0.0,
+) -> Run:
     """Train a convolutional net on handwritten digits.
 
     Args:
         mesh: Mesh axes and sizes. -1 stands for all remaining devices.
         steps: Number of training steps.
+        out: Run directory. None writes no files.
+        clip: Largest norm of all gradients. 0 does not clip.
     """
     digits = load_digits()
     images = (digits.images[..., None] / 16).astype(
@@ -73,13 +82,14 @@ def recipe(mesh: str = "data=-1", steps: int = 200) -> Run:
         # Any function from rngs to a module.
         model=ConvNet,
         loss=loss,
-        optimizer=optim.adamw(schedule, weight_decay=0.05),
+        optimizer=optim.adamw(schedule, weight_decay=0.05, clip=clip or None),
         # 200 steps of 128 images are 19 epochs.
         data=Batches({"image": x, "label": y}, batch_size=128),
         # 128 does not divide the 450 test images. Each of them still counts once.
         eval_data=Batches({"image": x_test, "label": y_test}, batch_size=128),
         steps=steps,
         mesh=mesh,
+        out=out,
         unit="images",
     )
 

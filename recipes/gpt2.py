@@ -41,6 +41,7 @@ def recipe(
     length: int = 1024,
     accumulate: int = 1,
     lr: float = 6e-4,
+    clip: float = 1.0,
     compute_dtype: str | None = "bfloat16",
     remat: Literal["none", "dots", "block"] = "none",
     scan_layers: bool = True,
@@ -60,6 +61,7 @@ def recipe(
         length: Tokens per sequence.
         accumulate: Number of micro-batches per step.
         lr: Peak learning rate.
+        clip: Largest norm of all gradients. 0 does not clip.
         compute_dtype: Dtype of the computation. None uses that of the parameters.
         remat: What the backward pass recomputes: nothing, blocks, or all but matmuls and attention.
         scan_layers: Compile one block for all layers: faster to compile, but slower to run on GPUs.
@@ -93,7 +95,7 @@ def recipe(
     return Run(
         model=lambda rngs: GPT(config, rngs),
         loss=loss,
-        optimizer=optim.adamw(schedule, b2=0.95, weight_decay=0.1, clip=1.0),
+        optimizer=optim.adamw(schedule, b2=0.95, weight_decay=0.1, clip=clip or None),
         data=Batches(source, batch_size, seed=seed),
         steps=steps,
         mesh=mesh,

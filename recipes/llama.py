@@ -125,6 +125,7 @@ def recipe(
     length: int = 128,
     accumulate: int = 1,
     lr: float = 3e-4,
+    clip: float = 1.0,
     compute_dtype: str | None = "bfloat16",
     param_dtype: Literal["float32", "bfloat16"] = "float32",
     remat: Literal["none", "block", "dots"] = "none",
@@ -151,6 +152,7 @@ def recipe(
         length: Tokens per sequence.
         accumulate: Number of micro-batches per step.
         lr: Peak learning rate.
+        clip: Largest norm of all gradients. 0 does not clip.
         compute_dtype: Dtype of the computation. None uses that of the parameters.
         param_dtype: Dtype of the parameters.
         remat: What the backward pass recomputes: nothing, blocks, or everything but matmuls.
@@ -184,7 +186,7 @@ def recipe(
     return Run(
         model=lambda rngs: Llama(config, rngs),
         loss=partial(loss, chunks=loss_chunks),
-        optimizer=optim.adamw(schedule, b2=0.95, weight_decay=0.1, clip=1.0),
+        optimizer=optim.adamw(schedule, b2=0.95, weight_decay=0.1, clip=clip or None),
         data=Batches(source, batch_size, seed=seed),
         steps=steps,
         mesh=mesh,

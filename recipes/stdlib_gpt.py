@@ -58,7 +58,10 @@ def sample(model: nnx.Module, prompt: str = "def ", num_bytes: int = 300) -> str
 
 
 def make_optimizer(
-    name: Optimizer, steps: int, lr: float | None = None
+    name: Optimizer,
+    steps: int,
+    lr: float | None = None,
+    clip: float | None = None,
 ) -> optax.GradientTransformation:
     """Return an optimizer with the learning rate and the schedule that suit it.
 
@@ -66,25 +69,29 @@ def make_optimizer(
         name: the name of the optimizer.
         steps: the number of training steps.
         lr: the peak learning rate; None uses the one in `LEARNING_RATES`.
+        clip: the largest norm of all gradients; 0 does not clip. None clips at 1, except for
+            prodigy, which estimates its step size from the gradients.
     """
     peak = lr or LEARNING_RATES[name]
+    default = None if name == "prodigy" else 1.0
+    limit = default if clip is None else clip or None
     schedule = optim.cosine(peak, steps, warmup=0.05, end=peak / 10)
     match name:
         case "adamw":
-            return optim.adamw(schedule, b2=0.99, weight_decay=0.1, clip=1.0)
+            return optim.adamw(schedule, b2=0.99, weight_decay=0.1, clip=limit)
         case "sgd":
-            return optim.sgd(schedule, momentum=0.9, nesterov=True, clip=1.0)
+            return optim.sgd(schedule, momentum=0.9, nesterov=True, clip=limit)
         case "lion":
-            return optim.lion(schedule, weight_decay=0.5, clip=1.0)
+            return optim.lion(schedule, weight_decay=0.5, clip=limit)
         case "adafactor":
-            return optim.adafactor(schedule, clip=1.0)
+            return optim.adafactor(schedule, clip=limit)
         case "muon":
-            return optim.muon(schedule, adam=TABLES, weight_decay=0.1, clip=1.0)
+            return optim.muon(schedule, adam=TABLES, weight_decay=0.1, clip=limit)
         case "schedule_free":
             constant = optim.constant(peak, steps, warmup=0.05)
-            return optim.schedule_free(constant, b1=0.95, weight_decay=0.1, clip=1.0)
+            return optim.schedule_free(constant, b1=0.95, weight_decay=0.1, clip=limit)
         case "prodigy":
-            return optim.prodigy(schedule, b2=0.99, weight_decay=0.1)
+            return optim.prodigy(schedule, b2=0.99, weight_decay=0.1, clip=limit)
 
 
 def recipe(
@@ -97,6 +104,7 @@ def recipe(
     accumulate: int = 1,
     optimizer: Optimizer = "adamw",
     lr: float | None = None,
+    clip: float | None = None,
     dropout: float = 0.0,
     compute_dtype: str | None = None,
     remat: Literal["none", "block", "dots"] = "none",
@@ -117,6 +125,7 @@ def recipe(
         accumulate: Number of micro-batches per step.
         optimizer: Optimizer.
         lr: Peak learning rate. None uses the one that suits the optimizer.
+        clip: Largest norm of all gradients. 0 does not clip. None uses 1; prodigy does not clip.
         dropout: Dropout rate.
         compute_dtype: Dtype of the computation, such as bfloat16. None uses that of the parameters.
         remat: What the backward pass recomputes: nothing, blocks, or all but matmuls and attention.
@@ -136,7 +145,7 @@ def recipe(
     return Run(
         model=lambda rngs: GPT(config, rngs),
         loss=loss,
-        optimizer=make_optimizer(optimizer, steps, lr),
+        optimizer=make_optimizer(optimizer, steps, lr, clip),
         data=Batches(Tokens(train, length), batch_size, seed=seed),
         eval_data=Batches(Tokens(validation[: 64 * 1024], length), batch_size),
         steps=steps,

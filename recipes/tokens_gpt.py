@@ -60,6 +60,7 @@ def recipe(
     pack: bool = False,
     held_out: float = 0.05,
     lr: float = 2e-3,
+    clip: float = 1.0,
     compute_dtype: str | None = None,
     remat: Literal["none", "block", "dots"] = "none",
     scan_layers: bool = False,
@@ -81,6 +82,7 @@ def recipe(
         pack: Separate the documents in a sequence: tokens attend to their own document only.
         held_out: Fraction of the data that is used for validation.
         lr: Peak learning rate.
+        clip: Largest norm of all gradients. 0 does not clip.
         compute_dtype: Dtype of the computation, such as bfloat16. None uses that of the parameters.
         remat: What the backward pass recomputes: nothing, blocks, or all but matmuls and attention.
         scan_layers: Compile one block for all layers.
@@ -105,7 +107,7 @@ def recipe(
     return Run(
         model=lambda rngs: GPT(config, rngs),
         loss=loss,
-        optimizer=optim.adamw(schedule, b2=0.99, weight_decay=0.1, clip=1.0),
+        optimizer=optim.adamw(schedule, b2=0.99, weight_decay=0.1, clip=clip or None),
         data=Batches(train, batch_size, seed=seed),
         eval_data=Batches(validation, min(batch_size, len(validation))),
         steps=steps,
