@@ -7,7 +7,8 @@ import pytest
 
 from tests.helpers.pages import DOCS, MARK, blocks_of, run_page, same_lines, same_words
 
-SLOW = {"start.md", "coming_from_pytorch.md", "errata.md"}  # more than 10 s each
+# More than 10 s each.
+SLOW = {"start.md", "coming_from_pytorch.md", "errata.md", "exercises.md"}
 OTHERS = "".join(
     path.read_text()
     for path in Path(__file__).parent.glob("test_*_page*.py")
