@@ -12,6 +12,8 @@ import optax
 import pytest
 from flax import nnx
 
+from shardwise import abstract_state
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -29,6 +31,7 @@ def test_every_example_is_tested_here():
         "optuna_sweep",
         "own_loop",
         "sharded_model",
+        "transformer_block",
     ]
 
 
@@ -114,6 +117,40 @@ def test_data_parallel_by_hand_correct_and_wrong():
         "ValueError: shard_map applied to the function 'step'"
     )
     assert "not evenly divisible" in figures["60 examples over 8 devices"]
+
+
+@pytest.mark.parametrize("shape", [(4, 2), (2, 4), (1, 8), (8, 1)])
+def test_both_layouts_of_the_transformer_block_fit_the_meshes(shape):
+    example = load("transformer_block")
+    mesh = example.device_mesh(*shape)
+    specs = {}
+    for layout in ("first-dim", "pairs"):
+        run = example.recipe(layout=layout)
+        params = abstract_state(run.model, run.optimizer, mesh).params
+        specs[layout] = {
+            path: tuple(placement.spec) for path, placement in params.items()
+        }
+    # Only the first dim of every array of the block, and nothing else.
+    for path, spec in specs["first-dim"].items():
+        assert spec[:1] == (("model",) if path.startswith("block/") else ()), path
+        assert not any(spec[1:]), path
+    pairs = specs["pairs"]
+    assert pairs["block/attention/query/kernel"] == (None, "model", None)
+    assert pairs["block/attention/out/kernel"] == ("model", None, None)
+    assert pairs["block/linear1/kernel"] == (None, "model")
+    assert pairs["block/linear2/kernel"] == ("model", None)
+    assert not any(pairs["block/layer_norm1/scale"])
+
+
+@pytest.mark.slow
+def test_the_transformer_block_trains_alike_on_all_meshes_and_pairs_send_less():
+    figures = load("transformer_block").main()
+    assert figures["loss"] < 4.5
+    assert figures["max_loss_difference"] < 1e-5
+    # An all-reduce after the attention and one after the MLP, forward and backward, and two more.
+    assert figures["pairs_count"] <= 6
+    assert figures["first-dim_count"] >= 3 * figures["pairs_count"]
+    assert figures["first-dim_bytes"] > 3 * figures["pairs_bytes"]
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4.0, 8])

@@ -501,7 +501,13 @@ RECIPES = {
     "gpt2": {**SMALL, "preset": "byte", "loss_chunks": 4},
     "llama": SMALL,
 }
-EXAMPLES = ("data_parallel_by_hand", "digits", "own_loop", "sharded_model")
+EXAMPLES = (
+    "data_parallel_by_hand",
+    "digits",
+    "own_loop",
+    "sharded_model",
+    "transformer_block",
+)
 
 
 def test_every_recipe_and_example_is_verified():

@@ -117,6 +117,7 @@ RECIPES = {
     "examples/digits.py": {},
     "examples/own_loop.py": {},
     "examples/sharded_model.py": {},
+    "examples/transformer_block.py": {},
 }
 
 
