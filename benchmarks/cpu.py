@@ -27,6 +27,7 @@ def torch(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 PARTS: dict[str, Part] = {
     "torch": torch,
     "loop": lambda folder, _: child(folder, "loop", "benchmarks.loop"),
+    "nnx_jit": lambda folder, _: child(folder, "nnx_jit", "benchmarks.nnx_jit"),
     "start": lambda folder, _: start(folder, "recipes/stdlib_gpt.py", pairs=5),
     "optimizers": lambda folder, _: child(
         folder, "optimizers", "benchmarks.optimizers", "--preset", "byte"

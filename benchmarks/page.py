@@ -473,6 +473,36 @@ def cpu_loop(entry: dict[str, Any]) -> str:
     return f"{table(head, rows)}\n\n{note}\n\n{measured(entry)}\n"
 
 
+def nnx_jit(entry: dict[str, Any]) -> str:
+    """Return the comparison of `nnx.jit` with `jax.jit`."""
+    ways = {
+        "jax_jit": "`jax.jit` of arrays",
+        "nnx_jit": "`nnx.jit` of model and optimizer",
+        "cached_partial": "`nnx.jit` with `nnx.cached_partial`",
+    }
+    rows = [
+        [
+            f"{row['arrays']} arrays, {label}",
+            f"{row[f'{way}_s'] * 1e3:.2f} ms",
+            f"{row[f'{way}_ratio']:.2f}",
+            f"{row[f'{way}_host_s'] * 1e3:.2f} ms",
+        ]
+        for row in (entry[name] for name in ("small", "medium"))
+        for way, label in ways.items()
+    ]
+    head = [
+        "step of an MLP with Adam",
+        "step time",
+        "relative",
+        "CPU time of its thread",
+    ]
+    note = (
+        "`nnx.jit` takes model and optimizer apart before every call and updates them after it, on "
+        "the host. The program is the\nsame. `python -m benchmarks.nnx_jit` measures it."
+    )
+    return f"{table(head, rows)}\n\n{note}\n\n{measured(entry)}\n"
+
+
 SECTIONS = [
     ("GPT-2 124M on one GPU", "gpu", "gpt2", gpt2),
     ("GPT-2 1.5B on one GPU", "gpu", "xl", xl),
@@ -483,6 +513,7 @@ SECTIONS = [
     ("Training loop on one GPU", "gpu", "loop", loop),
     ("Comparison with PyTorch on a CPU", "cpu", "torch", torch),
     ("Training loop on a CPU", "cpu", "loop", cpu_loop),
+    ("`nnx.jit` and `jax.jit` on a CPU", "cpu", "nnx_jit", nnx_jit),
     ("Startup time: default recipe on a CPU", "cpu", "start", start),
     ("Startup time: GPT-2 124M on one GPU, scanned layers", "gpu", "start", start),
     (
