@@ -536,7 +536,7 @@ def put(values: PyTree, sharding: NamedSharding, *, copy: bool = False) -> PyTre
     Args:
         values: arrays that are the same in every process. Each process transfers what its devices
             hold. Arrays that are on the devices of several processes already are resharded.
-        sharding: the sharding of all of them.
+        sharding: the sharding of all of them. Arrays without dims are replicated.
         copy: whether to copy NumPy arrays first. JAX reads them later, or shares their memory if
             the devices are CPUs, so without a copy they must not change.
     """
@@ -544,18 +544,29 @@ def put(values: PyTree, sharding: NamedSharding, *, copy: bool = False) -> PyTre
     def own(x: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
         return np.array(x) if copy and isinstance(x, np.ndarray) else x
 
+    shardings = jax.tree.map(lambda x: without_dims_replicated(x, sharding), values)
     if sharding.is_fully_addressable:
-        return jax.device_put(jax.tree.map(own, values), sharding)
+        return jax.device_put(jax.tree.map(own, values), shardings)
 
-    def put_leaf(x: np.ndarray | jax.Array) -> jax.Array:
+    def put_leaf(x: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
             resharded: jax.Array = jax.device_put(x, sharding)
             return resharded
         return jax.make_array_from_callback(
-            x.shape, sharding, lambda index: own(x[index])
+            # Indexing a NumPy array without dims would not return an array.
+            x.shape,
+            sharding,
+            lambda index: own(x[index] if x.ndim else x),
         )
 
-    return jax.tree.map(put_leaf, values)
+    return jax.tree.map(put_leaf, values, shardings)
+
+
+def without_dims_replicated(
+    array: np.ndarray | jax.Array | jax.ShapeDtypeStruct, sharding: NamedSharding
+) -> NamedSharding:
+    """Return `sharding`, or for an array without dims the replicated one on the same mesh."""
+    return sharding if array.ndim else NamedSharding(sharding.mesh, PartitionSpec())
 
 
 def annotation_of(metadata: Mapping[str, object]) -> tuple[Axes, ...] | None:

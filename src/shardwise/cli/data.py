@@ -254,10 +254,12 @@ def show_batch(
             + ", ".join(f"{key} {_show_value(v)}" for key, v in statistics.items())
         )
     tokenizer = _tokenizer_in(getattr(batches, "source", None))
-    batch_size = len(next(iter(arrays.values())))
+    # Numbers that all examples share are shown above.
+    columns = {name: array for name, array in arrays.items() if array.ndim}
+    batch_size = len(next(iter(columns.values())))
     for index in range(min(num_examples, batch_size)):
         example = _show_example(
-            {name: a[index] for name, a in arrays.items()}, tokenizer
+            {name: column[index] for name, column in columns.items()}, tokenizer
         )
         answer["rows"].append(example)
         say(f"\nexample {index}")

@@ -17,7 +17,14 @@ from blake3 import blake3
 from jax.sharding import NamedSharding
 
 from shardwise.cluster.group import ProcessGroup
-from shardwise.data.layout import BatchLayout, array_leaves, num_rows
+from shardwise.data.layout import (
+    BatchLayout,
+    array_leaves,
+    as_arrays,
+    map_rows,
+    num_rows,
+    scalar_leaves,
+)
 from shardwise.errors import DataError
 from shardwise.text import Json
 from shardwise.tree import Batch, Leaf
@@ -78,7 +85,7 @@ def global_shapes(batch: Batch, sharding: NamedSharding) -> Batch:
     def shape_of(x: Leaf) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((total, *x.shape[1:]), x.dtype)
 
-    return jax.tree.map(shape_of, batch)
+    return map_rows(shape_of, as_arrays(batch))
 
 
 def describe_batch(batch: Batch, layout: BatchLayout) -> Json:
@@ -90,8 +97,10 @@ def describe_batch(batch: Batch, layout: BatchLayout) -> Json:
 
     Returns:
         `rows`, the number of examples in the global batch; `digest` of this batch; `leaves` with
-        shape, dtype and mean of each array; `parts` with the digests of the arrays in each shard.
+        shape, dtype and mean of each array; `parts` with the digests of the arrays in each shard;
+        `scalars`, the numbers that all examples share.
     """
+    scalars = {name: _on_host(leaf) for name, leaf in scalar_leaves(batch).items()}
     leaves = {name: _on_host(leaf) for name, leaf in array_leaves(batch).items()}
     parts = {COMPLETE: leaves}
     if layout.is_local:
@@ -105,7 +114,9 @@ def describe_batch(batch: Batch, layout: BatchLayout) -> Json:
         }
     return {
         "rows": layout.rows,
-        "digest": _digest({name: _leaf_digest(leaf) for name, leaf in leaves.items()}),
+        "digest": _digest(
+            {name: _leaf_digest(leaf) for name, leaf in {**leaves, **scalars}.items()}
+        ),
         "leaves": {
             name: {
                 "shape": list(leaf.shape),
@@ -118,6 +129,7 @@ def describe_batch(batch: Batch, layout: BatchLayout) -> Json:
             part: {name: _leaf_digest(leaf) for name, leaf in arrays.items()}
             for part, arrays in parts.items()
         },
+        "scalars": {name: str(leaf) for name, leaf in scalars.items()},
     }
 
 
@@ -167,6 +179,12 @@ def _check_structure(summaries: Sequence[Json], step: int, group: ProcessGroup) 
                 f"batch {step}: {group.name(0)} supplied arrays {_names(first)}, and "
                 f"{group.name(index)} supplied {_names(summary)}. All processes must supply the "
                 "same arrays."
+            )
+        if summary["scalars"] != first["scalars"]:
+            raise DataError(
+                f"batch {step}: {group.name(0)} supplied the numbers {first['scalars']}, and "
+                f"{group.name(index)} supplied {summary['scalars']}. All examples share them: "
+                "every process must supply the same."
             )
         if summary["rows"] != first["rows"] and COMPLETE not in first["parts"]:
             raise DataError(

@@ -1,5 +1,6 @@
 """How a batch in host memory becomes sharded arrays on the mesh, padded where necessary."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -9,13 +10,16 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from shardwise.errors import DataError
-from shardwise.sharding import put
-from shardwise.tree import Batch, Leaf, named_leaves
+from shardwise.sharding import put, without_dims_replicated
+from shardwise.tree import Batch, Leaf, PyTree, leaf_name, named_leaves
 
 
 @dataclass(frozen=True)
 class BatchLayout:
     """The size and the sharding of a batch.
+
+    Arrays have one entry per example. A number, or an array of shape (), is one value for all
+    examples: it is replicated and never padded.
 
     A batch whose size the mesh does not divide is padded with copies of its last example. The loss
     excludes them, see `mask`.
@@ -23,7 +27,8 @@ class BatchLayout:
     Attributes:
         rows: the number of examples in the global batch.
         padded_rows: the number of examples including padding; equal to `rows` without padding.
-        sharding: the sharding of every array of the batch along its first dimension.
+        sharding: the sharding of every array of the batch along its first dimension. Arrays of
+            shape () are replicated.
         is_local: whether each process supplies only the examples of its devices (`ranges`),
             and not the global batch.
     """
@@ -56,6 +61,7 @@ class BatchLayout:
             DataError: if the batch has another number of examples, or integers that do not fit
                 into the 32 bits that they have on a device.
         """
+        batch = as_arrays(batch)
         num_read = self.check(batch)
         check_integers(batch)
         if num_read == self.rows == self.padded_rows:
@@ -63,6 +69,10 @@ class BatchLayout:
         positions = self._positions(num_read)
 
         def place_leaf(x: np.ndarray) -> jax.Array:
+            if not x.ndim:
+                scalar: jax.Array = put(x, self.sharding, copy=copy)
+                return scalar
+
             def read_shard(index: tuple[slice, ...] | None) -> np.ndarray:
                 assert index is not None
                 examples: np.ndarray = x[positions[index[0]]]
@@ -144,12 +154,21 @@ class BatchLayout:
     def abstract(self, batch: Batch) -> Batch:
         """Return shapes, dtypes and shardings of `batch` after `place`."""
 
-        def abstract_leaf(x: jax.Array) -> jax.ShapeDtypeStruct:
-            shape = (self.padded_rows, *x.shape[1:])
+        def abstract_leaf(x: Leaf) -> jax.ShapeDtypeStruct:
+            shape = (self.padded_rows, *x.shape[1:]) if x.ndim else ()
             dtype = jax.dtypes.canonicalize_dtype(x.dtype)
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding)
+            sharding = without_dims_replicated(x, self.sharding)
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-        return jax.tree.map(abstract_leaf, batch)
+        return jax.tree.map(abstract_leaf, as_arrays(batch))
+
+    def shardings(self, batch: Batch) -> PyTree:
+        """Return the shardings of `batch` after `place`, as `jax.jit` takes them."""
+        batch = as_arrays(batch)
+        if all(x.ndim for x in jax.tree.leaves(batch)):
+            # One for all leaves, so that the structure of the batch may change.
+            return self.sharding
+        return jax.tree.map(lambda x: without_dims_replicated(x, self.sharding), batch)
 
 
 def batch_shapes(batch: Batch, rows: int | None = None) -> Batch:
@@ -164,11 +183,21 @@ def batch_shapes(batch: Batch, rows: int | None = None) -> Batch:
     """
     array_leaves(batch)
 
-    def shape_of(x: jax.Array) -> jax.ShapeDtypeStruct:
-        shape = x.shape if rows is None else (rows, *x.shape[1:])
+    def shape_of(x: Leaf) -> jax.ShapeDtypeStruct:
+        shape = x.shape if rows is None or not x.ndim else (rows, *x.shape[1:])
         return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(x.dtype))
 
-    return jax.tree.map(shape_of, batch)
+    return jax.tree.map(shape_of, as_arrays(batch))
+
+
+def as_arrays(batch: Batch) -> Batch:
+    """Return `batch` with its numbers as arrays of shape ()."""
+    return jax.tree.map(lambda x: np.asarray(x) if _is_number(x) else x, batch)
+
+
+def map_rows(function: Callable[[Leaf], object], batch: Batch) -> Batch:
+    """Apply `function` to the arrays with one entry per example; numbers stay as they are."""
+    return jax.tree.map(lambda x: function(x) if np.ndim(x) else x, batch)
 
 
 def num_rows(batch: Batch) -> int:
@@ -178,6 +207,10 @@ def num_rows(batch: Batch) -> int:
         DataError: if the arrays disagree, or if there are no examples.
     """
     leaves = array_leaves(batch)
+    if not leaves:
+        raise DataError(
+            f"a batch has no array with one entry per example: {_show(batch)}. Supply at least one."
+        )
     sizes = {leaf.shape[0] for leaf in leaves.values()}
     if len(sizes) != 1 or 0 in sizes:
         shapes = {name: leaf.shape for name, leaf in leaves.items()}
@@ -189,14 +222,17 @@ def num_rows(batch: Batch) -> int:
 
 
 def array_leaves(batch: Batch) -> dict[str, Leaf]:
-    """Return the leaves of a batch by name.
+    """Return the arrays of a batch with one entry per example, by name.
 
     Raises:
-        DataError: if a leaf is not an array with one entry per example.
+        DataError: if a leaf is neither an array nor a number.
     """
+    _check_lists(batch)
     leaves = named_leaves(batch)
     for name, leaf in leaves.items():
         where = f"leaf '{name}' of the batch" if name else "the batch"
+        if _is_number(leaf):
+            continue
         if not isinstance(leaf, np.ndarray | jax.Array | jax.ShapeDtypeStruct):
             raise DataError(f"{where} is {_show(leaf)}. {_remedy(leaf)}")
         # Strings, bytes, objects, dates and durations.
@@ -205,9 +241,31 @@ def array_leaves(batch: Batch) -> dict[str, Leaf]:
                 f"{where} is an array of dtype {leaf.dtype}, which no device has. Convert it to "
                 "numbers, for example tokens, or remove it from the batch."
             )
-        if not leaf.shape:
-            raise DataError(f"{where} is an array of shape (). {_remedy(0)}")
-    return leaves
+    return {name: leaf for name, leaf in leaves.items() if np.ndim(leaf)}
+
+
+def scalar_leaves(batch: Batch) -> dict[str, Leaf]:
+    """Return the numbers of a batch, which all examples share, as arrays by name."""
+    leaves = named_leaves(as_arrays(batch))
+    return {name: leaf for name, leaf in leaves.items() if not leaf.ndim}
+
+
+def _is_number(leaf: object) -> bool:
+    is_number = isinstance(leaf, bool | int | float | complex | np.generic)
+    return is_number and np.asarray(leaf).dtype.kind in "biufcV"
+
+
+def _check_lists(batch: Batch) -> None:
+    """Raise for a list of numbers: each of them would be a separate number for all examples."""
+    lists = jax.tree_util.tree_leaves_with_path(
+        batch, is_leaf=lambda node: isinstance(node, list)
+    )
+    for path, node in lists:
+        if isinstance(node, list) and any(map(_is_number, node)):
+            raise DataError(
+                f"leaf '{leaf_name(path)}' of the batch is a list of {len(node)} numbers. Use "
+                "np.array(values), with one entry per example."
+            )
 
 
 def _show(leaf: object) -> str:
@@ -219,11 +277,6 @@ def _show(leaf: object) -> str:
 def _remedy(leaf: object) -> str:
     if isinstance(leaf, str | bytes):
         return "Convert text to arrays of tokens, or remove it from the batch."
-    if isinstance(leaf, bool | int | float | complex | np.generic):
-        return (
-            "Every leaf needs one entry per example: use np.full(batch_size, value) for a number "
-            "that all examples share, and np.array(values) instead of a list."
-        )
     return "Every leaf must be a NumPy or JAX array: convert it, for example with np.asarray."
 
 

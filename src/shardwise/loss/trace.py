@@ -328,11 +328,10 @@ def _check_unchanged(spec: StateSpec, values: Sequence[Value]) -> None:
 def _analyze(closed: core.ClosedJaxpr, arguments: Sequence[object]) -> Dependence:
     state, batch, _ = arguments
     num_state = len(jax.tree.leaves(state))
-    num_batch = len(jax.tree.leaves(batch))
-    is_batch = [
-        num_state <= index < num_state + num_batch
-        for index in range(len(closed.jaxpr.invars))
-    ]
+    # A number that all examples share depends on none of them.
+    has_rows = [leaf.ndim > 0 for leaf in jax.tree.leaves(batch)]
+    is_batch = [False] * len(closed.jaxpr.invars)
+    is_batch[num_state : num_state + len(has_rows)] = has_rows
     return analyze(closed, is_batch)
 
 

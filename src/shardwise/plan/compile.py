@@ -384,10 +384,9 @@ def _reported_memory(program: jax.stages.Compiled, prepared: Prepared) -> Memory
     )
     optimizer = _stored_bytes(spec.opt_state.values())
     other = _stored_bytes(spec.other.values())
-    sharding = step.layout.sharding
     batch = 0.0
     for leaf in jax.tree.leaves(step.batch):
-        batch += num_bytes(sharding.shard_shape(leaf.shape), leaf.dtype)
+        batch += num_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
     temporaries = max(0.0, peak - parameters - optimizer - other - batch)
     return Memory(parameters, optimizer, other, batch, temporaries)
 
@@ -495,7 +494,11 @@ def _times(counted: Estimate) -> Times:
 def _batch_shapes(step: TrainStep) -> dict[str, tuple[int, ...]]:
     """Return the global shape of each array of a batch, without padding."""
     leaves = named_leaves(step.batch)
-    return {name: (step.layout.rows, *leaf.shape[1:]) for name, leaf in leaves.items()}
+    rows = step.layout.rows
+    return {
+        name: (rows, *leaf.shape[1:]) if leaf.ndim else ()
+        for name, leaf in leaves.items()
+    }
 
 
 def _num_items(run: Run, step: TrainStep) -> int:

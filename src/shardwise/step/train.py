@@ -243,6 +243,8 @@ class _StepFunctions:
         sharding = self.spec.sharding(PartitionSpec(None, *self.layout.sharding.spec))
 
         def split(x: jax.Array) -> jax.Array:
+            if not x.ndim:
+                return jnp.broadcast_to(x, (count,))
             x = x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)
             x = with_sharding_constraint(x, sharding)
             return x
@@ -431,11 +433,12 @@ def make_train_step(
     replicated = spec.sharding(PartitionSpec())
     halves = (stored.params, replicated, stored.other)
     platform = spec.mesh.devices.flat[0].platform
+    of_batch = layout.shardings(batch)
     return TrainStep(
         function=jax.jit(
             functions.step,
             donate_argnums=0,
-            in_shardings=(stored, layout.sharding),
+            in_shardings=(stored, of_batch),
             out_shardings=(stored, replicated),
             compiler_options=compiler_options(platform, traced),
         ),
@@ -444,7 +447,7 @@ def make_train_step(
         batch=layout.abstract(batch),
         gradients=jax.jit(
             functions.gradients,
-            in_shardings=(stored, layout.sharding),
+            in_shardings=(stored, of_batch),
             out_shardings=halves,
         ),
         update=jax.jit(

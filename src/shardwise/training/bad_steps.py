@@ -413,7 +413,10 @@ def _write_batch(path: Path, batch: Batch) -> int:
     num_kept = int(num_examples * MAX_BATCH_BYTES / max(1, num_bytes))
     num_kept = min(num_examples, max(1, num_kept))
     with path.open("wb") as file:
-        kept = {name: leaf[:num_kept] for name, leaf in leaves.items()}
+        kept = {
+            name: leaf[:num_kept] if leaf.ndim else leaf
+            for name, leaf in leaves.items()
+        }
         np.savez(file, allow_pickle=False, **kept)
     return num_kept
 

@@ -28,6 +28,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from shardwise.data.batches import is_plain
+from shardwise.data.layout import map_rows
 from shardwise.errors import NumericsError
 from shardwise.loop import evaluate
 from shardwise.module import ModelFactory, call_factory
@@ -181,7 +182,8 @@ class Side:
 
     def on_host(self, batch: Batch) -> Batch:
         """Return a batch from the mesh on the host, without its padding."""
-        return jax.tree.map(lambda x: np.asarray(x)[: self.step.layout.rows], batch)
+        rows = self.step.layout.rows
+        return map_rows(lambda x: np.asarray(x)[:rows], jax.device_get(batch))
 
 
 def _axes(entry: str | Iterable[str] | None) -> tuple[str, ...]:
@@ -292,7 +294,7 @@ def with_attribute(run: Run, attribute: str) -> Run:
 
 def first_rows(batch: Batch, rows: int) -> Batch:
     """Return the first examples of a batch."""
-    return jax.tree.map(lambda x: np.asarray(x)[:rows], batch)
+    return map_rows(lambda x: np.asarray(x)[:rows], batch)
 
 
 def _in_float32(factory: ModelFactory) -> ModelFactory:

@@ -7,9 +7,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import jax
 import numpy as np
 
+from shardwise.data.layout import map_rows
 from shardwise.sharding import Placement, num_batch_shards
 from shardwise.state import StateSpec
 from shardwise.step import num_rows
@@ -323,4 +323,4 @@ def _influences(one: Side, many: Side, expected: ReferenceStep) -> dict[int, flo
 
 
 def _reordered(batch: Batch, order: np.ndarray) -> Batch:
-    return jax.tree.map(lambda x: np.asarray(x)[order], batch)
+    return map_rows(lambda x: np.asarray(x)[order], batch)

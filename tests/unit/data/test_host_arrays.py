@@ -331,14 +331,11 @@ def test_evaluation_data_must_be_batches(data):
 @pytest.mark.parametrize(
     ("leaf", "words"),
     [
-        (0.5, r"leaf 'w' of the batch is float 0.5. .*np.full\(batch_size, value\)"),
-        (np.float32(0.5), r"leaf 'w' of the batch is float32 .*np.full"),
-        (np.array(3), r"leaf 'w' of the batch is an array of shape \(\). .*np.full"),
         (
             "text",
             r"leaf 'w' of the batch is str 'text'. Convert text to arrays of tokens",
         ),
-        ([1, 2, 3], r"leaf 'w/0' of the batch is int 1. .*np.array\(values\)"),
+        ([1, 2, 3], r"leaf 'w' of the batch is a list of 3 numbers. .*np.array\("),
         (np.array(["a", "b"]), r"leaf 'w' of the batch is an array of dtype <U1"),
         (np.array([None] * 10), r"leaf 'w' of the batch is an array of dtype object"),
         (object, r"leaf 'w' of the batch is type .*np.asarray"),
@@ -351,6 +348,45 @@ def test_a_leaf_that_is_no_array_of_examples_is_named(leaf, words):
     for function in (num_rows, batch_shapes):
         with pytest.raises(DataError, match=words):
             function(batch)
+
+
+# Numbers that all examples share.
+
+
+def weighted(model, batch):
+    weight = batch["weight"] * model.weight[...]
+    return Mean(batch["x"].mean(-1) + weight + weight**2)
+
+
+@pytest.mark.parametrize(
+    ("devices", "rows", "accumulate", "kind"),
+    [(8, 16, 1, float), (4, 16, 2, np.float32), (8, 13, 1, np.array)],
+)
+def test_a_number_is_shared_by_all_examples(devices, rows, accumulate, kind):
+    """As if every example had it, also in micro-batches and next to padding."""
+    x = np.random.default_rng(0).normal(size=(rows, 8)).astype("f4")
+
+    def shared(step):
+        return {"x": x, "weight": kind(0.5 + step)}
+
+    def per_example(step):
+        return {"x": x, "weight": np.full(rows, 0.5 + step, "f4")}
+
+    options = {"loss": weighted, "accumulate": accumulate, "steps": 3}
+    options |= {"eval_data": Batches({"x": x, "weight": np.ones(rows, "f4")}, rows)}
+    one, all_of_them = (
+        fit(make(data, devices, **options)) for data in (shared, per_example)
+    )
+    assert float(one.state.params["weight"]) != 0
+    assert float(one.state.params["weight"]) == pytest.approx(
+        float(all_of_them.state.params["weight"]), rel=1e-6
+    )
+    assert one.metrics["loss"] == pytest.approx(all_of_them.metrics["loss"], rel=1e-6)
+
+
+def test_a_batch_of_numbers_alone_is_refused():
+    with pytest.raises(DataError, match="no array with one entry per example"):
+        prepare(make(lambda step: {"x": 0.5, "weight": 1}))
 
 
 # Data functions in checkpoints.
