@@ -9,7 +9,13 @@ import numpy as np
 
 from shardwise.data.files import BadRecord
 from shardwise.data.shuffle import order
-from shardwise.data.sources import Examples, Source, SourceLike, as_source
+from shardwise.data.sources import (
+    Examples,
+    Source,
+    SourceLike,
+    as_source,
+    map_columns,
+)
 from shardwise.errors import ConfigError, DataError
 from shardwise.text import Json
 
@@ -32,8 +38,8 @@ class Batches:
 
     Attributes:
         source: a `Source`, a mapping of arrays with a common first dimension, or any object with a
-            length that returns a dictionary for an index (a list, a Grain `MapDataset`, a Hugging
-            Face data set).
+            length that returns an example for an index: a dictionary, a tuple or an array (a list,
+            a Grain `MapDataset`, a Hugging Face data set).
         batch_size: examples per batch, over all devices and processes.
         seed: selects the order.
         shuffle: whether to shuffle.
@@ -98,10 +104,11 @@ class Batches:
     def example(self) -> Examples:
         """Return arrays with the shapes and dtypes of a batch; reads one example."""
         example = self._read(self._order(0, 1, self.seed, self.shuffle))
-        return {
-            name: np.broadcast_to(value, (self.batch_size, *value.shape[1:]))
-            for name, value in example.items()
-        }
+
+        def repeat(array: np.ndarray) -> np.ndarray:
+            return np.broadcast_to(array, (self.batch_size, *array.shape[1:]))
+
+        return map_columns(repeat, example)
 
     def in_order(self, first: int, ranges: Ranges) -> Examples:
         """Return some examples of the unshuffled batch that starts at example `first`.

@@ -4,14 +4,21 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
 from shardwise.data.batches import fingerprint_of, order_of
 from shardwise.data.files import BadRecord
 from shardwise.data.shuffle import keys_of, permute, seed_of
-from shardwise.data.sources import Examples, Source, SourceLike, as_source
+from shardwise.data.sources import (
+    Examples,
+    Source,
+    SourceLike,
+    as_source,
+    map_columns,
+    named_columns,
+)
 from shardwise.errors import ConfigError, DataError
 from shardwise.text import Json
 
@@ -104,7 +111,7 @@ def keep(
 
     Args:
         source: what to filter.
-        predicate: takes one example as a dictionary of arrays; true keeps it.
+        predicate: takes one example, usually a dictionary of arrays; true keeps it.
         chunk: examples to read at once.
 
     Returns:
@@ -120,11 +127,14 @@ def keep(
         indices = np.arange(first, min(first + chunk, size))
         examples = source.rows(indices)
         for position, index in enumerate(indices):
-            example = {name: array[position] for name, array in examples.items()}
-            kept[index] = bool(predicate(example))
+            kept[index] = bool(predicate(_example_at(examples, position)))
     if not kept.any():
         raise DataError(f"the filter kept 0 of {size} examples.")
     return Subset(source, np.flatnonzero(kept))
+
+
+def _example_at(examples: Examples, position: int) -> Examples:
+    return map_columns(lambda array: array[position], examples)
 
 
 def _with_progress(items: Sequence[int], title: str) -> Iterator[int]:
@@ -211,17 +221,17 @@ class Mix:
         """Return examples by index; the sources follow each other."""
         ends = np.cumsum([len(part.source) for part in self._parts])
         owners = np.searchsorted(ends, indices, side="right")
-        examples: Examples = {}
+        examples: Examples = None
         for owner in np.unique(owners) if len(indices) else [0]:
             positions = np.flatnonzero(owners == owner)
             source = self._parts[owner].source
             offset = ends[owner] - len(source)
-            for name, array in source.rows(indices[positions] - offset).items():
-                if name not in examples:
-                    examples[name] = np.empty(
-                        (len(indices), *array.shape[1:]), array.dtype
-                    )
-                examples[name][positions] = array
+            rows = source.rows(indices[positions] - offset)
+            if examples is None:
+                examples = map_columns(partial(_empty_like, len(indices)), rows)
+            columns, new = named_columns(examples), named_columns(rows)
+            for name, column in columns.items():
+                column[positions] = new[name]
         return examples
 
     def order(self, first: int, last: int, seed: int, shuffle: bool) -> np.ndarray:
@@ -254,6 +264,10 @@ class Mix:
             for part in self._parts
         }
         return {"mix": parts}
+
+
+def _empty_like(count: int, array: np.ndarray) -> np.ndarray:
+    return np.empty((count, *array.shape[1:]), array.dtype)
 
 
 @lru_cache(maxsize=16)
@@ -313,7 +327,8 @@ def _check_same_structure(parts: Iterable[_MixPart]) -> None:
             # The run reports or skips it.
             continue
         structures[part.name] = {
-            name: (array.shape[1:], str(array.dtype)) for name, array in first.items()
+            name: (array.shape[1:], str(array.dtype))
+            for name, array in named_columns(first).items()
         }
     if len({repr(sorted(structure.items())) for structure in structures.values()}) > 1:
         lines = "".join(

@@ -1,6 +1,7 @@
 """Sources: objects with a length that return examples by index, as arrays."""
 
 import os
+import reprlib
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +14,9 @@ from shardwise.data.files import TokenFile, array_fingerprint
 from shardwise.errors import DataError
 from shardwise.text import Json
 
-# Examples as arrays by name; the first dimension counts the examples.
-Examples: TypeAlias = dict[str, np.ndarray]
+# Arrays whose first dimension counts the examples: usually by name, or in a tuple, or just one. No
+# type says "a nested structure of arrays".
+Examples: TypeAlias = Any
 
 
 class Source(Protocol):
@@ -36,7 +38,41 @@ class Source(Protocol):
 
 
 # What `as_source` accepts.
-SourceLike: TypeAlias = Source | Mapping[str, np.ndarray] | Sequence[Mapping[str, Any]]
+SourceLike: TypeAlias = Source | Mapping[str, np.ndarray] | Sequence[Any]
+
+
+def map_columns(
+    function: Callable[..., object], examples: Examples, *others: Examples
+) -> Examples:
+    """Apply a function to each array of `examples`, and to the same array of `others`."""
+    if isinstance(examples, Mapping):
+        return {
+            name: map_columns(function, value, *(other[name] for other in others))
+            for name, value in examples.items()
+        }
+    if isinstance(examples, tuple):
+        values = zip(examples, *others, strict=True)
+        return like_tuple(examples, [map_columns(function, *parts) for parts in values])
+    return function(examples, *others)
+
+
+def like_tuple(example: tuple[Any, ...], values: Sequence[Any]) -> tuple[Any, ...]:
+    """Return a tuple of the same type, which may have named fields."""
+    return type(example)(*values) if hasattr(example, "_fields") else tuple(values)
+
+
+def named_columns(examples: Examples, name: str = "") -> dict[str, np.ndarray]:
+    """Return the arrays of `examples` by path, such as "image" or "0"."""
+    if isinstance(examples, Mapping):
+        items = list(examples.items())
+    elif isinstance(examples, tuple):
+        items = list(enumerate(examples))
+    else:
+        return {name: examples}
+    columns: dict[str, np.ndarray] = {}
+    for key, value in items:
+        columns |= named_columns(value, f"{name}/{key}" if name else str(key))
+    return columns
 
 
 @dataclass(frozen=True)
@@ -85,13 +121,15 @@ class Arrays:
 
 @dataclass(frozen=True)
 class Items:
-    """Any object with a length that returns a dictionary of arrays for an index.
+    """Any object with a length that returns an example for an index.
+
+    An example is a dictionary of arrays, a tuple of them, or one array.
 
     Attributes:
         items: a list, a Grain `MapDataset`, a Hugging Face data set.
     """
 
-    items: Sequence[Mapping[str, Any] | None]
+    items: Sequence[Any]
 
     def __len__(self) -> int:
         return len(self.items)
@@ -100,7 +138,8 @@ class Items:
         """Return the examples at `indices`, stacked.
 
         Raises:
-            DataError: if an item is None, as a filter in a Grain pipeline leaves it.
+            DataError: if an item is None, as a filter in a Grain pipeline leaves it, if it has
+                text, or if two items have different shapes.
         """
         if not len(indices):
             return no_examples(self)
@@ -110,25 +149,71 @@ class Items:
             if item is None:
                 raise DataError(
                     f"item {index} is None: a filter in a Grain pipeline leaves gaps."
-                    " Use shardwise.keep() instead of the filter."
+                    " Use shardwise.keep() instead of the filter, or"
+                    " Run(data=dataset.to_iter_dataset().batch(batch_size))."
                 )
             items.append(item)
-        return {
-            name: np.stack([np.asarray(item[name]) for item in items])
-            for name in items[0]
-        }
+        if isinstance(items[0], tuple):
+            columns = [
+                _stack(indices, column, str(number))
+                for number, column in enumerate(zip(*items, strict=True))
+            ]
+            return like_tuple(items[0], columns)
+        return _stack(indices, items)
 
     def fingerprint(self) -> Json:
         """Return the number of items, and hashes of 16 of them."""
         sample = self.rows(np.unique(np.linspace(0, len(self) - 1, 16).astype(int)))
-        hashes = {name: array_fingerprint(array) for name, array in sample.items()}
+        hashes = {
+            name: array_fingerprint(array)
+            for name, array in named_columns(sample).items()
+        }
         return {"items": len(self), "sample": hashes}
+
+
+def _stack(indices: np.ndarray, values: Sequence[Any], name: str = "") -> Examples:
+    """Return the values of a column as one array; of a dictionary, each of its columns.
+
+    Args:
+        indices: the items that the values come from, for messages.
+        values: one value per item.
+        name: the path of the column.
+    """
+    if isinstance(values[0], Mapping):
+        return {
+            key: _stack(
+                indices, [value[key] for value in values], f"{name}/{key}".lstrip("/")
+            )
+            for key in values[0]
+        }
+    what = f"column '{name}'" if name else "an example"
+    arrays = [np.asarray(value) for value in values]
+    for index, value, array in zip(indices, values, arrays, strict=True):
+        # Strings, bytes and objects.
+        if array.dtype.kind in "USO":
+            kind = (
+                "is not an array of numbers" if array.dtype.kind == "O" else "is text"
+            )
+            removal = ""
+            if name:
+                removal = f", or remove it (Hugging Face: remove_columns('{name}'))"
+            raise DataError(
+                f"{what} {kind}: {reprlib.repr(value)} in item {index}. Convert it to numbers, for"
+                f" example to tokens with dataset.map(...){removal}."
+            )
+        if array.shape != arrays[0].shape:
+            raise DataError(
+                f"{what} has shape {arrays[0].shape} in item {indices[0]} and {array.shape} in"
+                f" item {index}. All examples need the same shapes: pad or truncate them, or pack"
+                " sequences of tokens (shardwise.Packed)."
+            )
+    return np.stack(arrays)
 
 
 def no_examples(source: Source) -> Examples:
     """Return arrays of zero examples, with the shapes and dtypes of the first example."""
     first = source.rows(np.zeros(1, np.int64))
-    return {name: array[:0] for name, array in first.items()}
+    return map_columns(lambda array: array[:0], first)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,14 @@
 """The batch of a step is a pure function of (seed, step)."""
 
+from typing import NamedTuple
+
 import grain
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.data import Arrays, Batches, Tokens, stdlib_bytes
+from shardwise.data import Arrays, Batches, Mix, Tokens, keep, stdlib_bytes
 from shardwise.data.shuffle import BLOCK, keys_of, order, permute
 from shardwise.errors import DataError
 
@@ -175,6 +177,66 @@ def test_a_grain_dataset_and_a_list_are_sources():
         Batches(
             grain.MapDataset.range(100).filter(lambda i: i % 2 == 0).map(Row()), 100
         )(0)
+
+
+class Pair(NamedTuple):
+    x: np.ndarray
+    y: int
+
+
+@pytest.mark.parametrize("kind", [tuple, Pair._make])
+def test_items_may_be_tuples(kind):
+    pairs = [kind((np.full(3, i, np.float32), i % 7)) for i in range(20)]
+    batches = Batches(pairs, 8, seed=1)
+    x, y = batches(2)
+    assert type(batches(2)) is type(pairs[0])
+    expected = Batches({"x": np.arange(20)}, 8, seed=1)(2)["x"]
+    assert np.array_equal(x[:, 0], expected)
+    assert np.array_equal(y, expected % 7)
+    assert [leaf.shape for leaf in batches.example()] == [(8, 3), (8,)]
+    assert set(batches.fingerprint()["source"]["sample"]) == {"0", "1"}
+    # Sources made of it have tuples, too.
+    kept = keep(pairs, lambda example: example[1] == 3)
+    assert len(kept) == 3
+    mix = Mix([(pairs, 0.5), (kept, 0.5)])
+    assert [part[:, 0].tolist() for part in [mix.rows(np.array([5, 21]))[0]]] == [
+        [5.0, 10.0]
+    ]
+    assert mix.rows(np.array([5, 21]))[1].tolist() == [5, 3]
+
+
+def test_items_may_be_arrays_or_nested():
+    assert Batches(list(np.eye(4)), 2, shuffle=False)(0).tolist() == [
+        [1, 0, 0, 0],
+        [0, 1, 0, 0],
+    ]
+    nested = [{"a": {"b": i}, "c": np.ones(2)} for i in range(4)]
+    batch = Batches(nested, 2, shuffle=False)(1)
+    assert batch["a"]["b"].tolist() == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("column", "words"),
+    [
+        (["one", "two"], r"column 'text' is text: 'one' in item 0. .*remove_columns"),
+        ([b"one", b"two"], r"column 'text' is text: b'one' in item 0"),
+        ([["a", "b"], ["c"]], r"column 'text' is text: \['a', 'b'\] in item 0"),
+        ([None, None], r"column 'text' is not an array of numbers: None in item 0"),
+        (
+            [[1, 2], [3]],
+            r"'text' has shape \(2,\) in item 0 and \(1,\) in item 1. .*pad",
+        ),
+    ],
+)
+def test_columns_that_are_no_arrays_are_named(column, words):
+    items = [{"x": i, "text": value} for i, value in enumerate(column)]
+    batches = Batches(items, 2, shuffle=False)
+    with pytest.raises(DataError, match=words):
+        batches(0)
+    with pytest.raises(DataError, match=words):
+        batches.fingerprint()
+    with pytest.raises(DataError, match="column '1'"):
+        Batches([(i, value) for i, value in enumerate(column)], 2, shuffle=False)(0)
 
 
 class Row:
