@@ -29,7 +29,8 @@ from shardwise.data.contract import (
     first_batch_digest,
     global_shapes,
 )
-from shardwise.data.layout import check_integers
+from shardwise.data.grain import MapBatches, is_dataset, makes_batches
+from shardwise.data.layout import as_arrays, check_integers, num_rows, scalar_leaves
 from shardwise.errors import ConfigError, DataError, ShardwiseError, where
 from shardwise.files.paths import local_path
 from shardwise.findings import Finding
@@ -91,8 +92,10 @@ class Run:
             metrics. Return a `Mean` with one entry per example if the batch may need padding, or if
             examples have different weights.
         optimizer: any Optax optimizer, including those of `shardwise.optim`.
-        data: the batches: usually `Batches(...)`, or any function from the step number to a batch.
-            An iterable without state works too, but such a run cannot resume.
+        data: the batches: `Batches(...)`, any function from the step number to a batch, or a
+            dataset, iterator or loader of Grain that yields batches. The position of an iterator is
+            saved with each checkpoint, if it has `get_state` and `set_state`. A run with any other
+            iterable cannot resume.
         steps: the number of training steps, counted from the start of the run, not from a resume.
         mesh: axis names and sizes, for example "data=4,model=2"; -1 means all remaining
             devices. Or a `jax.sharding.Mesh`. The default is data parallelism over all devices.
@@ -274,7 +277,11 @@ def prepare(run: Run) -> Prepared:
         flops=3 * step.traced.flops,
         peak_flops=chip.flops * spec.mesh.size if chip else None,
         first_batch=_first_batch(run, step, example),
-        findings=(*step.traced.findings, *_evaluation_findings(run, eval_step)),
+        findings=(
+            *step.traced.findings,
+            *_evaluation_findings(run, eval_step),
+            *_resume_findings(run, batches),
+        ),
     )
 
 
@@ -288,9 +295,32 @@ def _example(run: Run, batches: Callable[[int], Batch]) -> Batch:
     if is_plain(batches) and _is_read_in_parts(run):
         example: Batch = batches.example()
     else:
-        example = batches(0)
+        example = as_arrays(batches(0))
+        _check_elements(run, batches, example)
     check_integers(example)
     return example
+
+
+def _check_elements(run: Run, batches: Callable[[int], Batch], example: Batch) -> None:
+    """Raise if elements of a Grain dataset are examples, or if its last batch is shorter."""
+    if is_dataset(run.data) and not makes_batches(run.data) and scalar_leaves(example):
+        raise DataError(
+            f"the elements of the Grain {type(run.data).__name__} are examples: "
+            f"{', '.join(map(repr, scalar_leaves(example)))} is a single number. Add "
+            "batch(batch_size, drop_remainder=True) as its last transformation."
+        )
+    if not isinstance(batches, MapBatches):
+        return
+    count = batches.num_batches
+    if count is None or run.steps < count:
+        return
+    rows, last = num_rows(example), num_rows(batches(count - 1))
+    if last != rows:
+        raise DataError(
+            f"the last of {count} batches of the Grain MapDataset has {last} examples, and the "
+            f"first has {rows}. All batches of a run must have the same size: use "
+            f"batch({rows}, drop_remainder=True), or repeat() before batch()."
+        )
 
 
 def _train_step(run: Run, spec: StateSpec, example: Batch) -> TrainStep:
@@ -427,6 +457,18 @@ def _evaluation_findings(run: Run, step: EvalStep | None) -> list[Finding]:
     ]
 
 
+def _resume_findings(run: Run, batches: Callable[[int], Batch]) -> list[Finding]:
+    if run.out is None or not isinstance(batches, Stream) or batches.problem is None:
+        return []
+    return [
+        Finding(
+            "cannot-resume",
+            f"this run will not be able to resume: {batches.problem}",
+            "Use a function of the step, such as Batches(...), or a dataset of Grain.",
+        )
+    ]
+
+
 def describe_state(run: Run) -> StateSpec:
     """Return the abstract state of the run on its mesh.
 
@@ -470,15 +512,30 @@ def _describe_data(run: Run, prepared: Prepared) -> Json | str:
         if fingerprint is not None:
             content: Json = fingerprint()
             return content
-        if isinstance(prepared.batches, Stream):
+        if not _can_resume(prepared.batches):
             return UNKNOWN_DATA
-        return {"first_batch": first_batch_digest(prepared.first_batch)}
+        return _describe_batches(prepared)
     described: Json = {"scope": run.data_scope}
-    if not isinstance(prepared.batches, Stream):
-        described["first_batch"] = first_batch_digest(prepared.first_batch)
+    if _can_resume(prepared.batches):
+        described |= _describe_batches(prepared)
     if fingerprint is not None:
         described["batches"] = fingerprint()
     return described
+
+
+def _describe_batches(prepared: Prepared) -> Json:
+    """Return what identifies batches of unknown origin."""
+    described: Json = {"first_batch": first_batch_digest(prepared.first_batch)}
+    batches = prepared.batches
+    if isinstance(batches, Stream | MapBatches):
+        described["batch_size"] = prepared.step.layout.rows
+    if isinstance(batches, MapBatches):
+        described["num_batches"] = batches.num_batches or "endless"
+    return described
+
+
+def _can_resume(batches: Callable[[int], Batch]) -> bool:
+    return not isinstance(batches, Stream) or batches.problem is None
 
 
 def _describe_loss(step: TrainStep) -> Json:

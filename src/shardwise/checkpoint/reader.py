@@ -10,6 +10,9 @@ Layout of the checkpoints of a run::
             meta.json        a description of the run: step, recipe, arguments, model, data,
                              learning rates, optimizer, mesh, versions, metrics; with frozen
                              weights also `frozen`: their source, shapes and checksums
+            data/            the position of the data iterator of each process, as JSON, in
+                             `process_0-of-2.json` and so on; absent for data that is a function
+                             of the step
             MANIFEST         a BLAKE3 digest of every other file (see `shardwise.files.manifest`)
         300.tmp/             a save in progress, or one that a crash interrupted
         100.deleted.tmp/     a deletion in progress

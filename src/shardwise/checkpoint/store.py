@@ -5,7 +5,8 @@
 How a step is saved, in this order:
 
 1. Check that the step does not exist and that it fits on the disk, and create `<step>.tmp`.
-2. Orbax writes the arrays to `<step>.tmp/state`. Every process writes its own shards. Where the
+2. Every process writes the position of its data iterator, if it has one, to `<step>.tmp/data`.
+   Orbax writes the arrays to `<step>.tmp/state`. Every process writes its own shards. Where the
    devices have room for a copy of the state, they copy it, and the copy moves to the host while
    training continues. Otherwise `save` returns when the arrays are on the host.
 3. Every process computes digests of a share of the files and flushes them to disk.
@@ -135,15 +136,16 @@ class _Save:
         name: the name of this save among the processes.
         step: the step.
         metadata: the content of `meta.json`, without the step.
+        position: the position of the data iterator of this process, if it has one.
         copies: the copy of the arrays on the devices, or nothing if Orbax has the arrays already.
-        It
-            is a list so that the only reference to the copy can be removed.
+            It is a list so that the only reference to the copy can be removed.
         problem: what went wrong so far.
     """
 
     name: str
     step: int
     metadata: Json
+    position: str | None
     copies: list[PyTree]
     problem: str | None
 
@@ -233,6 +235,7 @@ class Checkpoints:
         state: TrainState,
         metadata: Mapping[str, object] | None = None,
         extra: Mapping[str, PyTree] | None = None,
+        position: str | None = None,
     ) -> None:
         """Start to save a state. It may be donated as soon as this returns.
 
@@ -244,6 +247,8 @@ class Checkpoints:
             metadata: the content of `meta.json`, without the step.
             extra: a dictionary with a further tree of NumPy or JAX arrays, which `restore_extra`
                 reads.
+            position: where the data iterator of this process is after this step, as JSON; None
+                if the data is a function of the step.
 
         Raises:
             ConfigError: if `extra` is not a dictionary of arrays, or two arrays have the same name.
@@ -278,7 +283,9 @@ class Checkpoints:
                 raise CheckpointError(
                     f"{self.path(step)} could not be saved: {problem}"
                 )
-        save = _Save(self._saving, step, dict(metadata or {}), copies, problem)
+        save = _Save(
+            self._saving, step, dict(metadata or {}), position, copies, problem
+        )
         self._pending = self._thread.submit(self._commit, save)
 
     def _temporary(self, step: int) -> Path:
@@ -398,6 +405,8 @@ class Checkpoints:
             # it.
             problem = self._start_orbax(save.step, save.copies.pop())
         try:
+            if save.position is not None:
+                self._write_position(save.step, save.position)
             fail_point("checkpoint.arrays")
             if problem is None:
                 self._orbax.wait_until_finished()
@@ -407,21 +416,22 @@ class Checkpoints:
             self.group.put(f"{save.name}/failed/{self.group.index}", problem)
         return _first_problem(self.group.union(f"{save.name}/arrays", problem))
 
+    def _write_position(self, step: int, position: str) -> None:
+        path = position_path(self._temporary(step), self.group.index, self.group.count)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        path.write_text(position + "\n")
+
     def _flush_arrays(self, save: _Save) -> tuple[dict[str, str], str | None]:
-        """Flush the arrays to disk. Return digests of all files, and the first problem or None."""
+        """Flush the files to disk. Return digests of all of them, and the first problem or None."""
         digests: dict[str, str] = {}
         problem = None
         try:
-            state = self._temporary(save.step) / "state"
-            digests = write_digests(state, self.group.index, self.group.count)
+            temporary = self._temporary(save.step)
+            digests = write_digests(temporary, self.group.index, self.group.count)
         except OSError as error:
             problem = self._describe(error)
         shares = self.group.union(f"{save.name}/digests", [digests, problem])
-        merged = {
-            f"state/{name}": digest
-            for share, _ in shares
-            for name, digest in share.items()
-        }
+        merged = {name: digest for share, _ in shares for name, digest in share.items()}
         return merged, _first_problem([share_problem for _, share_problem in shares])
 
     def _publish(self, save: _Save, digests: dict[str, str]) -> str | None:
@@ -556,6 +566,19 @@ class Checkpoints:
         """Return the content of `meta.json` of a step."""
         return read_json(self.path(step) / "meta.json")
 
+    def position(self, step: int, index: int, count: int) -> str | None:
+        """Return the position of the data iterator that one of `count` processes has saved.
+
+        Returns:
+            The position as JSON, or None if there is no such file.
+        """
+        path = position_path(self.path(step), index, count)
+        return json.dumps(read_json(path)) if path.is_file() else None
+
+    def num_positions(self, step: int) -> int:
+        """Return how many processes have saved the position of a data iterator."""
+        return len(list((self.path(step) / "data").glob("process_*.json")))
+
     def restore(self, spec: StateSpec, step: int) -> TrainState:
         """Read the state of a step in the layout of `spec`, whatever mesh it was written on.
 
@@ -654,6 +677,11 @@ def _differences(
     table = columns([("path", "saved", "wanted"), *mismatched[:MAX_LISTED]])
     hidden = len(mismatched) - MAX_LISTED
     return f"{table}\n  and {hidden} more" if hidden > 0 else table
+
+
+def position_path(directory: Path, index: int, count: int) -> Path:
+    """Return the file with the position of a process, named as Grain names such files."""
+    return directory / "data" / f"process_{index}-of-{count}.json"
 
 
 def _mismatched_leaves(

@@ -1,7 +1,6 @@
 """Random-access data: the batch of a step is a pure function of (seed, step)."""
 
 from shardwise.data.batches import Batches as Batches
-from shardwise.data.batches import Stream as Stream
 from shardwise.data.batches import as_batches as as_batches
 from shardwise.data.batches import part_of as part_of
 from shardwise.data.combine import Mix as Mix
@@ -22,3 +21,4 @@ from shardwise.data.sources import Arrays as Arrays
 from shardwise.data.sources import Source as Source
 from shardwise.data.sources import Tokens as Tokens
 from shardwise.data.sources import stdlib_bytes as stdlib_bytes
+from shardwise.data.stream import Stream as Stream

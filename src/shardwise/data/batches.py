@@ -8,6 +8,7 @@ from typing import Any, TypeAlias, TypeGuard
 import numpy as np
 
 from shardwise.data.files import BadRecord
+from shardwise.data.grain import MapBatches, is_map_dataset
 from shardwise.data.shuffle import order
 from shardwise.data.sources import (
     Examples,
@@ -16,11 +17,10 @@ from shardwise.data.sources import (
     as_source,
     map_columns,
 )
+from shardwise.data.stream import Batch, Stream
 from shardwise.errors import ConfigError, DataError
 from shardwise.text import Json
 
-# A pytree of arrays; `shardwise.tree` has the same alias, but imports JAX.
-Batch: TypeAlias = Any
 # (first, last) ranges of the examples of a batch.
 Ranges: TypeAlias = Sequence[tuple[int, int]]
 # (first, last, seed, shuffle) -> indices of the examples at these positions.
@@ -183,64 +183,20 @@ def fingerprint_of(source: SourceLike) -> Json:
     return {"type": type(source).__qualname__, "rows": len(source)}
 
 
-def copied(batch: Batch) -> Batch:
-    """Return `batch` with copies of its NumPy arrays. JAX arrays cannot change and stay."""
-    # Data processes import this module, and they need no JAX.
-    import jax
-
-    return jax.tree.map(
-        lambda x: np.array(x) if isinstance(x, np.ndarray) else x, batch
-    )
-
-
-class Stream:
-    """Batches from a plain iterable, one step after the other.
-
-    An iterable cannot go back, so a run that reads from it cannot resume. The arrays are copied, so
-    the iterable may fill the same arrays again for its next batch.
-
-    Args:
-        iterable: yields one batch per step.
-    """
-
-    def __init__(self, iterable: Iterable[Batch]):
-        self._iterator = iter(iterable)
-        self._step = -1
-        self._batch: Batch = None
-
-    def __call__(self, step: int) -> Batch:
-        """Return the batch of the next step, or of the current one again.
-
-        Raises:
-            DataError: if the iterable has ended, or for any other step.
-        """
-        if step == self._step + 1:
-            try:
-                self._batch = copied(next(self._iterator))
-            except StopIteration:
-                raise DataError(
-                    f"the data ended after {step} batches; batch {step} is needed."
-                ) from None
-            self._step = step
-        elif step != self._step:
-            raise DataError(
-                f"batch {step} is needed, but a plain iterator is at batch {self._step + 1} and"
-                " cannot resume. Use a function of the step, such as Batches(...)."
-            )
-        return self._batch
-
-
 def as_batches(data: BatchFunction | Iterable[Batch]) -> BatchFunction:
     """Return `data` if it is a function of the step, or a `Stream` of it.
 
     Args:
-        data: `Batches`, a function from a step to its batch, or an iterable of batches.
+        data: `Batches`, a function from a step to its batch, an iterable of batches, or a dataset,
+            iterator or loader of Grain.
 
     Raises:
         ConfigError: if `data` is a collection, whose items are usually examples and not batches.
     """
     if callable(data):
         return data
+    if is_map_dataset(data):
+        return MapBatches(data)
     if isinstance(data, Mapping):
         names = ", ".join(map(repr, data))
         raise ConfigError(

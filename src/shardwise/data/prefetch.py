@@ -12,8 +12,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pickle import PicklingError
 
-from shardwise.data.batches import Batch, BatchFunction, Stream
+from shardwise.data.batches import BatchFunction
 from shardwise.data.reuse import Copied, owned
+from shardwise.data.stream import Batch, Stream
 from shardwise.errors import ConfigError, DataError, Stopped
 
 THREAD = "shardwise-prefetch"
@@ -48,9 +49,12 @@ class Prefetch:
             function and all that it refers to must be picklable (no lambda).
         depth: how many batches to prepare in advance; at least one per worker.
         is_stopped: checked while waiting; if true, `Stopped` is raised.
+        position: the position of a `Stream` before the first batch.
 
     Attributes:
         waited: seconds that the caller has waited for batches.
+        position: the position of a `Stream` after the batch that was returned last; None for a
+            function of the step. Save it with the state that this batch was used for.
 
     Example:
         >>> with Prefetch(lambda step: step * 2, first=0, until=3) as prefetch:
@@ -71,8 +75,10 @@ class Prefetch:
         processes: int = 0,
         depth: int = 2,
         is_stopped: Callable[[], bool] = lambda: False,
+        position: str | None = None,
     ):
         self.waited = 0.0
+        self.position = position
         self._place = place
         self._inspect = inspect
         self._agree = agree
@@ -81,7 +87,8 @@ class Prefetch:
         # The next step that a worker starts, and the next step that the caller asks for.
         self._next_started = first
         self._next_asked = first
-        self._futures: dict[int, Future[Batch]] = {}
+        # Batches with the position after them.
+        self._futures: dict[int, Future[tuple[Batch, str | None]]] = {}
         self._changed = threading.Condition()
         self._is_closed = False
         self._children: list[tuple[SpawnProcess, Connection]] = []
@@ -118,12 +125,13 @@ class Prefetch:
                 f"batch {step} is needed, but {self._next_asked} is next, and {self._until - 1} is"
                 " the last."
             )
-        batch = self._wait(step)
+        batch, position = self._wait(step)
         if self._agree is not None:
             self._agree(step)
+        self.position = position
         return batch
 
-    def _wait(self, step: int) -> Batch:
+    def _wait(self, step: int) -> tuple[Batch, str | None]:
         start = time.perf_counter()
         with self._changed:
             future = self._futures.setdefault(step, Future())
@@ -163,7 +171,7 @@ class Prefetch:
         for thread in self._threads:
             thread.join(timeout=max(0.0, deadline - time.monotonic()))
 
-    def _next_job(self) -> tuple[int, Future[Batch]] | None:
+    def _next_job(self) -> tuple[int, Future[tuple[Batch, str | None]]] | None:
         """Return the next step to prepare, once there is room for it; None at the end."""
 
         def is_ready() -> bool:
@@ -185,7 +193,10 @@ class Prefetch:
             try:
                 if in_process and read is self._batches:
                     read = self._start_child()
-                future.set_result(self._prepare(step, read(step)))
+                batch = read(step)
+                # One thread alone reads a stream, and it has not read ahead yet.
+                position = read.position if isinstance(read, Stream) else None
+                future.set_result((self._prepare(step, batch), position))
             except BaseException as error:
                 future.set_exception(error)
 

@@ -5,16 +5,10 @@ from collections import deque
 
 import numpy as np
 
-from shardwise.data.batches import (
-    Batch,
-    BatchFunction,
-    LocalBatches,
-    Stream,
-    copied,
-    is_plain,
-)
+from shardwise.data.batches import BatchFunction, LocalBatches, is_plain
 from shardwise.data.combine import Subset
 from shardwise.data.sources import Source
+from shardwise.data.stream import Batch, Stream, copied
 from shardwise.errors import DataError
 
 # The first calls of a function are made one after the other, to see whether it reuses its arrays.

@@ -11,7 +11,8 @@ from typing import Any, Protocol, TypeAlias, cast
 import numpy as np
 
 from shardwise.data.files import TokenFile, array_fingerprint
-from shardwise.errors import DataError
+from shardwise.data.grain import is_dataset, is_map_dataset
+from shardwise.errors import ConfigError, DataError
 from shardwise.text import Json
 
 # Arrays whose first dimension counts the examples: usually by name, or in a tuple, or just one. No
@@ -338,4 +339,10 @@ def as_source(data: SourceLike) -> Source:
         return Arrays({name: np.asarray(array) for name, array in data.items()})
     if hasattr(data, "rows"):
         return cast(Source, data)
+    if is_dataset(data) and not is_map_dataset(data):
+        raise ConfigError(
+            f"Batches needs examples by index, which a Grain {type(data).__name__} does not have."
+            " Pass it to Run(data=...) itself, with batch() as its last transformation, or use a"
+            " MapDataset."
+        )
     return Items(data)

@@ -25,7 +25,7 @@ from rich.console import Console
 
 from shardwise.cluster.group import ProcessGroup
 from shardwise.console import warn
-from shardwise.data.batches import Stream
+from shardwise.data.stream import Stream
 from shardwise.errors import where
 from shardwise.loss import call_loss
 from shardwise.run import Prepared, Run

@@ -16,7 +16,7 @@ from shardwise.cluster.signals import stop_on_signals
 from shardwise.cluster.stragglers import Stragglers
 from shardwise.cluster.watch import Watch
 from shardwise.console import warn, working
-from shardwise.data import Prefetch, part_of
+from shardwise.data import Prefetch, Stream, part_of
 from shardwise.data.batches import BatchFunction, LocalBatches
 from shardwise.data.contract import DataCheck, check_same_data, check_summaries
 from shardwise.data.reuse import owned
@@ -122,6 +122,8 @@ def fit(
             console = Console(stderr=True)
         watch.phase(Phase.PREPARING)
         prepared = prepare(run)
+        if isinstance(prepared.batches, Stream):
+            stack.callback(prepared.batches.close)
         headline(console, prepared)
         starting.check_findings(run, prepared, console)
         checkpoints = None
@@ -153,13 +155,15 @@ def _open_session(
     watch.phase(Phase.VERIFYING)
     saved = None
     if checkpoints is not None:
-        saved = starting.find_checkpoint(
-            run, prepared.spec, checkpoints, about, console
-        )
+        saved = starting.find_checkpoint(run, prepared, checkpoints, about, console)
     start = saved or 0
     evaluations = starting.read_evaluations(run, start, group)
     stop_reason = run.stop_when.why(evaluations) if run.stop_when is not None else None
     until = run.steps if stop_reason is None else start
+    position = None
+    if checkpoints is not None and saved is not None and start < until:
+        position = starting.find_position(run, prepared, checkpoints, saved)
+        starting.resume_data(prepared, saved, position, group)
 
     watch.phase(Phase.COMPILING)
     plan = None
@@ -196,6 +200,7 @@ def _open_session(
             is_stopped=watch.is_stopping,
             threads=run.data_threads,
             processes=run.data_processes,
+            position=position,
         ),
         log=RunLog(run, prepared, start, plan, group, watch.start, saver.began),
         saver=saver,

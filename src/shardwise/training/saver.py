@@ -145,29 +145,35 @@ class Saver:
         minutes = (time.monotonic() - self._saved_at) / 60
         return 0 < self.run.save_minutes <= minutes
 
-    def save(self, state: TrainState, metrics: Json) -> None:
+    def save(
+        self, state: TrainState, metrics: Json, position: str | None = None
+    ) -> None:
         """Start to save in the background. A failure is reported and tried again later.
 
         Args:
             state: the state; its arrays may be donated as soon as this returns.
             metrics: the metrics of its step, stored with the checkpoint.
+            position: where the data iterator of this process is after the step, if there is one.
         """
         assert self.checkpoints is not None
         n = int(state.step)
         self._wait(n)
         try:
-            self.checkpoints.save(state, {**self.about, "metrics": metrics})
+            self.checkpoints.save(state, {**self.about, "metrics": metrics}, position)
             self._retry_at = None
             self._saved_at = time.monotonic()
         except CheckpointError as error:
             self._plan_retry(n, error)
 
-    def finish(self, state: TrainState, metrics: Json) -> None:
+    def finish(
+        self, state: TrainState, metrics: Json, position: str | None = None
+    ) -> None:
         """Make sure that this state is on the disk, wait for it, and verify it.
 
         Args:
             state: the last state of the run.
             metrics: the metrics of its step.
+            position: as for `save`.
 
         Raises:
             CheckpointError: the state could not be saved, or the files have other content than was
@@ -180,7 +186,9 @@ class Saver:
         for tries_left in reversed(range(FINAL_TRIES)):
             try:
                 if not self.checkpoints.is_newest(n):
-                    self.checkpoints.save(state, {**self.about, "metrics": metrics})
+                    self.checkpoints.save(
+                        state, {**self.about, "metrics": metrics}, position
+                    )
                     self.checkpoints.wait()
                 break
             except CheckpointError as error:

@@ -137,7 +137,7 @@ class Session:
         if not self.saver.is_due(n):
             return
         self._enter(Phase.SAVING.at(n))
-        self.saver.save(self.state, self.log.checkpoint_metrics)
+        self.saver.save(self.state, self.log.checkpoint_metrics, self.feed.position)
         self.log.clock.lap("save")
         self._tick(n)
 
@@ -183,7 +183,7 @@ class Session:
 
     def save_last(self) -> None:
         """Save and verify the last state."""
-        self.saver.finish(self.state, self.log.checkpoint_metrics)
+        self.saver.finish(self.state, self.log.checkpoint_metrics, self.feed.position)
 
     def _enter(self, phase: str) -> None:
         """Finish the pending step and enter a phase of unknown length."""

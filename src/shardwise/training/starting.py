@@ -19,7 +19,8 @@ from shardwise.checkpoint.store import Checkpoints
 from shardwise.cluster.group import ProcessGroup, wait_for
 from shardwise.cluster.watch import Watch
 from shardwise.console import warn, working
-from shardwise.errors import CheckpointError, ConfigError
+from shardwise.data import Stream
+from shardwise.errors import CheckpointError, ConfigError, DataError
 from shardwise.explanation.explain import explain_state, predict_findings
 from shardwise.files.durable import (
     check_links,
@@ -118,13 +119,17 @@ def describe(run: Run, prepared: Prepared, extra: Mapping[str, object]) -> Json:
 
 
 def find_checkpoint(
-    run: Run, spec: StateSpec, checkpoints: Checkpoints, about: Json, console: Console
+    run: Run,
+    prepared: Prepared,
+    checkpoints: Checkpoints,
+    about: Json,
+    console: Console,
 ) -> int | None:
     """Return the step to resume from, after reporting what differs from the run that saved it.
 
     Args:
         run: the run.
-        spec: its abstract state.
+        prepared: the same run, prepared.
         checkpoints: the checkpoints in its directory.
         about: its description.
         console: where to print differences and damaged checkpoints.
@@ -134,13 +139,17 @@ def find_checkpoint(
 
     Raises:
         ConfigError: a difference would make it another run, and `run.accept` does not name it.
+        DataError: the data iterator cannot return to the checkpoint.
         CheckpointError: the checkpoint does not fit the model, or its description is damaged.
     """
     with console.status(f"verifying the newest checkpoint of {run.out}"):
         step = checkpoints.newest_good(lambda text: warn(console, text))
     if step is None:
         return None
+    spec = prepared.spec
     checkpoints.check_fits(spec, step)
+    if step < run.steps:
+        find_position(run, prepared, checkpoints, step)
     saved = {
         key: value for key, value in checkpoints.metadata(step).items() if key in about
     }
@@ -217,6 +226,80 @@ def _by_update(rates: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
         for group, values in rates.items()
         for update, rate in values.items()
     }
+
+
+def find_position(
+    run: Run, prepared: Prepared, checkpoints: Checkpoints, step: int
+) -> str | None:
+    """Return the position of the data iterator of this process in a checkpoint.
+
+    Returns:
+        The position as JSON; None if the data is a function of the step.
+
+    Raises:
+        DataError: the iterator cannot return to this checkpoint.
+    """
+    batches = prepared.batches
+    place = checkpoints.path(step)
+    if not isinstance(batches, Stream):
+        return None
+    if batches.problem is not None:
+        raise DataError(
+            f"this run cannot resume from {place}: {batches.problem}. Use a function of the step, "
+            "such as Batches(...), or a dataset of Grain. To start over, choose another --out."
+        )
+    group = checkpoints.group
+    position = checkpoints.position(step, group.index, group.count)
+    if position is not None:
+        return position
+    count = checkpoints.num_positions(step)
+    if not count:
+        raise DataError(
+            f"{place} has no position of a data iterator: the run that saved it had other data. "
+            "Use the same data, or start a new run from its weights with init_from and another "
+            "--out."
+        )
+    saved = checkpoints.metadata(step).get("data")
+    scope = saved.get("scope", "global") if isinstance(saved, dict) else "global"
+    first = checkpoints.position(step, 0, count)
+    # Every process has the complete batches, or the iterator counts examples of all processes.
+    if first and (scope == run.data_scope == "global" or "global_next_index" in first):
+        return first
+    raise DataError(
+        f"{place} was saved by {count} processes, each with the position of its own part of the "
+        f'data (data_scope="process"), and this run has {group.count}. Start {count} processes. '
+        "For another number, every process must be able to read any batch: use a Grain MapDataset "
+        'or Batches with data_scope="global", or grain.experimental.ElasticIterator.'
+    )
+
+
+def resume_data(
+    prepared: Prepared, step: int, position: str | None, group: ProcessGroup
+) -> None:
+    """Return the data iterators of all processes to their positions.
+
+    Args:
+        prepared: the prepared run.
+        step: the step that the run starts from.
+        position: the position of this process, see `find_position`.
+        group: the processes of the run.
+
+    Raises:
+        DataError: an iterator cannot return; the same one in every process.
+    """
+    batches = prepared.batches
+    if not isinstance(batches, Stream) or position is None:
+        return
+    problem = ""
+    try:
+        batches.resume(step, position)
+    except DataError as error:
+        problem = str(error)
+    problems = group.union("data position", problem)
+    for index, text in enumerate(problems):
+        if text:
+            name = f"{group.name(index)}: " if group.count > 1 else ""
+            raise DataError(f"{name}{text}")
 
 
 def load_state(
