@@ -29,6 +29,7 @@ from shardwise.data.contract import (
     first_batch_digest,
     global_shapes,
 )
+from shardwise.data.evaluation import EvaluationData, Once, as_evaluation
 from shardwise.data.grain import MapBatches, is_dataset, makes_batches
 from shardwise.data.layout import as_arrays, check_integers, num_rows, scalar_leaves
 from shardwise.errors import ConfigError, DataError, ShardwiseError, where
@@ -120,8 +121,9 @@ class Run:
             resumes. None initializes from `seed`.
         norms: also log the norms of updates and parameters, and all norms for each parameter group
             of the optimizer.
-        eval_data: the validation data; every example is used once per evaluation. None disables
-            evaluation.
+        eval_data: the validation data; every example is used once per evaluation. `Batches(...)`, a
+            list of batches, a function that returns an iterable of batches, or a finite dataset or
+            loader of Grain. None disables evaluation.
         eval_every: the number of steps between evaluations; 0 evaluates at the end only.
         save_every: the number of steps between checkpoints; 0 saves at the end only.
         save_minutes: also save when this many minutes have passed since the last checkpoint; 0
@@ -184,7 +186,7 @@ class Run:
     wrt: Filter = nnx.Param
     init_from: InitFrom | None = None
     norms: bool = False
-    eval_data: Batches | None = None
+    eval_data: EvaluationData | None = None
     eval_every: int = 0
     save_every: int = 0
     save_minutes: float = 0
@@ -219,6 +221,7 @@ class Prepared:
         batches: the function from the step number to a host batch.
         step: the training step.
         eval_step: the evaluation step; None without `Run.eval_data`.
+        eval_batches: the validation data that every evaluation reads; None without it.
         rates: the learning rate of each parameter group, sampled over the run, as
             `{group: {update: rate}}`.
         flops: floating-point operations of one step: the forward pass, and twice as many backward.
@@ -233,6 +236,7 @@ class Prepared:
     batches: Callable[[int], Batch]
     step: TrainStep
     eval_step: EvalStep | None
+    eval_batches: Batches | Once | None
     rates: dict[str, dict[str, float]]
     flops: float
     peak_flops: float | None
@@ -266,20 +270,22 @@ def prepare(run: Run) -> Prepared:
     example = _example(run, batches)
     step = _train_step(run, spec, example)
     _check_metrics(run, step.traced.names)
-    eval_step = _eval_step(run, spec)
+    eval_batches = None if run.eval_data is None else as_evaluation(run.eval_data)
+    eval_step = _eval_step(run, spec, eval_batches, example)
     chip = find_chip(spec.mesh.devices.flat[0].device_kind)
     return Prepared(
         spec=spec,
         batches=batches,
         step=step,
         eval_step=eval_step,
+        eval_batches=eval_batches,
         rates=rates,
         flops=3 * step.traced.flops,
         peak_flops=chip.flops * spec.mesh.size if chip else None,
         first_batch=_first_batch(run, step, example),
         findings=(
             *step.traced.findings,
-            *_evaluation_findings(run, eval_step),
+            *_evaluation_findings(eval_batches, eval_step),
             *_resume_findings(run, batches),
         ),
     )
@@ -415,17 +421,16 @@ def _check_metrics(run: Run, names: Sequence[str]) -> None:
             )
 
 
-def _eval_step(run: Run, spec: StateSpec) -> EvalStep | None:
-    data = run.eval_data
+def _eval_step(
+    run: Run, spec: StateSpec, data: Batches | Once | None, example: Batch
+) -> EvalStep | None:
     if data is None:
         return None
-    if not isinstance(data, Batches):
-        raise ConfigError(
-            f"eval_data is a {type(data).__name__}, but it must be Batches, which every evaluation "
-            "reads once from its start. Use Batches(examples, batch_size=...). For batches of a "
-            "loader, call evaluate(step, state, loader) in a custom loop."
-        )
-    batch = data.example() if is_plain(data) else next(data.once())
+    if isinstance(data, Once):
+        batch = data.first[0]
+        _check_same_dims(batch, example)
+    else:
+        batch = data.example() if is_plain(data) else next(data.once())
     step = make_eval_step(spec, run.loss, batch, compute_dtype=run.compute_dtype)
     sizes = _evaluation_sizes(data)
     if sizes:
@@ -433,8 +438,22 @@ def _eval_step(run: Run, spec: StateSpec) -> EvalStep | None:
     return step
 
 
-def _evaluation_sizes(data: Batches | None) -> set[int]:
+def _check_same_dims(batch: Batch, example: Batch) -> None:
+    """Raise if the elements of validation data are examples, and not batches."""
+    expected = named_leaves(example)
+    for name, leaf in named_leaves(batch).items():
+        shape, other = np.shape(leaf), np.shape(expected.get(name, leaf))
+        if len(shape) != len(other):
+            raise ConfigError(
+                f"array '{name}' has shape {shape} in eval_data and {other} in data. If the "
+                "elements of eval_data are examples, use Batches(examples, batch_size=...)."
+            )
+
+
+def _evaluation_sizes(data: Batches | Once | None) -> set[int]:
     """Return the different batch sizes of an evaluation; empty if it has a single batch."""
+    if isinstance(data, Once):
+        return set(data.sizes) if len(data.sizes) > 1 else set()
     if data is None or not is_plain(data):
         return set()
     count, size = len(data.source), data.batch_size
@@ -443,8 +462,10 @@ def _evaluation_sizes(data: Batches | None) -> set[int]:
     return {size, count % size} - {0}
 
 
-def _evaluation_findings(run: Run, step: EvalStep | None) -> list[Finding]:
-    sizes = _evaluation_sizes(run.eval_data)
+def _evaluation_findings(
+    data: Batches | Once | None, step: EvalStep | None
+) -> list[Finding]:
+    sizes = _evaluation_sizes(data)
     if step is None or not sizes:
         return []
     return [

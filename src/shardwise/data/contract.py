@@ -7,7 +7,8 @@ of their batches, and compare them before the first step, at the first steps, an
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Literal, TypeAlias
 
 import jax
@@ -37,6 +38,11 @@ FIRST_STEPS = 3
 CHECK_EVERY = 1000
 # What checkpoints say about data that cannot be identified.
 UNKNOWN_DATA = "a function or an iterator, whose content is not known"
+# What to do about validation data that differs between processes.
+EVERY_PROCESS = (
+    "Every process must supply the complete validation batches: do not shard eval_data by "
+    "process. With Batches, each process reads only the examples of its devices."
+)
 # The part of a batch that is not divided into shards.
 COMPLETE = "complete"
 
@@ -310,7 +316,48 @@ class DataCheck:
         return self._group.count > 1 and is_due
 
 
-def check_same_data(group: ProcessGroup, what: str, fingerprint: Json) -> None:
+def same_in_all(
+    batches: Iterable[Batch], group: ProcessGroup, what: str
+) -> Iterator[Batch]:
+    """Yield batches that every process supplies completely, once all have the same one.
+
+    Collective: all processes must read all batches.
+
+    Args:
+        batches: the batches.
+        group: the processes, with keys that nobody else uses.
+        what: the name of the field of `Run`, for the message.
+
+    Raises:
+        DataError: if a batch or the number of batches differs; the same one in every process.
+    """
+    last_name = ""
+    for number, batch in enumerate(chain(batches, [None])):
+        name = f"{what}{number}"
+        digests = group.union(name, batch if batch is None else batch_digest(batch))
+        if last_name:
+            # All processes have reached this batch, so they have read the one before.
+            group.drop(last_name)
+        last_name = name
+        if len(set(digests)) > 1:
+            kinds = ["no batch" if digest is None else digest for digest in digests]
+            raise DataError(
+                f"batch {number} of Run.{what} differs between processes: "
+                f"{', '.join(dict.fromkeys(kinds))}. {EVERY_PROCESS}"
+            )
+        if batch is not None:
+            yield batch
+
+
+def batch_digest(batch: Batch) -> str:
+    """Return a digest of all arrays and numbers of a batch."""
+    leaves = {**array_leaves(batch), **scalar_leaves(batch)}
+    return _digest({name: _leaf_digest(leaf) for name, leaf in leaves.items()})
+
+
+def check_same_data(
+    group: ProcessGroup, what: str, fingerprint: Json, advice: str = ""
+) -> None:
     """Check that `Batches` are the same in all processes, by their fingerprints.
 
     Collective: all processes must call it.
@@ -319,6 +366,7 @@ def check_same_data(group: ProcessGroup, what: str, fingerprint: Json) -> None:
         group: the processes.
         what: the name of the field of `Run`, for the message.
         fingerprint: the fingerprint in this process.
+        advice: what to do if they differ, instead of the advice for `Batches`.
 
     Raises:
         DataError: if the fingerprints differ; the same one in every process.
@@ -334,14 +382,19 @@ def check_same_data(group: ProcessGroup, what: str, fingerprint: Json) -> None:
     )
     first, other = everyone[0], everyone[index]
     name = next(key for key in {**first, **other} if first.get(key) != other.get(key))
-    remedy = (
-        " If the data is sharded by process (data[i::n]), set "
-        'Run(data_scope="process") and the batch size per process.'
-    )
+    if not advice:
+        advice = (
+            "Build the same Batches in every process: each one reads only the examples of its "
+            "devices."
+        )
+    if what == "data":
+        advice += (
+            " If the data is sharded by process (data[i::n]), set "
+            'Run(data_scope="process") and the batch size per process.'
+        )
     raise DataError(
         f"Run.{what} differs between processes: {name} is {first.get(name)} in {group.name(0)} "
-        f"and {other.get(name)} in {group.name(index)}. Build the same Batches in every process: "
-        f"each one reads only the examples of its devices.{remedy if what == 'data' else ''}"
+        f"and {other.get(name)} in {group.name(index)}. {advice}"
     )
 
 

@@ -122,7 +122,8 @@ class EvalStep:
         if size > rows:
             raise DataError(
                 f"a batch of {size} examples follows a batch of {rows}. "
-                f"Pass the largest batch size to evaluate(..., rows={size})."
+                "Put the largest batch first, or pass its size: "
+                f"evaluate(..., rows={size})."
             )
         shards = num_batch_shards(self.spec.mesh, self.spec.rules)
         padded = -(-rows // shards) * shards if self.pads else size

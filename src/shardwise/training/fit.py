@@ -18,7 +18,14 @@ from shardwise.cluster.watch import Watch
 from shardwise.console import warn, working
 from shardwise.data import Prefetch, Stream, part_of
 from shardwise.data.batches import BatchFunction, LocalBatches
-from shardwise.data.contract import DataCheck, check_same_data, check_summaries
+from shardwise.data.contract import (
+    EVERY_PROCESS,
+    DataCheck,
+    batch_digest,
+    check_same_data,
+    check_summaries,
+)
+from shardwise.data.evaluation import Once
 from shardwise.data.reuse import owned
 from shardwise.errors import DataError, NumericsError, ShardwiseError, Stopped
 from shardwise.loop import steps
@@ -151,7 +158,7 @@ def _open_session(
     group = watch.group
     prepared = _compare_first_batch(prepared, group)
     about = starting.describe(run, prepared, extra)
-    _compare_data(run, about, group)
+    _compare_data(run, prepared, about, group)
     watch.phase(Phase.VERIFYING)
     saved = None
     if checkpoints is not None:
@@ -226,16 +233,22 @@ def _compare_first_batch(prepared: Prepared, group: ProcessGroup) -> Prepared:
     return replace(prepared, first_batch=tuple(summaries))
 
 
-def _compare_data(run: Run, about: Json, group: ProcessGroup) -> None:
-    """Check that all processes have the same `Batches`; describe the data of the first one."""
+def _compare_data(
+    run: Run, prepared: Prepared, about: Json, group: ProcessGroup
+) -> None:
+    """Check that all processes have the same data; describe that of the first one."""
     if group.count == 1:
         return
     if run.data_scope == "process":
         about["data"] = group.share("data", about["data"])
     elif isinstance(about["data"], dict):
         check_same_data(group, "data", about["data"])
-    if run.eval_data is not None:
-        check_same_data(group, "eval_data", run.eval_data.fingerprint())
+    data = prepared.eval_batches
+    if isinstance(data, Once):
+        first = {"first_batch": batch_digest(data.first[0])}
+        check_same_data(group, "eval_data", first, EVERY_PROCESS)
+    elif data is not None:
+        check_same_data(group, "eval_data", data.fingerprint())
 
 
 def _own_batches(run: Run, prepared: Prepared) -> tuple[Prepared, BatchFunction]:

@@ -1,5 +1,6 @@
 """A run while it trains: its state, its services, and the operations after each step."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rich.console import Console
@@ -8,14 +9,16 @@ from shardwise.cluster.group import ProcessGroup
 from shardwise.cluster.stragglers import Stragglers
 from shardwise.cluster.watch import Watch
 from shardwise.console import warn
-from shardwise.data import Prefetch
+from shardwise.data import Batches, Prefetch
+from shardwise.data.contract import same_in_all
+from shardwise.data.evaluation import Once
 from shardwise.errors import Stopped
 from shardwise.files.failpoints import fail_point
 from shardwise.loop import evaluate
 from shardwise.run import Prepared, Run
 from shardwise.rundir.phases import Phase
 from shardwise.state import TrainState
-from shardwise.step import Metrics
+from shardwise.step import Batch, Metrics
 from shardwise.text import Json
 from shardwise.training.bad_steps import BadSteps
 from shardwise.training.due import is_evaluation_due
@@ -52,6 +55,7 @@ class Session:
         bad_steps: inspects steps whose update was not applied.
         evaluations: `(step, value)` of the metric that early stopping depends on.
         stop_reason: why the run stops early, or None.
+        has_evaluated: whether this start has completed an evaluation.
         is_stopped: whether a signal has stopped the run before its last step.
         metrics: the metrics of the newest step; they may still be computed.
         eval_metrics: the metrics of the last evaluation.
@@ -73,6 +77,7 @@ class Session:
     bad_steps: BadSteps
     evaluations: list[tuple[int, float]]
     stop_reason: str | None
+    has_evaluated: bool = False
     is_stopped: bool = False
     metrics: Metrics = field(default_factory=dict)
     eval_metrics: dict[str, float] = field(default_factory=dict)
@@ -195,20 +200,33 @@ class Session:
 
     def _evaluate(self, n: int) -> None:
         assert self.prepared.eval_step is not None
-        assert self.run.eval_data is not None
         self._enter(Phase.EVALUATING.after(n))
         self.eval_metrics = evaluate(
             self.prepared.eval_step,
             self.state,
-            self.run.eval_data,
+            self._evaluation_batches(),
+            rows=self._evaluation_rows(),
             before=self._before_eval_batch,
         )
+        self.has_evaluated = True
         self.log.add_evaluation(n, self.eval_metrics)
         early_stop = self.run.stop_when
         if early_stop is not None:
             value = self.eval_metrics[early_stop.metric.removeprefix("eval_")]
             self.evaluations.append((n, value))
             self.stop_reason = early_stop.why(self.evaluations)
+
+    def _evaluation_batches(self) -> Batches | Iterable[Batch]:
+        """Return the validation data. All processes compare it in the first evaluation."""
+        data = self.prepared.eval_batches
+        assert data is not None
+        if isinstance(data, Batches) or self.group.count == 1 or self.has_evaluated:
+            return data
+        return same_in_all(data, self.group.within("evaluation"), "eval_data")
+
+    def _evaluation_rows(self) -> int | None:
+        data = self.prepared.eval_batches
+        return max(data.sizes) if isinstance(data, Once) else None
 
     def _before_eval_batch(self) -> None:
         fail_point("evaluate")

@@ -28,6 +28,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from shardwise.data.batches import is_plain
+from shardwise.data.evaluation import Once
 from shardwise.data.layout import map_rows
 from shardwise.errors import NumericsError
 from shardwise.loop import evaluate
@@ -172,9 +173,13 @@ class Side:
 
         Empty without validation data.
         """
-        data = self.run.eval_data
+        data = self.prepared.eval_batches
         if data is None:
             return []
+        if isinstance(data, Once):
+            largest = max(data.first, key=num_rows)
+            shorter = [b for b in data.first if num_rows(b) < num_rows(largest)]
+            return [largest, *shorter[:1]]
         batch = next(data.once())
         rows = num_rows(batch)
         rest = len(data.source) % rows if is_plain(data) else 0

@@ -346,7 +346,7 @@ def _tensor_axes(spec: StateSpec, rules: Rules) -> list[str]:
 
 def _same_run(run: Run) -> Callable[[str], Run]:
     """Return a function that returns the same run for each mesh."""
-    if not callable(run.data) and iter(run.data) is run.data:
+    if hasattr(run.data, "__next__"):
         raise ConfigError(
             "the data of the run is an iterator, which can be read once. Pass `verify` a function "
             "that makes the run."
