@@ -261,7 +261,9 @@ def _check_lists(batch: Batch) -> None:
         batch, is_leaf=lambda node: isinstance(node, list)
     )
     for path, node in lists:
-        if isinstance(node, list) and any(map(_is_number, node)):
+        if isinstance(node, list) and any(
+            _is_number(value) or getattr(value, "shape", None) == () for value in node
+        ):
             raise DataError(
                 f"leaf '{leaf_name(path)}' of the batch is a list of {len(node)} numbers. Use "
                 "np.array(values), with one entry per example."
