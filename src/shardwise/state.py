@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -37,7 +38,7 @@ from shardwise.sharding import (
     place_optimizer,
     without_devices,
 )
-from shardwise.tree import KeyPath, Leaf, OptState, PyTree, leaf_name
+from shardwise.tree import Batch, KeyPath, Leaf, OptState, PyTree, leaf_name
 
 Result = TypeVar("Result")
 REPLICATED = PartitionSpec()
@@ -185,17 +186,17 @@ class StateSpec:
         )
         return params, frozen, other
 
-    def batch_spec(self, rows: int) -> PartitionSpec:
-        """Return the spec of a batch; replicated if the mesh does not divide its `rows`.
+    def batch_specs(self, batch: Batch, rows: int) -> PyTree:
+        """Return the specs of a batch; replicated if the mesh does not divide its `rows`.
 
         Axes of size 1 are omitted: a model with explicit shardings may not name them.
         """
-        if rows % num_batch_shards(self.mesh, self.rules):
-            return PartitionSpec()
         entry = batch_spec(self.mesh, self.rules)[0]
         axes = (entry,) if isinstance(entry, str) else entry or ()
         used = tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
-        return PartitionSpec(used or None)
+        is_divisible = rows % num_batch_shards(self.mesh, self.rules) == 0
+        spec = PartitionSpec(used) if used and is_divisible else PartitionSpec()
+        return jax.tree.map(lambda x: spec if np.ndim(x) else PartitionSpec(), batch)
 
     @property
     def bytes_per_device(self) -> int:

@@ -241,11 +241,11 @@ def _call(
         named = named_metrics(call_loss(loss, model, batch, key, step))
         return named, spec.definition.read_fixed(model)
 
-    batch_spec = spec.batch_spec(num_rows(batch))
+    batch_specs = spec.batch_specs(batch, num_rows(batch))
     return spec.call(
         call,
         *(state.params, state.frozen, state.other, batch, key, state.step),
-        specs=(*spec.specs(at_use=True), batch_spec, REPLICATED, REPLICATED),
+        specs=(*spec.specs(at_use=True), batch_specs, REPLICATED, REPLICATED),
         is_compiled=False,
     )
 

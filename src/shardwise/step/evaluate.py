@@ -203,7 +203,12 @@ def make_eval_step(
         output = spec.call(
             forward,
             *(params, state.frozen, state.other, batch, key, state.step),
-            specs=(*spec.specs(), spec.batch_spec(rows), REPLICATED, REPLICATED),
+            specs=(
+                *spec.specs(),
+                spec.batch_specs(batch, rows),
+                REPLICATED,
+                REPLICATED,
+            ),
         )
         return as_means(output, rows, mask)
 

@@ -200,7 +200,7 @@ class _StepFunctions:
             *(params, frozen, other, batch, key, step),
             specs=(
                 *spec.specs(),
-                spec.batch_spec(num_rows(batch)),
+                spec.batch_specs(batch, num_rows(batch)),
                 REPLICATED,
                 REPLICATED,
             ),

@@ -159,7 +159,9 @@ class Saver:
         n = int(state.step)
         self._wait(n)
         try:
-            self.checkpoints.save(state, {**self.about, "metrics": metrics}, position)
+            self.checkpoints.save(
+                state, {**self.about, "metrics": metrics}, position=position
+            )
             self._retry_at = None
             self._saved_at = time.monotonic()
         except CheckpointError as error:
@@ -187,7 +189,7 @@ class Saver:
             try:
                 if not self.checkpoints.is_newest(n):
                     self.checkpoints.save(
-                        state, {**self.about, "metrics": metrics}, position
+                        state, {**self.about, "metrics": metrics}, position=position
                     )
                     self.checkpoints.wait()
                 break
