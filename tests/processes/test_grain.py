@@ -14,6 +14,8 @@ from shardwise.cluster.launch import free_port
 
 HERE = Path(__file__).parent
 STEPS = 16
+# Seconds for a start of the processes.
+TIMEOUT = 600
 KINDS = ("MapDataset", "IterDataset", "DataLoader")
 
 
@@ -50,7 +52,7 @@ class Group:
     def wait(self):
         """Wait until all processes have ended well."""
         for process in self.processes:
-            process.wait(timeout=300)
+            process.wait(timeout=TIMEOUT)
         assert [p.returncode for p in self.processes] == [0] * len(self.processes), (
             "\n".join(log.read_text()[-3000:] for log in self.logs)
         )
@@ -58,7 +60,7 @@ class Group:
     def kill_at(self, name, step):
         """Kill all processes as soon as the run has written the record of a step."""
         metrics = self.folder / name / "metrics.jsonl"
-        until = time.monotonic() + 300
+        until = time.monotonic() + TIMEOUT
         while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
             ended = [p.poll() for p in self.processes if p.poll() is not None]
             assert not ended, "\n".join(log.read_text()[-3000:] for log in self.logs)
