@@ -42,8 +42,8 @@ from .sharding import placement_table as placement_table
 from .state import TrainState as TrainState
 from .state import abstract_state as abstract_state
 from .state import init_state as init_state
-from .step import make_eval_step as make_eval_step
-from .step import make_train_step as make_train_step
+from .step.evaluate import make_eval_step as make_eval_step
+from .step.train import make_train_step as make_train_step
 from .trackers.mlflow import MLflow as MLflow
 from .trackers.tensorboard import TensorBoard as TensorBoard
 from .trackers.trackio import Trackio as Trackio

@@ -37,6 +37,7 @@ from shardwise.optim.read import read_chains
 from shardwise.precision import sums_in_float32
 from shardwise.state import REPLICATED, StateSpec, TrainState
 from shardwise.step.access import access_hooks
+from shardwise.step.accumulate import accumulated
 from shardwise.step.checks import MicroBatches, check_accumulate, train_layout
 from shardwise.tree import Batch, Params, PyTree, named_leaves
 
@@ -225,72 +226,16 @@ class _StepFunctions:
         is_part = self.accumulate > 1 and not self.is_separate
         objective = partial(self.objective, is_part=is_part)
         gradient = sums_in_float32(jax.grad(objective, has_aux=True))
-        compute = gradient if self.accumulate == 1 else self._accumulated(gradient)
+        compute = gradient
+        if self.accumulate > 1:
+            compute = accumulated(
+                gradient, self.spec, self.layout, self.accumulate, self.is_separate
+            )
         mask = self.layout.mask()
         grads, (means, other) = compute(
             state.params, state.frozen, state.other, batch, mask, key, state.step
         )
         return with_sharding_constraint(grads, self.spec.shardings.params), means, other
-
-    def _accumulated(self, gradient: Callable[..., PyTree]) -> Callable[..., PyTree]:
-        """Return `gradient` summed over micro-batches, which a scan computes one after the other.
-
-        Example i goes to micro-batch `i % accumulate`, so that no example moves to another device.
-        Each micro-batch has its own random streams, and starts from the batch statistics that the
-        one before it has left.
-        """
-        count = self.accumulate
-        sharding = self.spec.sharding(PartitionSpec(None, *self.layout.sharding.spec))
-
-        def split(x: jax.Array) -> jax.Array:
-            if not x.ndim:
-                return jnp.broadcast_to(x, (count,))
-            x = x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)
-            x = with_sharding_constraint(x, sharding)
-            return x
-
-        def accumulated(
-            params: Params,
-            frozen: Params,
-            other: Pure,
-            batch: Batch,
-            mask: Mask | None,
-            key: jax.Array,
-            step: jax.Array,
-        ) -> PyTree:
-            def add_micro_batch(
-                carry: PyTree, micro_batch: PyTree
-            ) -> tuple[PyTree, None]:
-                sums, other = carry
-                index, (batch, mask) = micro_batch
-                micro_key = jax.random.fold_in(key, index)
-                grads, (means, other) = gradient(
-                    params, frozen, other, batch, mask, micro_key, step
-                )
-                if self.is_separate:
-                    weight = means["loss"].weight
-                    grads = jax.tree.map(lambda g: g * weight.astype(g.dtype), grads)
-                return (jax.tree.map(jnp.add, sums, (grads, means)), other), None
-
-            micro_batches = (jnp.arange(count), jax.tree.map(split, (batch, mask)))
-            first = jax.tree.map(lambda x: x[0], micro_batches[1])
-            grads, (means, _) = jax.eval_shape(
-                gradient, params, frozen, other, *first, key, step
-            )
-            zeros = jax.tree.map(
-                lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (grads, means)
-            )
-            zero_grads = with_sharding_constraint(zeros[0], self.spec.shardings.params)
-            ((grads, means), other), _ = jax.lax.scan(
-                add_micro_batch,
-                ((zero_grads, zeros[1]), other),
-                micro_batches,
-            )
-            weight = means["loss"].weight
-            grads = jax.tree.map(lambda g: g / weight.astype(g.dtype), grads)
-            return grads, (means, other)
-
-        return accumulated
 
     def update(
         self, state: TrainState, grads: Params, means: Means, other: Pure

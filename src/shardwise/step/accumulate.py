@@ -1,0 +1,85 @@
+"""Gradients of a batch that is split into micro-batches."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.lax import with_sharding_constraint
+from jax.sharding import PartitionSpec
+
+from shardwise.data.layout import BatchLayout
+from shardwise.metrics import Mask
+from shardwise.module import Pure
+from shardwise.state import StateSpec
+from shardwise.tree import Batch, Params, PyTree
+
+
+def accumulated(
+    gradient: Callable[..., PyTree],
+    spec: StateSpec,
+    layout: BatchLayout,
+    count: int,
+    is_separate: bool,
+) -> Callable[..., PyTree]:
+    """Return `gradient` summed over micro-batches, which a scan computes one after the other.
+
+    Example i goes to micro-batch `i % count`, so that no example moves to another device. Each
+    micro-batch has its own random streams, and starts from the batch statistics that the one before
+    it has left.
+
+    Args:
+        gradient: the gradient of the total of a micro-batch, or of its mean if `is_separate`.
+        spec: the abstract state.
+        layout: the layout of the complete batch.
+        count: the number of micro-batches.
+        is_separate: whether each micro-batch counts as a complete batch, see `Run.micro_batches`.
+    """
+    sharding = spec.sharding(PartitionSpec(None, *layout.sharding.spec))
+
+    def split(x: jax.Array) -> jax.Array:
+        if not x.ndim:
+            return jnp.broadcast_to(x, (count,))
+        x = x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)
+        x = with_sharding_constraint(x, sharding)
+        return x
+
+    def compute(
+        params: Params,
+        frozen: Params,
+        other: Pure,
+        batch: Batch,
+        mask: Mask | None,
+        key: jax.Array,
+        step: jax.Array,
+    ) -> PyTree:
+        def add_micro_batch(carry: PyTree, micro_batch: PyTree) -> tuple[PyTree, None]:
+            sums, other = carry
+            index, (batch, mask) = micro_batch
+            micro_key = jax.random.fold_in(key, index)
+            grads, (means, other) = gradient(
+                params, frozen, other, batch, mask, micro_key, step
+            )
+            if is_separate:
+                weight = means["loss"].weight
+                grads = jax.tree.map(lambda g: g * weight.astype(g.dtype), grads)
+            return (jax.tree.map(jnp.add, sums, (grads, means)), other), None
+
+        micro_batches = (jnp.arange(count), jax.tree.map(split, (batch, mask)))
+        first = jax.tree.map(lambda x: x[0], micro_batches[1])
+        grads, (means, _) = jax.eval_shape(
+            gradient, params, frozen, other, *first, key, step
+        )
+        zeros = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (grads, means)
+        )
+        zero_grads = with_sharding_constraint(zeros[0], spec.shardings.params)
+        ((grads, means), other), _ = jax.lax.scan(
+            add_micro_batch,
+            ((zero_grads, zeros[1]), other),
+            micro_batches,
+        )
+        weight = means["loss"].weight
+        grads = jax.tree.map(lambda g: g / weight.astype(g.dtype), grads)
+        return grads, (means, other)
+
+    return compute
