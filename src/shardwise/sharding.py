@@ -515,11 +515,6 @@ def activations_on(mesh: Mesh | AbstractMesh, rules: Rules) -> Iterator[None]:
         _LAYOUT.reset(token)
 
 
-def without_devices(mesh: Mesh) -> AbstractMesh:
-    """Return a mesh of the same axes for tracing only: kernels for its devices are not chosen."""
-    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types)
-
-
 def batch_spec(mesh: Mesh | AbstractMesh, rules: Rules) -> PartitionSpec:
     """Return the spec of a batch: examples sharded over all batch axes of the mesh."""
     return PartitionSpec(_join(axis for axis in mesh.axis_names if axis in rules.batch))

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from shardwise.errors import ConfigError, ShardwiseError, where
+from shardwise.kernels.platform import is_analyzed
 from shardwise.mesh import make_mesh
 from shardwise.module import (
     Filter,
@@ -36,7 +37,6 @@ from shardwise.sharding import (
     num_batch_shards,
     place_model,
     place_optimizer,
-    without_devices,
 )
 from shardwise.tree import Batch, KeyPath, Leaf, OptState, PyTree, leaf_name
 
@@ -154,8 +154,7 @@ class StateSpec:
             specs: the partition specs of each argument, as a tree or for all its leaves.
             is_compiled: whether the trace is compiled for the devices, or only analyzed.
         """
-        mesh = self.mesh if is_compiled else without_devices(self.mesh)
-        with activations_on(mesh, self.rules):
+        with is_analyzed(not is_compiled), activations_on(self.mesh, self.rules):
             if not self.is_explicit:
                 return function(*args)
 

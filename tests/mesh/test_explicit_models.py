@@ -166,3 +166,28 @@ def test_a_constraint_with_a_partition_spec():
     step = make_train_step(spec, lambda model, b: (model(b["x"]) ** 2).mean(), batch)
     assert not step.spec.is_explicit
     assert "sharding_constraint" in str(step.function.trace(spec.abstract, batch).jaxpr)
+
+
+def test_a_model_may_pass_a_mesh_to_shard_map():
+    mesh = make_mesh("data=8")
+    rows = P("data")
+
+    class Doubled(nnx.Module):
+        def __init__(self, rngs):
+            self.out = nnx.Linear(8, 1, rngs=rngs)
+
+        def __call__(self, x):
+            double = jax.shard_map(
+                lambda x: 2 * x, mesh=mesh, in_specs=rows, out_specs=rows
+            )
+            return self.out(double(x))
+
+    x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+    spec = abstract_state(Doubled, optax.sgd(0.1), mesh)
+    step = make_train_step(
+        spec, lambda model, batch: Mean(model(batch["x"]) ** 2), {"x": x}
+    )
+    state = init_state(spec, seed=0)
+    expected = np.mean((2 * x @ np.asarray(state.params["out"]["kernel"])) ** 2)
+    _, metrics = step(state, step.place({"x": x}))
+    assert float(metrics["loss"]) == pytest.approx(expected, rel=1e-5)

@@ -3,6 +3,9 @@
 import jax
 from jax.sharding import AbstractMesh
 
+# Whether the current trace is only analyzed, and not compiled. JAX's caches of traces depend on it.
+is_analyzed = jax.make_user_context(default_value=False)
+
 
 def platform() -> str:
     """Return `"cpu"`, `"gpu"` or `"tpu"`: the platform that the current trace is compiled for.
@@ -10,15 +13,14 @@ def platform() -> str:
     A shardwise step sets the mesh that it is compiled for, and that mesh knows its devices even
     when they are not attached to this machine. Outside a step this is the default backend.
     """
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else device.platform
+    mesh = step_mesh()
+    return jax.default_backend() if mesh is None else mesh.abstract_device.platform
 
 
 def step_mesh() -> AbstractMesh | None:
     """Return the mesh that the current trace is compiled for, or None outside a step.
 
-    A loss that is traced only to analyze it has a mesh without devices. Its trace must not depend
-    on the mesh.
+    It is also None in a trace that is only analyzed, which must not depend on the devices.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    return None if mesh.abstract_device is None else mesh
+    return None if is_analyzed.value or mesh.abstract_device is None else mesh
