@@ -3,6 +3,7 @@
 This module imports no JAX at its top, because the launcher uses it before any process needs JAX.
 """
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,6 +63,9 @@ def progress_bar(console: Console) -> Progress:
         TextColumn("left"),
         TimeRemainingColumn(),
         console=console,
+        # The bar passes on what the process prints, above itself. Text for a file or a pipe does
+        # not disturb it, and must arrive there.
+        redirect_stdout=sys.stdout.isatty(),
     )
 
 
