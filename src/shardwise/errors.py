@@ -8,6 +8,7 @@ import enum
 import os
 import sysconfig
 import traceback
+from collections.abc import Mapping
 
 PACKAGE = os.path.dirname(__file__)
 # Prefixes of files that `where` skips.
@@ -23,7 +24,7 @@ class ExitCode(enum.IntEnum):
         CONFIG: wrong usage or configuration, found before anything is compiled.
         DATA: data is missing, too short or unreadable.
         CHECKPOINT: a checkpoint cannot be written, read or used.
-        NUMERICS: non-finite values, divergence, or a failed verification.
+        NUMERICS: non-finite values, a failed check, divergence, or a failed verification.
         LOST: a process is lost or hangs. Starting again may help.
         IN_USE: another run uses the run directory.
         STOPPED: stopped by a signal before the end, resumable. This is `EX_TEMPFAIL` of sysexits.h,
@@ -52,7 +53,7 @@ _MEANINGS = {
     ExitCode.CONFIG: "wrong usage or configuration",
     ExitCode.DATA: "missing or unreadable data",
     ExitCode.CHECKPOINT: "unusable checkpoint",
-    ExitCode.NUMERICS: "non-finite numbers, or diverged",
+    ExitCode.NUMERICS: "non-finite numbers, a failed check, or diverged",
     ExitCode.LOST: "a process was lost or hung",
     ExitCode.IN_USE: "run directory in use",
     ExitCode.STOPPED: "stopped by a signal, resumable",
@@ -93,6 +94,26 @@ class NumericsError(ShardwiseError):
     exit_code = ExitCode.NUMERICS
 
 
+class CheckError(NumericsError):
+    """A check inside the model or the loss failed: `checkify.check`, or an assertion of chex.
+
+    Attributes:
+        state: the `TrainState` after the step. Only its step counter has changed. None if the check
+            failed in an evaluation.
+        metrics: the metrics of the step, by name.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        state: object = None,
+        metrics: Mapping[str, object] | None = None,
+    ):
+        super().__init__(message)
+        self.state = state
+        self.metrics = metrics or {}
+
+
 class LostError(ShardwiseError):
     """Another process of the run cannot be reached, or hangs. Starting again may help."""
 
@@ -112,15 +133,20 @@ class Stopped(ShardwiseError):
 
 
 def where(error: BaseException) -> str:
-    """Return type, message and place of an exception on one line.
+    """Return type, message and place of an exception on one line, see `place_of`."""
+    return f"{type(error).__name__}: {error} ({place_of(error)})"
 
-    The place is the last line in the user's code: files of shardwise, of the standard library and
-    of installed packages are skipped.
+
+def place_of(error: BaseException) -> str:
+    """Return file and line of an exception.
+
+    It is the last line in the user's code: files of shardwise, of the standard library and of
+    installed packages are skipped.
     """
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not is_library(frame.filename)]
     last = (own or frames)[-1]
-    return f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
+    return f"{last.filename}, line {last.lineno}"
 
 
 def is_library(filename: str) -> bool:

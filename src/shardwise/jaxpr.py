@@ -1,6 +1,7 @@
-"""Read a traced function: its inner functions, and the lines of code that it came from."""
+"""Read and rewrite a traced function: its inner functions, and the lines that it came from."""
 
-from collections.abc import Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol, TypeAlias, cast
 
@@ -42,6 +43,104 @@ def inner_jaxprs(params: Mapping[str, object]) -> Iterator[core.Jaxpr]:
                 yield item.jaxpr
             elif isinstance(item, core.Jaxpr):
                 yield item
+
+
+def with_inner_jaxprs(
+    equation: core.JaxprEqn, change: Callable[[core.Jaxpr], core.Jaxpr]
+) -> core.JaxprEqn:
+    """Return an equation with `change` applied to each jaxpr among its parameters.
+
+    The same equation is returned if `change` returns the jaxprs that it gets, so that JAX lowers a
+    function that several equations call once.
+    """
+
+    def changed(value: object) -> object:
+        if isinstance(value, core.ClosedJaxpr):
+            jaxpr = change(value.jaxpr)
+            return value if jaxpr is value.jaxpr else value.replace(jaxpr=jaxpr)
+        return change(value) if isinstance(value, core.Jaxpr) else value
+
+    params = {}
+    for key, value in equation.params.items():
+        before, structure = jax.tree.flatten(value, is_leaf=_is_jaxpr)
+        after = list(map(changed, before))
+        if not all(map(operator.is_, before, after)):
+            params[key] = jax.tree.unflatten(structure, after)
+    return (
+        equation.replace(params={**equation.params, **params}) if params else equation
+    )
+
+
+def rewrite(
+    closed: core.ClosedJaxpr,
+    change: Callable[
+        [core.JaxprEqn, Callable[[core.Jaxpr], core.Jaxpr]], core.JaxprEqn
+    ],
+) -> core.ClosedJaxpr:
+    """Return a traced function with other equations.
+
+    Each jaxpr is rewritten once, and kept if none of its equations changes, so that JAX lowers a
+    function that several equations call once.
+
+    Args:
+        closed: the traced function.
+        change: returns an equation in place of another one. Its second argument rewrites a jaxpr,
+            for `with_inner_jaxprs`.
+    """
+    rewritten: dict[core.Jaxpr, core.Jaxpr] = {}
+
+    def visit(jaxpr: core.Jaxpr) -> core.Jaxpr:
+        if jaxpr not in rewritten:
+            equations = [change(equation, visit) for equation in jaxpr.eqns]
+            is_same = all(map(operator.is_, equations, jaxpr.eqns))
+            rewritten[jaxpr] = jaxpr if is_same else jaxpr.replace(eqns=equations)
+        return rewritten[jaxpr]
+
+    jaxpr = visit(closed.jaxpr)
+    return closed if jaxpr is closed.jaxpr else closed.replace(jaxpr=jaxpr)
+
+
+def _is_jaxpr(value: object) -> bool:
+    return isinstance(value, core.ClosedJaxpr | core.Jaxpr)
+
+
+def without_side_effects(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """Return a traced function without checks, prints and callbacks.
+
+    Equations without results are removed, in loops too, and with them all equations that only they
+    use. The rest is what the function computes: it does not change when a check or a
+    `jax.debug.print` is added.
+    """
+    rewritten: dict[core.Jaxpr, core.Jaxpr] = {}
+
+    def pure(jaxpr: core.Jaxpr) -> core.Jaxpr:
+        if jaxpr not in rewritten:
+            rewritten[jaxpr] = _without_side_effects(jaxpr, pure)
+        return rewritten[jaxpr]
+
+    jaxpr = pure(closed.jaxpr)
+    return closed if jaxpr is closed.jaxpr else closed.replace(jaxpr=jaxpr)
+
+
+def _without_side_effects(
+    jaxpr: core.Jaxpr, pure: Callable[[core.Jaxpr], core.Jaxpr]
+) -> core.Jaxpr:
+    kept: list[core.JaxprEqn] = []
+    # Variables that equations use which are kept, and those that removed equations use.
+    used = {var for var in jaxpr.outvars if isinstance(var, core.Var)}
+    only_in_removed: set[core.Var] = set()
+    for equation in reversed(jaxpr.eqns):
+        operands = {var for var in equation.invars if isinstance(var, core.Var)}
+        results = set(equation.outvars)
+        # Equations whose results nobody uses are kept, as in a function without side effects.
+        if not results or (results & only_in_removed and not results & used):
+            only_in_removed |= operands
+        else:
+            used |= operands
+            kept.append(with_inner_jaxprs(equation, pure))
+    kept.reverse()
+    is_same = len(kept) == len(jaxpr.eqns) and all(map(operator.is_, kept, jaxpr.eqns))
+    return jaxpr if is_same else jaxpr.replace(eqns=kept)
 
 
 def calls_function(jaxpr: core.Jaxpr, name: str) -> bool:

@@ -33,10 +33,10 @@ def steps(
 ) -> Iterator[tuple[int, TrainState, Metrics]]:
     """Yield `(n, state, metrics)` after each update, from step `state.step + 1` to step `until`.
 
-    Nothing here waits for the devices. The metrics are arrays that may still be computed, and the
-    next batches are read and placed in the background. The state that was yielded is donated to the
-    next step, so copy what you want to keep. If a batch cannot be read, the error is raised when
-    the batch is needed, after all steps before it have been yielded.
+    Nothing here waits for the devices, unless the loss has checks. The metrics are arrays that may
+    still be computed, and the next batches are read and placed in the background. The state that
+    was yielded is donated to the next step, so copy what you want to keep. If a batch cannot be
+    read, the error is raised when the batch is needed, after all steps before it have been yielded.
 
     Args:
         step: the training step.
@@ -49,6 +49,7 @@ def steps(
     Raises:
         DataError: if a batch cannot be read, or if the batches of several processes contradict
             each other.
+        CheckError: if a check in the model or the loss failed. Its step is not yielded.
 
     Example:
         >>> for n, state, metrics in steps(step, state, Batches(data, 32), until=1000):
@@ -99,6 +100,7 @@ def evaluate(
     Raises:
         DataError: if there are no batches.
         ConfigError: if the loss cannot be averaged over several batches.
+        CheckError: if a check in the model or the loss failed.
 
     Example:
         >>> step = make_eval_step(spec, loss, batch)

@@ -15,7 +15,6 @@ The sums are created by automatic differentiation, so no model code can change t
 function therefore rewrites the jaxpr of the gradients, loops included. It works for any model.
 """
 
-import operator
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, TypeAlias, TypeVar, cast
@@ -25,10 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from shardwise.findings import Finding
 from shardwise.flops import MatmulDtypes
+from shardwise.jaxpr import rewrite, with_inner_jaxprs
 from shardwise.text import show_share
 from shardwise.tree import DType, PyTree
 
@@ -42,9 +42,6 @@ MIN_SHARE = 0.01
 Arguments = TypeVar("Arguments", bound=tuple[Any, ...])
 # `hook(variable, value)` returns the value that the model gets when it reads the variable.
 AccessHook: TypeAlias = Callable[[nnx.Variable[jax.Array], jax.Array], jax.Array]
-# Maps each jaxpr that was visited to its rewritten form.
-Rewritten = dict[Jaxpr, Jaxpr]
-Param = TypeVar("Param")
 
 
 def compute_in(module: nnx.Module, dtype: DType) -> None:
@@ -199,60 +196,25 @@ def sums_in_float32(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
         A function with the same signature. Dtypes of inputs and outputs do not change.
     """
 
-    def widened(*args: PyTree) -> PyTree:
+    def summed(*args: PyTree) -> PyTree:
         closed, output = jax.make_jaxpr(function, return_shape=True)(*args)
-        leaves = jaxpr_as_fun(_widen_closed(closed, {}))(*jax.tree.leaves(args))
+        widened = rewrite(closed, _widen_equation)
+        leaves = jaxpr_as_fun(widened)(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(output), leaves)
 
-    return widened
+    return summed
 
 
-def _widen_closed(closed: ClosedJaxpr, rewritten: Rewritten) -> ClosedJaxpr:
-    jaxpr = _widen_jaxpr(closed.jaxpr, rewritten)
-    return closed if jaxpr is closed.jaxpr else closed.replace(jaxpr=jaxpr)
-
-
-def _widen_jaxpr(jaxpr: Jaxpr, rewritten: Rewritten) -> Jaxpr:
-    """Rewrite each jaxpr once, and keep those without such sums, so that JAX lowers them once."""
-    if jaxpr not in rewritten:
-        equations = [_widen_equation(equation, rewritten) for equation in jaxpr.eqns]
-        is_same = all(map(operator.is_, equations, jaxpr.eqns))
-        rewritten[jaxpr] = jaxpr if is_same else jaxpr.replace(eqns=equations)
-    return rewritten[jaxpr]
-
-
-def _widen_equation(equation: JaxprEqn, rewritten: Rewritten) -> JaxprEqn:
+def _widen_equation(equation: JaxprEqn, widen: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
     name = equation.primitive.name
     if name in SUMS and _output_dtype(equation) in HALF:
         return _sum_in_float32(equation)
-    if name in OPAQUE:
-        return equation
-    changed = {}
-    for key, value in equation.params.items():
-        before, structure = jax.tree.flatten(value, is_leaf=_is_jaxpr)
-        after = [_widen_param(item, rewritten) for item in before]
-        if not all(map(operator.is_, before, after)):
-            changed[key] = jax.tree.unflatten(structure, after)
-    return (
-        equation.replace(params={**equation.params, **changed}) if changed else equation
-    )
+    return equation if name in OPAQUE else with_inner_jaxprs(equation, widen)
 
 
 def _output_dtype(equation: JaxprEqn) -> DType:
     dtype: DType = cast(jax.core.ShapedArray, equation.outvars[0].aval).dtype
     return dtype
-
-
-def _is_jaxpr(value: object) -> bool:
-    return isinstance(value, ClosedJaxpr | Jaxpr)
-
-
-def _widen_param(value: Param, rewritten: Rewritten) -> Param | ClosedJaxpr | Jaxpr:
-    if isinstance(value, ClosedJaxpr):
-        return _widen_closed(value, rewritten)
-    if isinstance(value, Jaxpr):
-        return _widen_jaxpr(value, rewritten)
-    return value
 
 
 def _sum_in_float32(equation: JaxprEqn) -> JaxprEqn:

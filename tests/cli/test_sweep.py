@@ -120,7 +120,8 @@ def test_a_grid_is_run_resumed_extended_and_compared(folder, monkeypatch, capsys
     assert "[1 of 3] lr=0.1 resumes" in err
     assert "resuming s/lr=0.1 at step" in err
     assert (
-        "[2 of 3] lr=1e+30 failed: exit code 5: non-finite numbers, or diverged" in err
+        "[2 of 3] lr=1e+30 failed: exit code 5: non-finite numbers, a failed check, or diverged"
+        in err
     )
     assert [
         json.loads(line)["step"]
@@ -149,8 +150,8 @@ def test_a_grid_is_run_resumed_extended_and_compared(folder, monkeypatch, capsys
     err = capsys.readouterr().err
     assert "[1 of 3] lr=0.1 is done" in err
     assert (
-        "lr=1e+30 failed before (exit code 5: non-finite numbers, or diverged); --retry"
-        in err
+        "lr=1e+30 failed before (exit code 5: non-finite numbers, a failed check, or "
+        "diverged); --retry" in err
     )
     assert "there are eval_loss, loss. Did you mean 'eval_loss'?" in err
 

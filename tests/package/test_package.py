@@ -28,6 +28,7 @@ EXTRAS = {
     "hf",
     "parquet",
     "tokenizers",
+    "chex",
     "tpu-plan",
     "docs",
     "dev",

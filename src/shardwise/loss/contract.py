@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from shardwise.assertions import chex_assertions
 from shardwise.errors import ConfigError
 from shardwise.metrics import Mask, Mean
 from shardwise.tree import Batch
@@ -59,7 +60,8 @@ def call_loss(
         arguments["rngs"] = nnx.Rngs(jax.random.fold_in(key, STREAM))
     if "step" in wanted:
         arguments["step"] = step
-    return loss(model, batch, **arguments)
+    with chex_assertions():
+        return loss(model, batch, **arguments)
 
 
 def optional_arguments(loss: Loss) -> tuple[str, ...]:

@@ -7,18 +7,20 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.errors import TraceContextError
 from jax.extend import core
 from jax.typing import ArrayLike
 
+from shardwise.assertions import calls_with_checks, has_checks
 from shardwise.data.layout import batch_shapes, num_rows
-from shardwise.errors import ConfigError, ShardwiseError, where
+from shardwise.errors import ConfigError, ShardwiseError, place_of, where
 from shardwise.findings import Finding
 from shardwise.flops import (
     MatmulDtypes,
     count_jaxpr_flops,
     matmul_dtypes,
 )
-from shardwise.jaxpr import Shape, calls_function, shape_of
+from shardwise.jaxpr import Shape, calls_function, shape_of, without_side_effects
 from shardwise.loss.contract import Loss, Metric, call_loss, named_metrics
 from shardwise.loss.dependence import Dependence, analyze
 from shardwise.loss.fingerprint import jaxpr_fingerprint
@@ -31,6 +33,15 @@ from shardwise.tree import Batch, Params, PyTree, named_leaves
 
 # What JAX says to a model that names shardings of activations on axes of type Auto.
 NOT_EXPLICIT = ("axis names that are of type Auto", "Reshard should only be used")
+# What to do instead of changing an object from outside of the loss, by type of its variable.
+OUTSIDE = {
+    "MetricState": "Return the metric next to the loss, as a Mean: "
+    'return loss, {"accuracy": Mean(hits)}.',
+    "RngCount": "Take random numbers from the argument `rngs`: loss(model, batch, rngs). In the "
+    "model, use nnx.remat, nnx.scan and nnx.vmap instead of the functions of JAX.",
+    "Variable": "Make it a part of the model. In the model, use nnx.remat, nnx.scan and nnx.vmap "
+    "instead of the functions of JAX.",
+}
 
 
 @dataclass(frozen=True)
@@ -91,6 +102,7 @@ class TracedLoss:
         has_custom_gradient: whether the user's code has a `jax.custom_vjp`. Its backward pass may
             not be linear.
         has_barrier: whether the forward pass calls `stream_barrier` of `kernels.norm`.
+        has_checks: whether the forward pass has value assertions, see `assertions`.
         fingerprint: a digest of what the forward pass computes, see `jaxpr_fingerprint`.
         findings: likely mistakes in the loss or the model.
     """
@@ -103,6 +115,7 @@ class TracedLoss:
     draws: tuple[tuple[int, ...], ...]
     has_custom_gradient: bool
     has_barrier: bool
+    has_checks: bool
     fingerprint: str
     findings: tuple[Finding, ...]
 
@@ -171,17 +184,13 @@ def trace_loss(
 
     arguments = (_without_shardings(spec.abstract), shapes, jax.random.key(0))
     try:
-        closed = jax.make_jaxpr(forward)(*arguments)
+        traced = jax.make_jaxpr(forward)(*arguments)
     except ShardwiseError:
         raise
     except Exception as error:
-        arrays = [
-            f"{name} {x.dtype}{list(x.shape)}"
-            for name, x in named_leaves(batch).items()
-        ]
-        raise ConfigError(
-            f"the loss failed for a batch of {', '.join(arrays)}: {where(error)}"
-        ) from error
+        raise _as_config_error(error, batch) from error
+    _check_side_effects(traced, spec)
+    closed = without_side_effects(traced)
     matmuls = matmul_dtypes(closed.jaxpr)
     dependence = _analyze(closed, arguments)
     num_values = 2 * len(kinds)
@@ -201,6 +210,7 @@ def trace_loss(
         draws=dependence.draws,
         has_custom_gradient=dependence.has_custom_gradient,
         has_barrier=calls_function(closed.jaxpr, "stream_barrier"),
+        has_checks=has_checks(traced),
         fingerprint=jaxpr_fingerprint(closed),
         findings=(
             *_findings(dependence),
@@ -210,7 +220,7 @@ def trace_loss(
 
 
 def _without_shardings(state: TrainState) -> TrainState:
-    """Return an abstract state whose leaves are on no mesh: the trace has one without devices."""
+    """Return an abstract state whose leaves are on no mesh."""
     bare: TrainState = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state
     )
@@ -274,6 +284,47 @@ def settle_loss(
             raise
     explicit = replace(spec, is_explicit=True)
     return explicit, trace_loss(explicit, loss, batch, is_training=is_training)
+
+
+def _as_config_error(error: Exception, batch: Batch) -> ConfigError:
+    """Return the error that a user should see for an exception in the loss."""
+    if isinstance(error, TraceContextError):
+        # "Cannot mutate MetricState from a different trace level"
+        name = str(error).removeprefix("Cannot mutate ").partition(" ")[0]
+        return ConfigError(
+            f"the loss changes a Flax object that was created outside of it: {name} "
+            f"({place_of(error)}). {OUTSIDE.get(name, OUTSIDE['Variable'])}"
+        )
+    remedy = ""
+    if "chexify" in str(error):
+        remedy = (
+            ". Do not use chex.chexify in a model or a loss: checks in them work as they are. "
+            "Import chex at the top of the module"
+        )
+    arrays = [
+        f"{name} {x.dtype}{list(x.shape)}" for name, x in named_leaves(batch).items()
+    ]
+    return ConfigError(
+        f"the loss failed for a batch of {', '.join(arrays)}: {where(error)}{remedy}"
+    )
+
+
+def _check_side_effects(traced: core.ClosedJaxpr, spec: StateSpec) -> None:
+    """Raise for checks that cannot be reported, and prints that cannot be ordered."""
+    if calls_with_checks(traced.jaxpr, "shard_map"):
+        raise ConfigError(
+            "a check is inside of jax.shard_map, where each device has a result of its own. Check "
+            "the arguments or the results of the shard_map instead."
+        )
+    is_ordered = any(
+        type(effect).__name__.startswith("Ordered") for effect in traced.effects
+    )
+    if is_ordered and spec.mesh.size > 1:
+        raise ConfigError(
+            f"the loss has a print or callback with ordered=True, and the mesh has "
+            f"{spec.mesh.size} devices. JAX orders callbacks on one device only. Remove "
+            "ordered=True."
+        )
 
 
 def _traced_metric(
@@ -453,7 +504,7 @@ def weight_is_trained(spec: StateSpec, loss: Loss, batch: Batch) -> bool:
 
     state = _without_shardings(spec.abstract)
     gradient: Callable[..., PyTree] = jax.grad(weight)
-    closed = jax.make_jaxpr(gradient)(state.params, state, batch)
+    closed = without_side_effects(jax.make_jaxpr(gradient)(state.params, state, batch))
     is_batch = [False] * len(closed.jaxpr.invars)
     gradients = analyze(closed, is_batch).outputs
     return any(value.constant != 0 for value in gradients)

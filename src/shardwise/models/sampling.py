@@ -28,6 +28,7 @@ import jax.typing
 import numpy as np
 from flax import nnx
 
+from shardwise.assertions import drop_checks
 from shardwise.models.kv_cache import Cache
 from shardwise.tree import PyTree
 
@@ -390,7 +391,9 @@ def _accepts(
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
     try:
         jax.eval_shape(
-            lambda leaves, tokens: _merge(graphdef, structure, leaves)(tokens),
+            drop_checks(
+                lambda leaves, tokens: _merge(graphdef, structure, leaves)(tokens)
+            ),
             leaves,
             tokens,
         )
@@ -440,8 +443,9 @@ def _programs(
             logits, last, axis=1, keepdims=False
         ), buffer
 
-    return jax.jit(decode, donate_argnames="cache"), jax.jit(
-        extend, donate_argnames="buffer"
+    return (
+        jax.jit(drop_checks(decode), donate_argnames="cache"),
+        jax.jit(drop_checks(extend), donate_argnames="buffer"),
     )
 
 

@@ -11,6 +11,7 @@ from shardwise.step.evaluate import make_eval_step as make_eval_step
 from shardwise.step.train import COMPILER_OPTIONS as COMPILER_OPTIONS
 from shardwise.step.train import Gradients as Gradients
 from shardwise.step.train import Metrics as Metrics
+from shardwise.step.train import StepResult as StepResult
 from shardwise.step.train import TrainStep as TrainStep
 from shardwise.step.train import make_train_step as make_train_step
 from shardwise.tree import Batch as Batch

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.lax import with_sharding_constraint
 from jax.sharding import PartitionSpec
 
+from shardwise.assertions import Failure, first_failure
 from shardwise.data.layout import BatchLayout
 from shardwise.metrics import Mask
 from shardwise.module import Pure
@@ -52,34 +53,37 @@ def accumulated(
         key: jax.Array,
         step: jax.Array,
     ) -> PyTree:
-        def add_micro_batch(carry: PyTree, micro_batch: PyTree) -> tuple[PyTree, None]:
+        def add_micro_batch(
+            carry: PyTree, micro_batch: PyTree
+        ) -> tuple[PyTree, Failure | None]:
             sums, other = carry
             index, (batch, mask) = micro_batch
             micro_key = jax.random.fold_in(key, index)
-            grads, (means, other) = gradient(
+            grads, (means, other, failure) = gradient(
                 params, frozen, other, batch, mask, micro_key, step
             )
             if is_separate:
                 weight = means["loss"].weight
                 grads = jax.tree.map(lambda g: g * weight.astype(g.dtype), grads)
-            return (jax.tree.map(jnp.add, sums, (grads, means)), other), None
+            return (jax.tree.map(jnp.add, sums, (grads, means)), other), failure
 
         micro_batches = (jnp.arange(count), jax.tree.map(split, (batch, mask)))
         first = jax.tree.map(lambda x: x[0], micro_batches[1])
-        grads, (means, _) = jax.eval_shape(
+        grads, (means, _, _) = jax.eval_shape(
             gradient, params, frozen, other, *first, key, step
         )
         zeros = jax.tree.map(
             lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (grads, means)
         )
         zero_grads = with_sharding_constraint(zeros[0], spec.shardings.params)
-        ((grads, means), other), _ = jax.lax.scan(
+        ((grads, means), other), failures = jax.lax.scan(
             add_micro_batch,
             ((zero_grads, zeros[1]), other),
             micro_batches,
         )
         weight = means["loss"].weight
         grads = jax.tree.map(lambda g: g / weight.astype(g.dtype), grads)
-        return grads, (means, other)
+        failure = None if failures is None else first_failure(failures)
+        return grads, (means, other, failure)
 
     return compute

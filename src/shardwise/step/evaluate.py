@@ -8,8 +8,9 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from shardwise.assertions import Failure, describe_failure, functionalize
 from shardwise.data.layout import BatchLayout, num_rows
-from shardwise.errors import ConfigError, DataError
+from shardwise.errors import CheckError, ConfigError, DataError
 from shardwise.loss import (
     Loss,
     LossValue,
@@ -40,7 +41,8 @@ class EvalStep:
     """An evaluation step: the summed means of a batch, with the model in evaluation mode.
 
     Attributes:
-        function: the jitted step, `(state, batch, mask, number of the batch) -> {name: Mean}`.
+        function: the jitted step. It takes the state, a batch, its mask and its number, and
+            returns the failed check (None for a loss without checks), and the means by name.
         spec: the state that the step takes.
         pads: whether shorter batches are padded. If not, the step is compiled for each batch size:
             padding would change the metrics, because they are scalars or combine examples.
@@ -48,7 +50,9 @@ class EvalStep:
         loss: the loss.
     """
 
-    function: Callable[[TrainState, Batch, Mask | None, np.int32], Means]
+    function: Callable[
+        [TrainState, Batch, Mask | None, np.int32], tuple[Failure | None, Means]
+    ]
     spec: StateSpec
     pads: bool
     traced: TracedLoss
@@ -151,12 +155,22 @@ class EvalStep:
             batch: the batch.
             layout: its layout.
             number: the number of the batch in this evaluation. Random streams depend on it.
+
+        Raises:
+            CheckError: if a check in the model or the loss failed.
         """
         mask = None
         if self.pads:
             is_example = np.arange(layout.padded_rows) < layout.rows
             mask = put(is_example, layout.sharding)
-        return self.function(state, layout.place(batch), mask, np.int32(number))
+        placed = layout.place(batch)
+        failure, means = self.function(state, placed, mask, np.int32(number))
+        if failure is not None and failure[0]:
+            raise CheckError(
+                f"evaluation after step {int(state.step)}, batch {number + 1}: check failed: "
+                f"{describe_failure(failure[1])}."
+            )
+        return means
 
 
 def make_eval_step(
@@ -212,5 +226,12 @@ def make_eval_step(
         )
         return as_means(output, rows, mask)
 
-    function = jax.jit(step, out_shardings=spec.sharding(PartitionSpec()))
+    def checked_step(
+        state: TrainState, batch: Batch, mask: Mask | None, number: jax.Array
+    ) -> tuple[Failure | None, Means]:
+        if not traced.has_checks:
+            return None, step(state, batch, mask, number)
+        return functionalize(step)(state, batch, mask, number)
+
+    function = jax.jit(checked_step, out_shardings=spec.sharding(PartitionSpec()))
     return EvalStep(function, spec, pads=not traced.dependent, traced=traced, loss=loss)

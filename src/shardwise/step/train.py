@@ -14,7 +14,8 @@ them, so that activations stay sharded over the batch axes; gradients are reduce
 sharding of their parameter; and the state is returned with the shardings that it came with.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias, cast
@@ -26,8 +27,14 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from shardwise.assertions import (
+    NOT_FUNCTIONALIZED,
+    Failure,
+    describe_failure,
+    functionalize,
+)
 from shardwise.data.layout import BatchLayout, num_rows
-from shardwise.errors import ConfigError, where
+from shardwise.errors import CheckError, ConfigError, where
 from shardwise.loss import Loss, LossValue, TracedLoss, as_means, call_loss, settle_loss
 from shardwise.metrics import Mask, Mean
 from shardwise.module import AccessHook, Pure
@@ -46,6 +53,8 @@ Means: TypeAlias = dict[str, Mean]
 # Gradients like the parameters, the summed means of the loss, and the new variables that are not
 # parameters (batch statistics).
 Gradients: TypeAlias = tuple[Params, Means, Pure]
+# The new state, its metrics, and the failed check if the loss has checks.
+StepResult: TypeAlias = tuple[TrainState, Metrics, Failure | None]
 
 
 @dataclass(frozen=True)
@@ -58,9 +67,12 @@ class TrainStep:
     `step.update(state, *step.gradients(state, batch))` computes the same in two halves, which are
     jitted separately and donate nothing. `shardwise verify` compares meshes half by half.
 
+    If the model or the loss has checks (`checkify.check`, value assertions of chex), a call waits
+    for the step and raises `CheckError` if one failed. Then the update is not applied.
+
     Attributes:
         function: the function that a call runs: the jitted step, or after `compile` the compiled
-            program.
+            program. It also returns which check failed; None for a loss without checks.
         layout: size and sharding of the batches.
         spec: the state that the step takes and returns.
         batch: shapes, dtypes and shardings of a batch on the mesh.
@@ -75,7 +87,7 @@ class TrainStep:
         >>> state, metrics = step(init_state(spec, seed=0), step.place(batches(0)))
     """
 
-    function: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+    function: Callable[[TrainState, Batch], StepResult]
     layout: BatchLayout
     spec: StateSpec
     batch: Batch
@@ -85,11 +97,16 @@ class TrainStep:
     program: jax.stages.Compiled | None = None
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Run one step. `batch` is on the mesh already, see `place`."""
-        try:
-            return self.function(state, batch)
-        except NotImplementedError as error:
-            raise _as_config_error(error) from error
+        """Run one step. `batch` is on the mesh already, see `place`.
+
+        Raises:
+            CheckError: if a check in the model or the loss failed.
+        """
+        with _clear_errors():
+            state, metrics, failure = self.function(state, batch)
+        if failure is not None:
+            _raise_failed(failure, state, metrics)
+        return state, metrics
 
     def place(self, batch: Batch) -> Batch:
         """Start the transfer of a host batch to the devices and return at once."""
@@ -98,14 +115,14 @@ class TrainStep:
     def trace(self) -> jax.stages.Traced:
         """Trace the step for its abstract state and batch; not available after `compile`."""
         jitted = cast(jax.stages.Wrapped, self.function)
-        try:
+        with _clear_errors():
             return jitted.trace(self.spec.abstract, self.batch)
-        except NotImplementedError as error:
-            raise _as_config_error(error) from error
 
     def lower(self) -> jax.stages.Lowered:
         """Trace and lower the step; not available after `compile`."""
-        lowered: jax.stages.Lowered = self.trace().lower()
+        traced = self.trace()
+        with _clear_errors():
+            lowered: jax.stages.Lowered = traced.lower()
         return lowered
 
     def compile(self, lowered: jax.stages.Lowered | None = None) -> "TrainStep":
@@ -121,9 +138,9 @@ class TrainStep:
         program = (self.lower() if lowered is None else lowered).compile()
         jitted = self.function
 
-        def run_program(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        def run_program(state: TrainState, batch: Batch) -> StepResult:
             try:
-                result: tuple[TrainState, Metrics] = program(state, batch)
+                result: StepResult = program(state, batch)
             except TypeError:
                 # The program refuses arguments of other shapes before it donates anything.
                 return jitted(state, batch)
@@ -143,6 +160,7 @@ class _StepFunctions:
         sums: the scalars of the loss that are sums over the examples.
         checked: parameters whose updates are checked for non-finite values; None for all.
         is_separate: whether each micro-batch counts as a complete batch, see `Run.micro_batches`.
+        has_checks: whether the model or the loss has value assertions.
     """
 
     spec: StateSpec
@@ -156,6 +174,7 @@ class _StepFunctions:
     sums: tuple[str, ...]
     checked: tuple[str, ...] | None
     is_separate: bool
+    has_checks: bool
 
     def objective(
         self,
@@ -220,11 +239,31 @@ class _StepFunctions:
             objective = jnp.asarray((loss.total - value * loss.weight) / weight)
         return objective, (means, new_other)
 
-    def gradients(self, state: TrainState, batch: Batch) -> Gradients:
-        """Return the gradients of the mean loss, sharded like the parameters."""
+    def checked_objective(
+        self, *args: PyTree, is_part: bool
+    ) -> tuple[jax.Array, tuple[Means, Pure, Failure | None]]:
+        """Return the objective, and the failed check as auxiliary output if there are checks.
+
+        Checks become outputs before the function is differentiated: `jax.grad` drops the checks
+        inside of a scan (jax 0.10.2 and 0.12.0).
+        """
+        objective = partial(self.objective, is_part=is_part)
+        if not self.has_checks:
+            value, (means, other) = objective(*args)
+            return value, (means, other, None)
+        failure, (value, (means, other)) = functionalize(objective)(*args)
+        return value, (means, other, failure)
+
+    def gradients(
+        self, state: TrainState, batch: Batch
+    ) -> tuple[Gradients, Failure | None]:
+        """Return the gradients of the mean loss, sharded like the parameters.
+
+        The second result is the failed check; None for a loss without checks.
+        """
         key = jax.random.fold_in(jax.random.key(self.seed), state.step)
         is_part = self.accumulate > 1 and not self.is_separate
-        objective = partial(self.objective, is_part=is_part)
+        objective = partial(self.checked_objective, is_part=is_part)
         gradient = sums_in_float32(jax.grad(objective, has_aux=True))
         compute = gradient
         if self.accumulate > 1:
@@ -232,19 +271,25 @@ class _StepFunctions:
                 gradient, self.spec, self.layout, self.accumulate, self.is_separate
             )
         mask = self.layout.mask()
-        grads, (means, other) = compute(
+        grads, (means, other, failure) = compute(
             state.params, state.frozen, state.other, batch, mask, key, state.step
         )
-        return with_sharding_constraint(grads, self.spec.shardings.params), means, other
+        grads = with_sharding_constraint(grads, self.spec.shardings.params)
+        return (grads, means, other), failure
 
     def update(
-        self, state: TrainState, grads: Params, means: Means, other: Pure
+        self,
+        state: TrainState,
+        grads: Params,
+        means: Means,
+        other: Pure,
+        failed: jax.Array | None = None,
     ) -> tuple[TrainState, Metrics]:
         """Apply the optimizer, and return the new state and the metrics of the step.
 
-        If anything that would enter the state is non-finite, or the loss is, then parameters,
-        optimizer state and other variables stay as they are. The step still counts, because its
-        batch is consumed: `state.step` is the position in the data.
+        If anything that would enter the state is non-finite, or the loss is, or a check has failed,
+        then parameters, optimizer state and other variables stay as they are. The step still
+        counts, because its batch is consumed: `state.step` is the position in the data.
         """
         grad_norm = norm(grads)
         value = means["loss"].value
@@ -259,11 +304,12 @@ class _StepFunctions:
         finite &= all_finite(updates, self.checked) & stays_finite(state.other, other)
         if self.checked is None:
             finite &= stays_finite(state.opt_state, opt_state)
+        is_good = finite if failed is None else finite & ~failed
         new_state = TrainState(
             state.step + 1,
-            _select(finite, params, state.params),
-            _select(finite, other, state.other),
-            _select(finite, opt_state, state.opt_state),
+            _select(is_good, params, state.params),
+            _select(is_good, other, state.other),
+            _select(is_good, opt_state, state.opt_state),
             state.frozen,
         )
         metrics = {name: mean.value for name, mean in means.items()}
@@ -282,9 +328,11 @@ class _StepFunctions:
             metrics |= _group_norms(measured, self.groups)
         return new_state, metrics
 
-    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def step(self, state: TrainState, batch: Batch) -> StepResult:
         """Run one training step: gradients, then update."""
-        return self.update(state, *self.gradients(state, batch))
+        gradients, failure = self.gradients(state, batch)
+        failed = None if failure is None else failure[0]
+        return (*self.update(state, *gradients, failed), failure)
 
 
 # XLA options of the training step, by platform.
@@ -370,6 +418,7 @@ def make_train_step(
         groups=_parameter_groups(spec) if norms else None,
         sums=sums,
         is_separate=micro_batches == "separate",
+        has_checks=traced.has_checks,
         checked=representative_leaves(
             spec.optimizer, spec.abstract.params, spec.abstract.opt_state
         ),
@@ -384,16 +433,18 @@ def make_train_step(
             functions.step,
             donate_argnums=0,
             in_shardings=(stored, of_batch),
-            out_shardings=(stored, replicated),
+            out_shardings=(stored, replicated, replicated),
             compiler_options=compiler_options(platform, traced),
         ),
         layout=layout,
         spec=spec,
         batch=layout.abstract(batch),
-        gradients=jax.jit(
-            functions.gradients,
-            in_shardings=(stored, of_batch),
-            out_shardings=halves,
+        gradients=_raising(
+            jax.jit(
+                functions.gradients,
+                in_shardings=(stored, of_batch),
+                out_shardings=(halves, replicated),
+            )
         ),
         update=jax.jit(
             functions.update,
@@ -404,10 +455,59 @@ def make_train_step(
     )
 
 
-def _as_config_error(error: NotImplementedError) -> Exception:
-    """Return the error that a user should see for one of JAX's."""
+def _raising(
+    gradients: Callable[[TrainState, Batch], tuple[Gradients, Failure | None]],
+) -> Callable[[TrainState, Batch], Gradients]:
+    """Return the first half of a step with a failed check as an exception."""
+
+    def raising(state: TrainState, batch: Batch) -> Gradients:
+        result, failure = gradients(state, batch)
+        if failure is not None:
+            after = replace(state, step=state.step + 1)
+            _raise_failed(failure, after, {"loss": result[1]["loss"].value})
+        return result
+
+    return raising
+
+
+def _raise_failed(failure: Failure, state: TrainState, metrics: Metrics) -> None:
+    """Wait for a step, and raise if one of its checks failed.
+
+    Args:
+        failure: the check that failed, if any.
+        state: the state after the step.
+        metrics: the metrics of the step.
+    """
+    failed, error = failure
+    if failed:
+        raise CheckError(
+            f"step {int(state.step)}: check failed: {describe_failure(error)}. The update was not "
+            "applied.",
+            state,
+            metrics,
+        )
+
+
+@contextmanager
+def _clear_errors() -> Iterator[None]:
+    """Raise the error that a user should see for some of JAX's."""
+    try:
+        yield
+    except (NotImplementedError, ValueError) as error:
+        clear = _as_config_error(error)
+        if clear is None:
+            raise
+        raise clear from error
+
+
+def _as_config_error(error: Exception) -> ConfigError | None:
+    if NOT_FUNCTIONALIZED in str(error):
+        return ConfigError(
+            "a check (checkify.check, or a value assertion of chex) is in the optimizer, or in a "
+            "function with a custom gradient (jax.custom_vjp). Move it to the model or the loss."
+        )
     if "custom_lin" not in str(error):
-        return error
+        return None
     return ConfigError(
         "the loss takes a forward-mode derivative along the parameters (jax.jvp, jax.jacfwd or "
         "jax.hessian). Parameters of a step have a reverse-mode derivative only. Use jax.grad of "

@@ -65,7 +65,7 @@ class BadStep:
 
     Attributes:
         step: the step.
-        why: "non-finite" or "loss spike".
+        why: "non-finite", "loss spike" or "failed check".
         loss: its loss.
         grad_norm: the norm of its gradient.
         parameters_are: the step that `parameters` belong to, in words.
@@ -76,6 +76,7 @@ class BadStep:
         first: where non-finite values appear first, in words.
         first_path: the path of the first bad parameter or gradient.
         problem: why the step could not be computed again.
+        check: the message of the check that failed. Such a step is not computed again.
         rows_kept: number of examples in `batch.npz`.
         rows_of_the_batch: the ranges of the global batch that this process reads.
     """
@@ -92,6 +93,7 @@ class BadStep:
     first: str | None = None
     first_path: str | None = None
     problem: str | None = None
+    check: str | None = None
     rows_kept: int | None = None
     rows_of_the_batch: list[list[int]] | None = None
 
@@ -130,7 +132,13 @@ class BadSteps:
             self._steps_left = MAX_STEPS - int(group.share("bad steps", earlier))
 
     def inspect(
-        self, n: int, why: str, values: Json, state: TrainState, is_untouched: bool
+        self,
+        n: int,
+        why: str,
+        values: Json,
+        state: TrainState,
+        is_untouched: bool,
+        check: str | None = None,
     ) -> None:
         """Write a report on step `n`, and print one line of it.
 
@@ -141,6 +149,7 @@ class BadSteps:
             state: the newest state.
             is_untouched: whether no update was applied since step `n`, so that the parameters of
                 `state` are those of the step. Otherwise they are one update later.
+            check: the message of the check that failed, if any.
         """
         if self._steps_left <= 0 or self._folder is None:
             return
@@ -152,6 +161,7 @@ class BadSteps:
             loss=values.get("loss"),
             grad_norm=values.get("grad_norm"),
             parameters_are="those of the step" if is_untouched else later,
+            check=check,
         )
         batch, problem = self._read_batch(n)
         try:
@@ -163,8 +173,9 @@ class BadSteps:
             self._write(self._folder / str(n), report, batch)
 
     def _write(self, place: Path, report: BadStep, batch: Batch | None) -> None:
-        finding = report.first or report.problem
-        text = f"the update of step {report.step} was not applied ({report.why}): {finding}"
+        text = f"the update of step {report.step} was not applied ({report.why})"
+        if finding := report.first or report.problem:
+            text += f": {finding}"
         try:
             _write_report(place, report, batch, self.prepared.step.layout.ranges)
         except OSError as error:
@@ -215,6 +226,8 @@ class BadSteps:
         report.batch = {
             name: _describe(np.asarray(leaf)) for name, leaf in leaves.items()
         }
+        if report.check is not None:
+            return
         # Random streams depend on the step, so it must be the one that is inspected.
         before = replace(state, step=jnp.full_like(state.step, n - 1))
         gradients, means, _ = step.gradients(before, step.place(batch))
@@ -436,7 +449,7 @@ def _table(report: BadStep) -> str:
     lines = [
         f"step {report.step}: {report.why}, loss {report.loss}, gradient norm {report.grad_norm}"
     ]
-    lines += [text for text in (report.first, report.problem) if text]
+    lines += [text for text in (report.check, report.first, report.problem) if text]
     lines += [f"The parameters are {report.parameters_are}.", ""]
     rows = [
         ("", "gradient", "", "", "parameter", "", ""),

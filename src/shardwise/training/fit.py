@@ -110,7 +110,8 @@ def fit(
     Raises:
         ConfigError: the configuration is invalid, or the step does not fit into memory.
         DataError: a batch cannot be read. The state before it is saved.
-        NumericsError: the loss or the gradient is non-finite, see `Run.on_nonfinite`.
+        NumericsError: the loss or the gradient is non-finite, see `Run.on_nonfinite`; or a check
+            in the model or the loss failed.
         CheckpointError: a checkpoint cannot be read, or the last one cannot be written.
         Stopped: a signal has stopped the run. The state is saved; the same call resumes.
 
@@ -343,7 +344,8 @@ def _train_and_save(session: Session) -> None:
     """Train, and save the last state however the training ends, if it can be saved."""
     with session.feed, progress(session.console, session.run, session.start) as show:
         try:
-            _train(session, show)
+            with session.inspect_failed_check():
+                _train(session, show)
         except DataError:
             # The other processes are at a step that this one cannot join, so nobody can save.
             if session.group.count == 1:

@@ -102,6 +102,9 @@ def _evaluate_eqn(
     eqn: JaxprEqn, inputs: list[jax.Array], where: str
 ) -> list[jax.Array]:
     name = eqn.primitive.name
+    if not eqn.outvars:
+        # A check or a print: it has run in the step.
+        return []
     inner = _inner(eqn)
     if name == "scan" and inner is not None and not eqn.params["reverse"]:
         return _evaluate_scan(eqn, inner, inputs, where)

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 
 from shardwise.state import TrainState
-from shardwise.step import Batch, Metrics, TrainStep
+from shardwise.step import Batch, Metrics, StepResult, TrainStep
 
 
 class Profile:
@@ -54,7 +54,7 @@ class Profile:
             return step
         number = self._first - 1
 
-        def numbered(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        def numbered(state: TrainState, batch: Batch) -> StepResult:
             nonlocal number
             number += self._is_tracing
             shown = number if self._is_tracing else 0

@@ -1,8 +1,10 @@
 """A run while it trains: its state, its services, and the operations after each step."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import jax
 from rich.console import Console
 
 from shardwise.cluster.group import ProcessGroup
@@ -12,7 +14,7 @@ from shardwise.console import warn
 from shardwise.data import Batches, Prefetch
 from shardwise.data.contract import same_in_all
 from shardwise.data.evaluation import Once
-from shardwise.errors import Stopped
+from shardwise.errors import CheckError, Stopped
 from shardwise.files.failpoints import fail_point
 from shardwise.loop import evaluate
 from shardwise.run import Prepared, Run
@@ -233,6 +235,26 @@ class Session:
         self.watch.phase(Phase.EVALUATING)
         if self.watch.is_stopping():
             raise Stopped("stopped by a signal during an evaluation")
+
+    @contextmanager
+    def inspect_failed_check(self) -> Iterator[None]:
+        """Inspect the step whose check failed in this context, if any.
+
+        No later step has started, so the state of the error is that of the step.
+        """
+        try:
+            yield
+        except CheckError as error:
+            # Write the record of the step before.
+            self.log.finish()
+            if isinstance(error.state, TrainState):
+                n = int(error.state.step)
+                self.watch.phase(Phase.INSPECTING.at(n))
+                values = jax.tree.map(float, dict(error.metrics))
+                self.bad_steps.inspect(
+                    n, "failed check", values, error.state, True, check=str(error)
+                )
+            raise
 
     def _inspect(self, n: int, why: str, values: Json) -> None:
         """Inspect step `n`, whose update was not applied.
