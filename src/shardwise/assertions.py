@@ -97,6 +97,31 @@ def functionalize(
     return checked
 
 
+def failure_as_aux(
+    function: Callable[..., tuple[jax.Array, Output]], has_checks: bool
+) -> Callable[..., tuple[jax.Array, tuple[Output, Failure | None]]]:
+    """Return a function for `jax.grad` whose auxiliary output includes the failed check.
+
+    Checks become outputs before the function is differentiated: `jax.grad` drops the checks inside
+    of a scan (jax 0.10.2 and 0.12.0).
+
+    Args:
+        function: returns a value and auxiliary output.
+        has_checks: whether it has checks. Otherwise the failure is None.
+    """
+
+    def checked(
+        *args: PyTree,
+    ) -> tuple[jax.Array, tuple[Output, Failure | None]]:
+        if not has_checks:
+            value, aux = function(*args)
+            return value, (aux, None)
+        failure, (value, aux) = functionalize(function)(*args)
+        return value, (aux, failure)
+
+    return checked
+
+
 def drop_checks(function: Callable[..., Output]) -> Callable[..., Output]:
     """Return `function` without its checks, for programs that cannot stop."""
 

@@ -4,7 +4,7 @@ One abstract description serves creation, planning and restoring. Another mesh i
 description, and nothing else changes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -16,10 +16,12 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from shardwise.data.layout import num_rows
 from shardwise.errors import ConfigError, ShardwiseError, where
 from shardwise.kernels.platform import is_analyzed
 from shardwise.mesh import make_mesh
 from shardwise.module import (
+    AccessHook,
     Filter,
     ModelFactory,
     ModuleDef,
@@ -38,10 +40,9 @@ from shardwise.sharding import (
     place_model,
     place_optimizer,
 )
-from shardwise.tree import Batch, KeyPath, Leaf, OptState, PyTree, leaf_name
+from shardwise.tree import Batch, KeyPath, Leaf, OptState, Params, PyTree, leaf_name
 
 Result = TypeVar("Result")
-REPLICATED = PartitionSpec()
 
 
 @jax.tree_util.register_dataclass
@@ -142,27 +143,52 @@ class StateSpec:
     def call(
         self,
         function: Callable[..., Result],
-        *args: PyTree,
-        specs: Sequence[PyTree],
+        arrays: tuple[Params, Params, Pure],
+        batch: Batch,
+        key: jax.Array,
+        step: jax.Array,
+        *,
+        hooks: Mapping[str, AccessHook] | None = None,
         is_compiled: bool = True,
     ) -> Result:
-        """Call a function of the model in the mesh context of a step, while tracing.
+        """Build the model and call a function of it in the mesh context of a step, while tracing.
 
         Args:
-            function: the function. If `is_explicit`, its arguments must hold all tracers it uses.
-            *args: its arguments.
-            specs: the partition specs of each argument, as a tree or for all its leaves.
+            function: `function(model, other, batch, key, step)`. It uses no other traced arrays.
+            arrays: `params`, `frozen` and `other` of a state.
+            batch: the batch.
+            key: the root key of the random streams.
+            step: the number of steps before this one.
+            hooks: functions that parameters pass through, see `ModuleDef.merge`.
             is_compiled: whether the trace is compiled for the devices, or only analyzed.
         """
+
+        def on_model(
+            params: Params,
+            frozen: Params,
+            other: Pure,
+            batch: Batch,
+            key: jax.Array,
+            step: jax.Array,
+        ) -> Result:
+            model = self.definition.merge(params, other, key, hooks, frozen)
+            return function(model, other, batch, key, step)
+
+        args = (*arrays, batch, key, step)
         with is_analyzed(not is_compiled), activations_on(self.mesh, self.rules):
             if not self.is_explicit:
-                return function(*args)
+                return on_model(*args)
 
             def arrays_of(*args: PyTree) -> Result:
-                arrays: Result = jax.tree.map(jnp.asarray, function(*args))
-                return arrays
+                result: Result = jax.tree.map(jnp.asarray, on_model(*args))
+                return result
 
-            explicit = jax.sharding.explicit_axes(arrays_of, in_sharding=tuple(specs))
+            # Without hooks, which gather parameters, they must be gathered already.
+            of_arrays = self.specs(at_use=hooks is None)
+            rest = (self.batch_specs(batch), PartitionSpec(), PartitionSpec())
+            explicit = jax.sharding.explicit_axes(
+                arrays_of, in_sharding=(*of_arrays, *rest)
+            )
             result: Result = explicit(*args)
             return result
 
@@ -185,15 +211,15 @@ class StateSpec:
         )
         return params, frozen, other
 
-    def batch_specs(self, batch: Batch, rows: int) -> PyTree:
-        """Return the specs of a batch; replicated if the mesh does not divide its `rows`.
+    def batch_specs(self, batch: Batch) -> PyTree:
+        """Return the specs of a batch; replicated if the mesh does not divide its rows.
 
         Axes of size 1 are omitted: a model with explicit shardings may not name them.
         """
         entry = batch_spec(self.mesh, self.rules)[0]
         axes = (entry,) if isinstance(entry, str) else entry or ()
         used = tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
-        is_divisible = rows % num_batch_shards(self.mesh, self.rules) == 0
+        is_divisible = num_rows(batch) % num_batch_shards(self.mesh, self.rules) == 0
         spec = PartitionSpec(used) if used and is_divisible else PartitionSpec()
         return jax.tree.map(lambda x: spec if np.ndim(x) else PartitionSpec(), batch)
 

@@ -151,7 +151,8 @@ def same_words(printed: str, shown: str, figures_differ: bool) -> bool:
             FIGURE.sub("#", RULE.sub(" ", text)) for text in (printed, shown)
         )
     pattern = r"\s+".join(
-        ".*?" if word == "..." else re.escape(word) for word in shown.split()
+        re.escape(word[:-3]) + ".*?" if word.endswith("...") else re.escape(word)
+        for word in shown.split()
     )
     return re.fullmatch(pattern, " ".join(printed.split()), re.DOTALL) is not None
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from flax.errors import TraceContextError
 from jax.extend import core
 from jax.typing import ArrayLike
@@ -28,7 +29,7 @@ from shardwise.loss.value import Kind, Value
 from shardwise.metrics import Mean
 from shardwise.module import Pure
 from shardwise.precision import find_other_dtypes
-from shardwise.state import REPLICATED, StateSpec, TrainState
+from shardwise.state import StateSpec, TrainState
 from shardwise.tree import Batch, Params, PyTree, named_leaves
 
 # What JAX says to a model that names shardings of activations on axes of type Auto.
@@ -237,27 +238,16 @@ def _call(
 ) -> tuple[dict[str, Metric], dict[str, jax.Array]]:
     """Return the loss and its metrics by name, and the parameters after the forward pass."""
 
-    def call(
-        params: Params,
-        frozen: Params,
-        other: Pure,
-        batch: Batch,
-        key: jax.Array,
-        step: jax.Array,
+    def forward(
+        model: nnx.Module, _: Pure, *args: PyTree
     ) -> tuple[dict[str, Metric], dict[str, jax.Array]]:
-        model = spec.definition.merge(params, other, key, frozen=frozen)
         if not is_training:
             model.eval()
-        named = named_metrics(call_loss(loss, model, batch, key, step))
+        named = named_metrics(call_loss(loss, model, *args))
         return named, spec.definition.read_fixed(model)
 
-    batch_specs = spec.batch_specs(batch, num_rows(batch))
-    return spec.call(
-        call,
-        *(state.params, state.frozen, state.other, batch, key, state.step),
-        specs=(*spec.specs(at_use=True), batch_specs, REPLICATED, REPLICATED),
-        is_compiled=False,
-    )
+    arrays = (state.params, state.frozen, state.other)
+    return spec.call(forward, arrays, batch, key, state.step, is_compiled=False)
 
 
 def settle_loss(

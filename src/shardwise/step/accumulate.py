@@ -59,7 +59,7 @@ def accumulated(
             sums, other = carry
             index, (batch, mask) = micro_batch
             micro_key = jax.random.fold_in(key, index)
-            grads, (means, other, failure) = gradient(
+            grads, ((means, other), failure) = gradient(
                 params, frozen, other, batch, mask, micro_key, step
             )
             if is_separate:
@@ -69,7 +69,7 @@ def accumulated(
 
         micro_batches = (jnp.arange(count), jax.tree.map(split, (batch, mask)))
         first = jax.tree.map(lambda x: x[0], micro_batches[1])
-        grads, (means, _, _) = jax.eval_shape(
+        grads, ((means, _), _) = jax.eval_shape(
             gradient, params, frozen, other, *first, key, step
         )
         zeros = jax.tree.map(
@@ -84,6 +84,6 @@ def accumulated(
         weight = means["loss"].weight
         grads = jax.tree.map(lambda g: g / weight.astype(g.dtype), grads)
         failure = None if failures is None else first_failure(failures)
-        return grads, (means, other, failure)
+        return grads, ((means, other), failure)
 
     return compute

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
@@ -30,10 +31,10 @@ from shardwise.metrics import Mask
 from shardwise.module import Pure
 from shardwise.optim.parts import evaluation_params
 from shardwise.sharding import batch_spec, num_batch_shards, put
-from shardwise.state import REPLICATED, StateSpec, TrainState
+from shardwise.state import StateSpec, TrainState
 from shardwise.step.access import access_hooks
 from shardwise.step.train import Means
-from shardwise.tree import Batch, Params
+from shardwise.tree import Batch, PyTree
 
 
 @dataclass(frozen=True)
@@ -201,30 +202,13 @@ def make_eval_step(
         key = jax.random.fold_in(jax.random.key(0), number)
         params = evaluation_params(state.opt_state, state.params)
 
-        def forward(
-            params: Params,
-            frozen: Params,
-            other: Pure,
-            batch: Batch,
-            key: jax.Array,
-            step: jax.Array,
-        ) -> LossValue:
-            model = spec.definition.merge(params, other, key, hooks, frozen)
+        def forward(model: nnx.Module, _: Pure, *args: PyTree) -> LossValue:
             model.eval()
-            return call_loss(loss, model, batch, key, step)
+            return call_loss(loss, model, *args)
 
-        rows = num_rows(batch)
-        output = spec.call(
-            forward,
-            *(params, state.frozen, state.other, batch, key, state.step),
-            specs=(
-                *spec.specs(),
-                spec.batch_specs(batch, rows),
-                REPLICATED,
-                REPLICATED,
-            ),
-        )
-        return as_means(output, rows, mask)
+        arrays = (params, state.frozen, state.other)
+        output = spec.call(forward, arrays, batch, key, state.step, hooks=hooks)
+        return as_means(output, num_rows(batch), mask)
 
     def checked_step(
         state: TrainState, batch: Batch, mask: Mask | None, number: jax.Array

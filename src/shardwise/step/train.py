@@ -23,6 +23,7 @@ from typing import TypeAlias, cast
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from jax.lax import with_sharding_constraint
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
@@ -31,7 +32,7 @@ from shardwise.assertions import (
     NOT_FUNCTIONALIZED,
     Failure,
     describe_failure,
-    functionalize,
+    failure_as_aux,
 )
 from shardwise.data.layout import BatchLayout, num_rows
 from shardwise.errors import CheckError, ConfigError, where
@@ -42,7 +43,7 @@ from shardwise.optim.finite import all_finite, representative_leaves, stays_fini
 from shardwise.optim.parts import leaf_changes, live_values, norm
 from shardwise.optim.read import read_chains
 from shardwise.precision import sums_in_float32
-from shardwise.state import REPLICATED, StateSpec, TrainState
+from shardwise.state import StateSpec, TrainState
 from shardwise.step.access import access_hooks
 from shardwise.step.accumulate import accumulated
 from shardwise.step.checks import MicroBatches, check_accumulate, train_layout
@@ -99,8 +100,7 @@ class TrainStep:
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Run one step. `batch` is on the mesh already, see `place`.
 
-        Raises:
-            CheckError: if a check in the model or the loss failed.
+        It raises `CheckError` if a check in the model or the loss failed.
         """
         with _clear_errors():
             state, metrics, failure = self.function(state, batch)
@@ -201,33 +201,17 @@ class _StepFunctions:
                 differentiated, because micro-batches must add up before they are divided by the
                 weight of all of them. Otherwise it is the loss.
         """
-        spec, definition = self.spec, self.spec.definition
 
         def forward(
-            params: Params,
-            frozen: Params,
-            other: Pure,
-            batch: Batch,
-            key: jax.Array,
-            step: jax.Array,
+            model: nnx.Module, other: Pure, *args: PyTree
         ) -> tuple[LossValue, Pure]:
-            model = definition.merge(params, other, key, self.hooks, frozen)
-            output = call_loss(self.loss, model, batch, key, step)
-            return output, definition.read_other(model, other)
+            output = call_loss(self.loss, model, *args)
+            return output, self.spec.definition.read_other(model, other)
 
-        output, new_other = spec.call(
-            forward,
-            *(params, frozen, other, batch, key, step),
-            specs=(
-                *spec.specs(),
-                spec.batch_specs(batch, num_rows(batch)),
-                REPLICATED,
-                REPLICATED,
-            ),
-        )
-        means = as_means(
-            output, num_rows(batch), mask, sums=self.sums, parts=self.accumulate
-        )
+        args = ((params, frozen, other), batch, key, step)
+        output, new_other = self.spec.call(forward, *args, hooks=self.hooks)
+        parts = self.accumulate
+        means = as_means(output, num_rows(batch), mask, sums=self.sums, parts=parts)
         loss = means["loss"]
         if is_part:
             objective = jnp.asarray(loss.total)
@@ -239,21 +223,6 @@ class _StepFunctions:
             objective = jnp.asarray((loss.total - value * loss.weight) / weight)
         return objective, (means, new_other)
 
-    def checked_objective(
-        self, *args: PyTree, is_part: bool
-    ) -> tuple[jax.Array, tuple[Means, Pure, Failure | None]]:
-        """Return the objective, and the failed check as auxiliary output if there are checks.
-
-        Checks become outputs before the function is differentiated: `jax.grad` drops the checks
-        inside of a scan (jax 0.10.2 and 0.12.0).
-        """
-        objective = partial(self.objective, is_part=is_part)
-        if not self.has_checks:
-            value, (means, other) = objective(*args)
-            return value, (means, other, None)
-        failure, (value, (means, other)) = functionalize(objective)(*args)
-        return value, (means, other, failure)
-
     def gradients(
         self, state: TrainState, batch: Batch
     ) -> tuple[Gradients, Failure | None]:
@@ -263,15 +232,16 @@ class _StepFunctions:
         """
         key = jax.random.fold_in(jax.random.key(self.seed), state.step)
         is_part = self.accumulate > 1 and not self.is_separate
-        objective = partial(self.checked_objective, is_part=is_part)
-        gradient = sums_in_float32(jax.grad(objective, has_aux=True))
+        objective = partial(self.objective, is_part=is_part)
+        checked = failure_as_aux(objective, self.has_checks)
+        gradient = sums_in_float32(jax.grad(checked, has_aux=True))
         compute = gradient
         if self.accumulate > 1:
             compute = accumulated(
                 gradient, self.spec, self.layout, self.accumulate, self.is_separate
             )
         mask = self.layout.mask()
-        grads, (means, other, failure) = compute(
+        grads, ((means, other), failure) = compute(
             state.params, state.frozen, state.other, batch, mask, key, state.step
         )
         grads = with_sharding_constraint(grads, self.spec.shardings.params)

@@ -20,6 +20,7 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import PartitionSpec
 from rich.console import Console
 
@@ -27,7 +28,8 @@ from shardwise.cluster.group import ProcessGroup
 from shardwise.console import warn
 from shardwise.data.stream import Stream
 from shardwise.errors import where
-from shardwise.loss import call_loss
+from shardwise.loss import LossValue, call_loss
+from shardwise.module import Pure
 from shardwise.run import Prepared, Run
 from shardwise.state import TrainState
 from shardwise.step import as_means, num_rows
@@ -254,11 +256,17 @@ class BadSteps:
     def _loss(
         self, params: Params, other: PyTree, batch: Batch, frozen: Params
     ) -> jax.Array:
-        definition = self.prepared.spec.definition
-        key = jax.random.key(self.run.seed)
-        model = definition.merge(params, other, key, frozen=frozen)
-        step = jnp.int32(0)
-        output = call_loss(self.run.loss, model, batch, key, step)
+        def forward(model: nnx.Module, _: Pure, *args: PyTree) -> LossValue:
+            return call_loss(self.run.loss, model, *args)
+
+        output = self.prepared.step.spec.call(
+            forward,
+            (params, frozen, other),
+            batch,
+            jax.random.key(self.run.seed),
+            jnp.int32(0),
+            is_compiled=False,
+        )
         return as_means(output, num_rows(batch))["loss"].value
 
     def _find_first(
