@@ -4,6 +4,7 @@ JAX's C++ libraries print many lines that are not news, and crash dumps for the 
 """
 
 import ctypes
+import glob
 import os
 import re
 import stat
@@ -33,6 +34,17 @@ M_TRIM_THRESHOLD = -1
 M_MMAP_MAX = -4
 M_ARENA_MAX = -8
 
+# Without these, libtpu asks the network what machine this is, and logs errors if nobody answers.
+QUIET_TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+# TPUs are PCI devices of this vendor. So are some network cards.
+GOOGLE_PCI = "0x1ae0"
+PCI_VENDORS = "/sys/bus/pci/devices/*/vendor"
+
 # Lines of C++ libraries that are dropped. Gloo's threads write into each other's lines. The fate of
 # other processes is reported by shardwise itself.
 NOISE = re.compile(
@@ -44,6 +56,28 @@ NOISE = re.compile(
     rb"|^\*\*\* Check failure stack trace"
     rb"|^    @ +0x[0-9a-f]+ "
 )
+
+
+def set_quiet_tpu() -> None:
+    """Set the environment so that libtpu does not look for a TPU."""
+    for variable, value in QUIET_TPU.items():
+        os.environ.setdefault(variable, value)
+
+
+def quiet_without_tpu(vendors: str = PCI_VENDORS) -> None:
+    """Call `set_quiet_tpu` on a machine without a TPU, before JAX is imported.
+
+    JAX loads libtpu wherever it is installed, also where it is only used to compile plans.
+
+    Args:
+        vendors: a pattern for the files with the vendors of PCI devices.
+    """
+    try:
+        found = {Path(file).read_text().strip() for file in glob.glob(vendors)}
+    except OSError:
+        return
+    if GOOGLE_PCI not in found:
+        set_quiet_tpu()
 
 
 def filter_native_output() -> None:

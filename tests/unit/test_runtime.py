@@ -100,3 +100,38 @@ def test_gaps_hold_at_most_64_mib():
         check=True,
     )
     assert 60 << 20 < int(result.stdout) <= 64 << 20
+
+
+def devices_without_a_tpu(vendors):
+    """Print the devices in a process like that of a command, and return all that it prints."""
+    code = f"""
+    from shardwise.runtime import quiet_without_tpu
+    quiet_without_tpu({str(vendors)!r})
+    import jax
+    print(jax.devices())
+    """
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("JAX_", "TPU_", "XLA_"))
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", dedent(code)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.stdout, done.stderr
+
+
+def test_libtpu_is_silent_on_a_machine_without_a_tpu(tmp_path):
+    card = tmp_path / "0000:00:01.0"
+    card.mkdir()
+    (card / "vendor").write_text("0x8086\n")
+    printed, noise = devices_without_a_tpu(tmp_path / "*" / "vendor")
+    assert "CpuDevice" in printed
+    assert noise == ""
+    # Where there may be a TPU, libtpu looks for it, and says what it finds.
+    (card / "vendor").write_text("0x1ae0\n")
+    assert "TPU" in devices_without_a_tpu(tmp_path / "*" / "vendor")[1]

@@ -273,8 +273,10 @@ def _find_membership(
 def _detect_cluster() -> _Membership:
     """Return what JAX finds in the environment; all fields are None without a cluster."""
     is_pod = "KUBERNETES_SERVICE_HOST" in os.environ
-    known_variables = {"JOB_COMPLETION_INDEX", "TPU_WORKER_HOSTNAMES", "SLURM_PROCID"}
-    if is_pod and not known_variables & os.environ.keys():
+    has_index = not {"JOB_COMPLETION_INDEX", "SLURM_PROCID"}.isdisjoint(os.environ)
+    # "localhost" is the value of `quiet_without_tpu`.
+    hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "localhost")
+    if is_pod and not has_index and hosts == "localhost":
         # A single pod. JAX would query the Kubernetes API, and fail without permission.
         return _Membership(None, None, None, None)
     try:

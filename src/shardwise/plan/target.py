@@ -11,6 +11,7 @@ import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import jax
@@ -19,15 +20,9 @@ from jax.experimental import topologies
 
 from shardwise.errors import ConfigError
 from shardwise.hardware import TPU_NAMES, Chip, find_chip
+from shardwise.runtime import set_quiet_tpu
 from shardwise.text import did_you_mean
 
-# Without these, libtpu asks the network what machine this is, and logs errors if nobody answers.
-QUIET_TPU = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
 # TPUs whose chips are connected in three dimensions. The others have two.
 TORUS_3D = ("v4", "v5p", "tpu7x")
 CGROUP_LIMITS = (
@@ -170,8 +165,12 @@ def _tpu(text: str, name: str, size: str, num_slices: int) -> Target:
         raise ConfigError(
             f"target '{text}': how many chips? For example {name}:{example}."
         )
-    for variable, value in QUIET_TPU.items():
-        os.environ.setdefault(variable, value)
+    if find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
+        raise ConfigError(
+            f"target '{text}' needs the TPU compiler, which runs on any machine: "
+            "pip install 'shardwise[tpu-plan]'."
+        )
+    set_quiet_tpu()
     options: dict[str, str | int] = {"num_slices": num_slices} if num_slices > 1 else {}
     if name == "v4":
         # The two cores of a chip act as one device.
@@ -182,11 +181,6 @@ def _tpu(text: str, name: str, size: str, num_slices: int) -> Target:
         )
     except Exception as error:
         message = str(error).strip()
-        if "libtpu" in message.lower() and "topology" not in message.lower():
-            raise ConfigError(
-                f"target '{text}' needs the TPU compiler, which runs on any machine: "
-                "pip install libtpu."
-            ) from error
         raise ConfigError(
             f"target '{text}': there is no such arrangement of {name} chips "
             f"({message.splitlines()[0]}). v5e and v6e have two dimensions, such as 2x4 or 16x16. "

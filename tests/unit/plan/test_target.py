@@ -1,5 +1,7 @@
 """Targets by name: found, or refused with the right way to write them."""
 
+import sys
+
 import jax
 import pytest
 
@@ -52,6 +54,14 @@ def test_every_tpu_name_has_a_chip():
 def test_a_wrong_target_is_refused_with_the_way_to_write_it(text, message):
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         find_target(text)
+
+
+def test_without_the_tpu_compiler_the_message_names_the_extra(monkeypatch):
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    monkeypatch.delitem(sys.modules, "libtpu", raising=False)
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(ConfigError, match=r"pip install 'shardwise\[tpu-plan\]'"):
+        find_target("v5e:2x4")
 
 
 def test_the_default_target_is_the_devices_of_this_process():
