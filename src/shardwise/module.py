@@ -225,6 +225,34 @@ def _raw_value(leaf: nnx.Variable[jax.Array] | jax.Array) -> jax.Array:
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
+def other_paths(module: nnx.Module) -> dict[KeyPath, tuple[KeyPath, ...]]:
+    """Return the other paths of each variable that the module holds in several places.
+
+    NNX names a shared variable by the first of its paths, such as "embed/embedding" for weights
+    that the output layer uses too.
+    """
+    places = nnx.find_duplicates(module)
+    if not places:
+        return {}
+    first_paths = {path for path, _ in nnx.to_flat_state(nnx.state(module))}
+    others = {}
+    for path in first_paths:
+        paths = {path}
+        # Shared modules may contain shared modules.
+        for _ in places:
+            paths |= {
+                (*other, *found[len(prefix) :])
+                for prefixes in places
+                for prefix in prefixes
+                for found in paths
+                if found[: len(prefix)] == prefix
+                for other in prefixes
+            }
+        if rest := paths - first_paths:
+            others[path] = tuple(sorted(rest, key=path_name))
+    return others
+
+
 def split_module(
     module: nnx.Module, wrt: Filter = nnx.Param
 ) -> tuple[ModuleDef, Pure, Pure]:
@@ -246,6 +274,7 @@ def split_module(
             "Rename one of them."
         )
     is_trained = nnx.filterlib.to_predicate(wrt)
+    others = other_paths(module)
     rngs: list[RngLeaf] = []
     params: dict[KeyPath, ModelLeaf] = {}
     other: dict[KeyPath, ModelLeaf] = {}
@@ -268,9 +297,11 @@ def split_module(
         # NumPy arrays may be float64, which JAX stores as float32.
         dtype = jax.eval_shape(lambda x=value: x).dtype
         leaf = model_leaf(name, value.shape, dtype, metadata)
+        paths = (path, *others.get(path, ()))
+        leaf = replace(leaf, other_paths=tuple(map(path_name, paths[1:])))
         if metadata.get("frozen"):
             frozen[path] = leaf
-        elif is_trained(path, variable):
+        elif any(is_trained(path, variable) for path in paths):
             _check_differentiable(name, value)
             params[path] = leaf
         else:

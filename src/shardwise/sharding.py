@@ -41,6 +41,8 @@ from shardwise.tree import DType, PyTree, leaf_name, matches, num_bytes, owner_o
 
 # The axes of one dim, as users write them: a name, several names, or None for a replicated dim.
 Axes: TypeAlias = str | tuple[str, ...] | None
+# A pattern for parameter paths, and the axes of each dim.
+PathRule: TypeAlias = tuple[str, tuple[Axes, ...]]
 # Mesh axes of one dim; empty for a replicated dim.
 MeshAxes: TypeAlias = tuple[str, ...]
 Shape: TypeAlias = tuple[int, ...]
@@ -60,19 +62,19 @@ class Rules:
     Attributes:
         logical: mesh axes of each logical name that annotations use. Entries are added to
             `shardwise.axes.LOGICAL` (vocab, heads, mlp, embed, layers) and override them.
-        paths: pairs of a pattern for parameter paths and the axes of each dim. The first match
-            decides. `("head/*", ())` replicates.
+        paths: patterns for parameter paths, each with the axes of its dims, as a mapping or as
+            pairs. The first match decides. `{"head/*": ()}` replicates.
         batch: mesh axes that shard the examples of a batch.
         fsdp: mesh axes over which parameters and optimizer state are stored sharded.
         fsdp_min_size: automatic FSDP does not shard leaves with fewer elements.
 
     Example:
-        >>> Rules(paths=(("blocks/*/up/kernel", (None, "model")), ("head/*", ())))
+        >>> Rules(paths={"blocks/*/up/kernel": (None, "model"), "head/*": ()})
         >>> Rules(logical={"experts": "expert"})
     """
 
     logical: Mapping[str, Axes] = field(default_factory=dict)
-    paths: tuple[tuple[str, tuple[Axes, ...]], ...] = ()
+    paths: Mapping[str, tuple[Axes, ...]] | tuple[PathRule, ...] = ()
     batch: tuple[str, ...] = BATCH
     fsdp: tuple[str, ...] = FSDP
     fsdp_min_size: int = 2**12
@@ -80,6 +82,14 @@ class Rules:
     def __post_init__(self) -> None:
         # The dataclass is frozen, so plain assignment would raise.
         object.__setattr__(self, "logical", {**LOGICAL, **self.logical})
+        object.__setattr__(self, "paths", self.path_rules)
+
+    @property
+    def path_rules(self) -> tuple[PathRule, ...]:
+        """`paths` as pairs."""
+        if isinstance(self.paths, Mapping):
+            return tuple(self.paths.items())
+        return tuple(self.paths)
 
 
 @dataclass(frozen=True)
@@ -113,12 +123,14 @@ class ModelLeaf:
         annotation: the axes of each dim that the model annotates, or None without annotation.
         has_flax_rules: whether Flax has rules for the variable. They are applied to `annotation`
             already, so that its names are mesh axes.
+        other_paths: the other paths of a variable that the model uses in several places.
     """
 
     shape: Shape
     dtype: DType
     annotation: tuple[Axes, ...] | None = None
     has_flax_rules: bool = False
+    other_paths: tuple[str, ...] = ()
 
 
 def place_model(
@@ -130,10 +142,13 @@ def place_model(
         ConfigError: with all problems at once: rules that match nothing, axes that do not exist,
             dims that are not divisible, and mesh axes that shard nothing.
     """
+    paths = {
+        path for name, leaf in leaves.items() for path in (name, *leaf.other_paths)
+    }
     problems = [
-        f"rule '{pattern}' -> {axes} matches no parameter.{did_you_mean(pattern, leaves)}"
-        for pattern, axes in rules.paths
-        if not any(matches(pattern, path) for path in leaves)
+        f"rule '{pattern}' -> {axes} matches no parameter.{did_you_mean(pattern, paths)}"
+        for pattern, axes in rules.path_rules
+        if not any(matches(pattern, path) for path in paths)
     ]
     placements = {}
     for path, leaf in leaves.items():
@@ -181,8 +196,8 @@ def _place(path: str, leaf: ModelLeaf, mesh: Mesh, rules: Rules) -> Placement:
             + (": no such axis in this mesh" if is_missing else "")
         )
     if not any(dims):
-        for pattern, axes in rules.paths:
-            if matches(pattern, path):
+        for pattern, axes in rules.path_rules:
+            if any(matches(pattern, name) for name in (path, *leaf.other_paths)):
                 rule = f"rule '{pattern}'"
                 dims = _resolve(what, leaf.shape, axes, rule, mesh, rules)
                 return _placement(path, leaf.shape, leaf.dtype, dims, rule, mesh)

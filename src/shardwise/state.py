@@ -368,11 +368,27 @@ def _create(
     except Exception as error:
         raise ConfigError(f"the model cannot be built: {where(error)}") from error
     definition, params, other = split_module(module, wrt)
+    try:
+        opt_state = optimizer.init(params)
+    except ConfigError as error:
+        raise ConfigError(f"{error}{_tied(definition)}") from error
     state = TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
         other=other,
-        opt_state=optimizer.init(params),
+        opt_state=opt_state,
         frozen=definition.read_frozen(module),
     )
     return definition, state
+
+
+def _tied(definition: ModuleDef) -> str:
+    """Return a sentence about tied parameters, for a message about an unknown name."""
+    tied = [
+        f"'{other}' is '{path_name(path)}'"
+        for path, leaf in definition.params.items()
+        for other in leaf.other_paths
+    ]
+    if not tied:
+        return ""
+    return f"\nIn an optimizer, tied parameters have one name: {', '.join(tied[:4])}."

@@ -8,13 +8,17 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec
 
+from shardwise import optim
 from shardwise.checkpoint.store import Checkpoints
 from shardwise.errors import ConfigError
+from shardwise.explanation.explain import explain
 from shardwise.loop import steps
 from shardwise.sharding import Rules
 from shardwise.state import abstract_state, init_state
 from shardwise.step import make_train_step
+from shardwise.weights.adapters import freeze
 
 TABLE = np.linspace(0.5, 2.0, 8)
 
@@ -172,3 +176,46 @@ class Positional(nnx.Module):
 def test_random_streams_are_passed_by_name(factory, width):
     spec = abstract_state(factory, optax.sgd(1e-2), "data=8")
     assert spec.params["linear/kernel"].shape == (8, width)
+
+
+class Tied(nnx.Module):
+    """An embedding that is the output layer too, and a block that is used twice."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Linear(8, 8, use_bias=False, rngs=rngs)
+        self.block = nnx.Linear(8, 8, rngs=rngs)
+        self.head = nnx.Linear(8, 8, rngs=rngs)
+        self.head.kernel = self.embed.kernel
+        self.twice = nnx.List([self.block])
+
+    def __call__(self, x):
+        return self.head(self.twice[0](self.block(self.embed(x))))
+
+
+@pytest.mark.parametrize("path", ["embed/kernel", "head/kernel"])
+def test_a_tied_parameter_answers_to_all_its_paths(path):
+    rules = Rules(paths={path: (None, "model")})
+    spec = abstract_state(Tied, optax.sgd(0.1), "data=4,model=2", rules=rules)
+    assert spec.params["embed/kernel"].spec == PartitionSpec(None, "model")
+    frozen = abstract_state(freeze(Tied, path), optax.sgd(0.1), "data=8")
+    assert set(frozen.frozen) == {"embed/kernel"}
+    only = abstract_state(
+        Tied, optax.sgd(0.1), "data=8", wrt=nnx.PathContains(path.partition("/")[0])
+    )
+    assert "embed/kernel" in only.params
+
+
+def test_parameters_of_a_shared_module_answer_to_all_its_paths():
+    frozen = abstract_state(freeze(Tied, "twice/*"), optax.sgd(0.1), "data=8")
+    assert set(frozen.frozen) == {"block/bias", "block/kernel"}
+
+
+def test_groups_of_an_optimizer_name_the_path_of_a_tied_parameter():
+    groups = [optim.Group("head/kernel", name="head"), optim.Group("*", name="rest")]
+    optimizer = optim.adamw(1e-3, groups=groups)
+    with pytest.raises(ConfigError, match="'head/kernel' is 'embed/kernel'"):
+        abstract_state(Tied, optimizer, "data=8")
+    explanation = explain(optax.adam(1e-3), Tied, steps=10)
+    rows = {row.path: row.other_paths for row in explanation.rows}
+    assert rows["embed/kernel"] == ("head/kernel",)
+    assert "embed/kernel is also head/kernel" in explanation.table().caption

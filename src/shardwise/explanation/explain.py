@@ -6,7 +6,7 @@ measured elsewhere. The findings are mistakes that train without an error and wi
 
 import string
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ from shardwise.explanation.predict import predict
 from shardwise.files.paths import AnyPath, local_path
 from shardwise.findings import Finding
 from shardwise.mesh import make_mesh
-from shardwise.module import ModelFactory
+from shardwise.module import ModelFactory, path_name
 from shardwise.optim.parts import state_changes
 from shardwise.optim.probe import PLAIN, STILL, Probe, probe
 from shardwise.optim.read import (
@@ -235,7 +235,7 @@ def _view(
     }
     rates = {path: rate_of[representative[path]] for path in spec.params}
     state_bytes = _state_bytes(spec)
-    rows = tuple(
+    rows = [
         _row(
             placement,
             chains[path],
@@ -245,8 +245,13 @@ def _view(
             state_bytes.get(path, 0),
         )
         for path, placement in spec.params.items()
-    )
-    return View(spec, steps, rows, chains, measured, column, rates)
+    ]
+    tied = {
+        path_name(path): leaf.other_paths
+        for path, leaf in spec.definition.params.items()
+    }
+    rows = [replace(row, other_paths=tied[row.path]) for row in rows]
+    return View(spec, steps, tuple(rows), chains, measured, column, rates)
 
 
 def _not_applicable(steps: int, error: Exception) -> Explanation:
@@ -380,6 +385,11 @@ def _table(rows: Sequence[Row]) -> Table:
     legend = [
         f"{letter}: {' -> '.join(parts) or 'nothing'}"
         for parts, letter in letters.items()
+    ]
+    legend += [
+        f"{row.path} is also {' and '.join(row.other_paths)}"
+        for row in rows
+        if row.other_paths
     ]
     table = Table(
         title="what each parameter gets",

@@ -55,6 +55,7 @@ class Row:
         state_bytes: bytes of optimizer state that belong to the parameter, over all devices.
         layout: the sharding of the parameter.
         moves: whether any update of the run changes the parameter.
+        other_paths: the other paths of a tied parameter. Groups of an optimizer use `path`.
     """
 
     path: str
@@ -68,6 +69,7 @@ class Row:
     state_bytes: int
     layout: str
     moves: bool
+    other_paths: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

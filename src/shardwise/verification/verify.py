@@ -333,7 +333,7 @@ def _tensor_axes(spec: StateSpec, rules: Rules) -> list[str]:
     entries = []
     for leaf in {**definition.params, **definition.frozen, **definition.other}.values():
         entries += list(leaf.annotation or ())
-    for _, axes in rules.paths:
+    for _, axes in rules.path_rules:
         entries += list(axes)
     mesh_axes: list[str] = []
     for entry in entries:

@@ -20,7 +20,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from shardwise.errors import ConfigError
-from shardwise.module import BASE, ModelFactory, call_factory, path_name
+from shardwise.module import BASE, ModelFactory, call_factory, other_paths, path_name
 from shardwise.sharding import CONTEXT_RULES, annotation_of
 from shardwise.text import did_you_mean
 from shardwise.tree import PyTree, matches, named_leaves
@@ -55,7 +55,7 @@ def freeze(
     def make(rngs: nnx.Rngs) -> nnx.Module:
         module = call_factory(model, rngs)
         params = _params(module)
-        selected = _select(patterns, params, "freeze")
+        selected = _select(patterns, _paths(module), "freeze")
         _freeze([params[path] for path in selected], dtype)
         return module
 
@@ -111,8 +111,9 @@ def lora(
     def make(rngs: nnx.Rngs) -> nnx.Module:
         module = call_factory(model, rngs)
         params = _params(module)
-        trained = _select(train, params, "lora: train")
-        selected = _select(layouts, params, "lora")
+        paths = _paths(module)
+        trained = _select(train, paths, "lora: train")
+        selected = _select(layouts, paths, "lora")
         shapes = {path: param.get_value().shape for path, param in params.items()}
         splits = {
             path: _split_dims(
@@ -324,6 +325,16 @@ def _params(module: nnx.Module) -> dict[str, Param]:
     return {path_name(path): variable for path, variable in variables}
 
 
+def _paths(module: nnx.Module) -> dict[str, tuple[str, ...]]:
+    """Return all paths of each parameter, by the first of them, see `other_paths`."""
+    others = other_paths(module)
+    variables = nnx.to_flat_state(nnx.state(module, nnx.Param))
+    return {
+        path_name(path): tuple(map(path_name, (path, *others.get(path, ()))))
+        for path, _ in variables
+    }
+
+
 def _freeze(params: list[Param], dtype: DTypeLike | None) -> None:
     for param in params:
         value = param.get_value()
@@ -333,32 +344,37 @@ def _freeze(params: list[Param], dtype: DTypeLike | None) -> None:
 
 
 def _select(
-    patterns: Collection[str], params: Collection[str], caller: str
+    patterns: Collection[str], paths: Mapping[str, Collection[str]], caller: str
 ) -> dict[str, str]:
     """Return the parameters that match a pattern, each with the first pattern that matches it.
+
+    Args:
+        patterns: the patterns.
+        paths: all paths of each parameter, by the first of them.
+        caller: the function that messages name.
 
     Raises:
         ConfigError: if a pattern matches no parameter.
     """
+    names = {name for group in paths.values() for name in group}
     unused = [
         pattern
         for pattern in patterns
-        if not any(matches(pattern, path) for path in params)
+        if not any(matches(pattern, name) for name in names)
     ]
     if unused:
-        hints = [f"  '{pattern}'{did_you_mean(pattern, params)}" for pattern in unused]
+        hints = [f"  '{pattern}'{did_you_mean(pattern, names)}" for pattern in unused]
         raise ConfigError(
             "\n".join(
                 [f"{caller}: these patterns match no parameter of the model:", *hints]
             )
         )
     selected = {}
-    for path in params:
-        pattern = next(
-            (pattern for pattern in patterns if matches(pattern, path)), None
-        )
+    for first, group in paths.items():
+        fitting = (p for p in patterns if any(matches(p, name) for name in group))
+        pattern = next(fitting, None)
         if pattern is not None:
-            selected[path] = pattern
+            selected[first] = pattern
     return selected
 
 
