@@ -50,10 +50,11 @@ def loss(model: GPT, batch: dict[str, jax.Array]) -> Mean:
     return Mean(linear_cross_entropy(features, table, batch["labels"]))
 
 
-def sample(model: nnx.Module, prompt: str = "def ", num_bytes: int = 300) -> str:
-    """Return the prompt and a continuation of it."""
+def sample(model: GPT, prompt: str = "def ") -> str:
+    """Return the prompt and a continuation of it that fills the context of the model."""
     tokens = jnp.array([list(prompt.encode())])
-    text = generate(model, tokens, num_bytes, jax.random.key(0))
+    num_bytes = model.config.max_length - tokens.shape[1]
+    text = generate(model, tokens, num_bytes, jax.random.key(0), temperature=0.6)
     return bytes(np.asarray(text[0], np.uint8)).decode(errors="replace")
 
 

@@ -171,6 +171,7 @@ def test_train_leaves_a_run_directory_and_resumes_it_exactly(folder):
     )
     assert code == 0, err
     assert "shardwise train tiny.py --out straight --steps 12" in err
+    assert "shardwise explain tiny.py --steps 6 --out straight --mesh" in err
     assert "shardwise report straight" in err
     assert "shardwise sample" not in err  # it knows neither this model nor its tokens
     answer = json.loads((folder / "answer.json").read_text())

@@ -5,6 +5,7 @@ import gc
 import importlib
 import logging
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -177,6 +178,8 @@ def _next_steps(
     longer += ["--steps", str(2 * run.steps), "--accept", "lr"]
     if shared.cpu_devices:
         longer += ["--cpu-devices", str(shared.cpu_devices)]
+    other_mesh = [target, *_without_option("--mesh", recipe_args)]
+    other_mesh += ["--mesh", "data=2,fsdp=4", "--cpu-devices", "8"]
     lines = [
         "next:",
         f"  {command} report {run.out}   # a web page: curves, where the time went, the layout",
@@ -184,8 +187,8 @@ def _next_steps(
     if run.out is not None and can_sample(run.out):
         lines.append(f'  {command} sample {run.out} --prompt "..."   # generate text')
     lines += [
-        f"  {command} train {' '.join(longer)}   # continue with a longer schedule",
-        f"  {command} explain {target} --mesh data=2,fsdp=4 --cpu-devices 8   # try another mesh",
+        f"  {command} train {shlex.join(longer)}   # continue with a longer schedule",
+        f"  {command} explain {shlex.join(other_mesh)}   # try another mesh",
     ]
     return "\n".join(lines)
 
