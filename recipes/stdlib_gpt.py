@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 
 from shardwise import Batches, Mean, Run, Tokens, optim, stdlib_bytes
 from shardwise.kernels.cross_entropy import linear_cross_entropy
@@ -50,8 +49,9 @@ def loss(model: GPT, batch: dict[str, jax.Array]) -> Mean:
     return Mean(linear_cross_entropy(features, table, batch["labels"]))
 
 
-def sample(model: GPT, prompt: str = "def ") -> str:
+def sample(model: nnx.Module, prompt: str = "def ") -> str:
     """Return the prompt and a continuation of it that fills the context of the model."""
+    assert isinstance(model, GPT)
     tokens = jnp.array([list(prompt.encode())])
     num_bytes = model.config.max_length - tokens.shape[1]
     text = generate(model, tokens, num_bytes, jax.random.key(0), temperature=0.6)

@@ -17,7 +17,8 @@ import jax
 from jax.extend import core
 
 from shardwise.errors import PACKAGE
-from shardwise.jaxpr import (
+from shardwise.text import show_matmuls
+from shardwise.tracing.jaxpr import (
     JAX,
     Frame,
     frames_of,
@@ -26,7 +27,6 @@ from shardwise.jaxpr import (
     shape_of,
     user_frame,
 )
-from shardwise.text import show_matmuls
 from shardwise.tree import PyTree
 
 # Code whose choice of a dtype is deliberate: a layer of Flax computes in the compute dtype unless

@@ -28,8 +28,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from shardwise.findings import Finding
 from shardwise.flops import MatmulDtypes
-from shardwise.jaxpr import rewrite, with_inner_jaxprs
 from shardwise.text import show_share
+from shardwise.tracing.jaxpr import rewrite, with_inner_jaxprs
 from shardwise.tree import DType, PyTree
 
 SUMS = ("reduce_sum", "scatter-add", "cumsum")

@@ -16,8 +16,8 @@ from shardwise import (
     make_mesh,
     make_train_step,
 )
-from shardwise.assertions import chex_assertions
 from shardwise.errors import CheckError, ConfigError
+from shardwise.tracing.assertions import chex_assertions
 
 X = np.random.default_rng(0).normal(size=(16, 8)).astype("f4")
 BATCH = {"x": X, "y": X.sum(1)}

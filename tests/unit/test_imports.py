@@ -13,8 +13,8 @@ import shardwise
 ROOT = Path(shardwise.__file__).parent
 # From the bottom up. A module belongs to the band of its file or package in `src/shardwise`.
 BANDS = {
-    "base": "errors findings text console runtime files tree metrics hardware jaxpr "
-    "assertions flops precision",
+    "base": "errors findings text console runtime files tree metrics hardware tracing "
+    "flops precision",
     "parts": "axes sharding kernels models data optim cluster trackers rundir",
     "step": "mesh module state loss step loop",
     "run": "checkpoint weights run recipe",

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.flops import count_flops, matmul_dtypes
-from shardwise.jaxpr import calls_function
 from shardwise.kernels.attention import causal_attention
 from shardwise.metrics import Mean, MetricsLog, read_metrics
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.module import build_module
+from shardwise.tracing.jaxpr import calls_function
 
 floats = st.floats(-100, 100, width=32)
 

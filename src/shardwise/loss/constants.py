@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from shardwise.jaxpr import Shape, shape_of
 from shardwise.loss.primitives import ELEMENTWISE, PLACEMENT, names_in
 from shardwise.loss.value import Kind, Value
+from shardwise.tracing.jaxpr import Shape, shape_of
 
 
 def constant_value(constant: object) -> Value:

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from shardwise.assertions import chex_assertions
 from shardwise.errors import ConfigError
 from shardwise.metrics import Mask, Mean
+from shardwise.tracing.assertions import chex_assertions
 from shardwise.tree import Batch
 
 # One number: a scalar, or a mean with its weight.

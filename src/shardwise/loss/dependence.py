@@ -21,7 +21,6 @@ from typing import TypeAlias
 from jax.extend import core
 
 from shardwise.errors import is_library
-from shardwise.jaxpr import inner_jaxprs, is_defined_in_jax, scan_parts, shape_of
 from shardwise.loss.constants import (
     constant_value,
     fold,
@@ -42,6 +41,12 @@ from shardwise.loss.rules import (
     unknown,
 )
 from shardwise.loss.value import Cause, Kind, Value, cause_of
+from shardwise.tracing.jaxpr import (
+    inner_jaxprs,
+    is_defined_in_jax,
+    scan_parts,
+    shape_of,
+)
 
 
 @dataclass(frozen=True)

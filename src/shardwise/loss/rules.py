@@ -7,7 +7,6 @@ from typing import TypeAlias
 
 from jax.extend import core
 
-from shardwise.jaxpr import shape_of
 from shardwise.loss.constants import index_columns
 from shardwise.loss.primitives import (
     ADDS,
@@ -18,6 +17,7 @@ from shardwise.loss.primitives import (
     names_in,
 )
 from shardwise.loss.value import Kind, Value, cause_of
+from shardwise.tracing.jaxpr import shape_of
 
 # From the values of the operands to those of the outputs.
 Rule: TypeAlias = Callable[[core.JaxprEqn, list[Value]], list[Value]]

@@ -12,7 +12,6 @@ from flax.errors import TraceContextError
 from jax.extend import core
 from jax.typing import ArrayLike
 
-from shardwise.assertions import calls_with_checks, has_checks
 from shardwise.data.layout import batch_shapes, num_rows
 from shardwise.errors import ConfigError, ShardwiseError, place_of, where
 from shardwise.findings import Finding
@@ -21,7 +20,6 @@ from shardwise.flops import (
     count_jaxpr_flops,
     matmul_dtypes,
 )
-from shardwise.jaxpr import Shape, calls_function, shape_of, without_side_effects
 from shardwise.loss.contract import Loss, Metric, call_loss, named_metrics
 from shardwise.loss.dependence import Dependence, analyze
 from shardwise.loss.fingerprint import jaxpr_fingerprint
@@ -30,6 +28,13 @@ from shardwise.metrics import Mean
 from shardwise.module import Pure
 from shardwise.precision import find_other_dtypes
 from shardwise.state import StateSpec, TrainState
+from shardwise.tracing.assertions import calls_with_checks, has_checks
+from shardwise.tracing.jaxpr import (
+    Shape,
+    calls_function,
+    shape_of,
+    without_side_effects,
+)
 from shardwise.tree import Batch, Params, PyTree, named_leaves
 
 # What JAX says to a model that names shardings of activations on axes of type Auto.

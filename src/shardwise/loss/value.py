@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from jax.extend import core
 
-from shardwise.jaxpr import shape_of, user_frame
+from shardwise.tracing.jaxpr import shape_of, user_frame
 
 
 class Kind(enum.IntEnum):

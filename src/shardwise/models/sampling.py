@@ -28,8 +28,8 @@ import jax.typing
 import numpy as np
 from flax import nnx
 
-from shardwise.assertions import drop_checks
 from shardwise.models.kv_cache import Cache
+from shardwise.tracing.assertions import drop_checks
 from shardwise.tree import PyTree
 
 Array = jax.Array

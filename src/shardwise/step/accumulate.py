@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jax.lax import with_sharding_constraint
 from jax.sharding import PartitionSpec
 
-from shardwise.assertions import Failure, first_failure
 from shardwise.data.layout import BatchLayout
 from shardwise.metrics import Mask
 from shardwise.module import Pure
 from shardwise.state import StateSpec
+from shardwise.tracing.assertions import Failure, first_failure
 from shardwise.tree import Batch, Params, PyTree
 
 

@@ -9,7 +9,6 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from shardwise.assertions import Failure, describe_failure, functionalize
 from shardwise.data.layout import BatchLayout, num_rows
 from shardwise.errors import CheckError, ConfigError, DataError
 from shardwise.loss import (
@@ -34,6 +33,7 @@ from shardwise.sharding import batch_spec, num_batch_shards, put
 from shardwise.state import StateSpec, TrainState
 from shardwise.step.access import access_hooks
 from shardwise.step.train import Means
+from shardwise.tracing.assertions import Failure, describe_failure, functionalize
 from shardwise.tree import Batch, PyTree
 
 

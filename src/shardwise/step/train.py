@@ -28,12 +28,6 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from shardwise.assertions import (
-    NOT_FUNCTIONALIZED,
-    Failure,
-    describe_failure,
-    failure_as_aux,
-)
 from shardwise.data.layout import BatchLayout, num_rows
 from shardwise.errors import CheckError, ConfigError, where
 from shardwise.loss import Loss, LossValue, TracedLoss, as_means, call_loss, settle_loss
@@ -47,6 +41,12 @@ from shardwise.state import StateSpec, TrainState
 from shardwise.step.access import access_hooks
 from shardwise.step.accumulate import accumulated
 from shardwise.step.checks import MicroBatches, check_accumulate, train_layout
+from shardwise.tracing.assertions import (
+    NOT_FUNCTIONALIZED,
+    Failure,
+    describe_failure,
+    failure_as_aux,
+)
 from shardwise.tree import Batch, Params, PyTree, named_leaves
 
 Metrics: TypeAlias = dict[str, jax.Array]

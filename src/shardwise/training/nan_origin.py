@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from shardwise.jaxpr import JAX, frames_of, scan_parts
+from shardwise.tracing.jaxpr import JAX, frames_of, scan_parts
 from shardwise.tree import PyTree
 
 # Operations that only call an inner computation with the same inputs.

@@ -10,15 +10,15 @@ from jax.experimental import checkify
 from jax.sharding import PartitionSpec
 
 from shardwise import make_mesh
-from shardwise.assertions import (
+from shardwise.loss.fingerprint import jaxpr_fingerprint
+from shardwise.tracing.assertions import (
     describe_failure,
     drop_checks,
     first_failure,
     functionalize,
     has_checks,
 )
-from shardwise.jaxpr import without_side_effects
-from shardwise.loss.fingerprint import jaxpr_fingerprint
+from shardwise.tracing.jaxpr import without_side_effects
 
 GOOD = jnp.array([0.1, 0.2, 0.3, 0.4])
 BAD = jnp.array([0.1, 0.2, 0.9, 0.4])

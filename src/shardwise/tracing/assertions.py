@@ -17,7 +17,7 @@ from jax.experimental import checkify
 from jax.extend import core
 
 from shardwise.errors import is_library
-from shardwise.jaxpr import inner_jaxprs, rewrite, with_inner_jaxprs
+from shardwise.tracing.jaxpr import inner_jaxprs, rewrite, with_inner_jaxprs
 from shardwise.tree import PyTree
 
 Output = TypeVar("Output")

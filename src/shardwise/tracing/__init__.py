@@ -1,0 +1,1 @@
+"""Functions as JAX traces them: read, rewritten, and with their checks as results."""
