@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 
 from shardwise import Batches, Mean, Run, Tokens, optim, stdlib_bytes
 from shardwise.kernels.cross_entropy import linear_cross_entropy
