@@ -69,6 +69,7 @@ class Saver:
         self._failures = 0
         self._retry_at: int | None = None
         self._saved_at = time.monotonic()
+        self._directory = _identity(run.out)
         if watch.group.is_first and run.out is not None and start < run.steps:
             self._check_repeated_starts(run.out, start)
 
@@ -154,10 +155,14 @@ class Saver:
             state: the state; its arrays may be donated as soon as this returns.
             metrics: the metrics of its step, stored with the checkpoint.
             position: where the data iterator of this process is after the step, if there is one.
+
+        Raises:
+            CheckpointError: the run directory is another one than at the start.
         """
         assert self.checkpoints is not None
         n = int(state.step)
         self._wait(n)
+        self._check_directory(n)
         try:
             self.checkpoints.save(
                 state, {**self.about, "metrics": metrics}, position=position
@@ -185,6 +190,7 @@ class Saver:
         if self.checkpoints is None or n == 0:
             return
         self._wait(n)
+        self._check_directory(n)
         for tries_left in reversed(range(FINAL_TRIES)):
             try:
                 if not self.checkpoints.is_newest(n):
@@ -204,6 +210,14 @@ class Saver:
             raise CheckpointError(
                 "the last checkpoint differs from what was written:\n"
                 + "\n".join(problems)
+            )
+
+    def _check_directory(self, n: int) -> None:
+        """Raise if the run directory was taken away: a save would create another one."""
+        if self.watch.group.is_first and _identity(self.run.out) != self._directory:
+            raise CheckpointError(
+                f"{self.run.out} was moved or removed while the run was writing to it. Step {n} is "
+                "not saved. Put the directory back to resume."
             )
 
     def describe_newest(self) -> str:
@@ -233,6 +247,17 @@ class Saver:
             self.console,
             f"{error}. Training continues; the next save is after step {self._retry_at}.",
         )
+
+
+def _identity(directory: Path | None) -> tuple[int, int] | None:
+    """Return what identifies a directory, also if it is renamed; None if there is none."""
+    if directory is None:
+        return None
+    try:
+        found = directory.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _count_starts(directory: Path, step: int, now: float) -> int:
