@@ -48,7 +48,8 @@ def shardwise_step(layers: int) -> Callable[[int], None]:
     )
     prepared = prepare(
         replace(
-            recipe(batch_size=ROWS, length=LENGTH), model=lambda rngs: GPT(config, rngs)
+            recipe(batch_size=ROWS, length=LENGTH, optimizer="adamw"),
+            model=lambda rngs: GPT(config, rngs),
         )
     )
     state, batch = (

@@ -97,14 +97,14 @@ def make_optimizer(
 
 
 def recipe(
-    steps: int = 1000,
+    steps: int = 1600,
     mesh: str = "data=-1",
     out: Path | None = None,
     seed: int = 0,
     batch_size: int = 16,
     length: int = 128,
     accumulate: int = 1,
-    optimizer: Optimizer = "adamw",
+    optimizer: Optimizer = "muon",
     lr: float | None = None,
     clip: float | None = None,
     dropout: float = 0.0,

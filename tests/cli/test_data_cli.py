@@ -322,6 +322,7 @@ def test_mistakes_and_bad_data_are_named(tmp_path, tokenizer_json):
         assert part.split()[-2:] == ["exit", str(exit_code)], args
 
 
+@pytest.mark.slow
 def test_a_killed_prepare_goes_on_to_the_same_bytes(tmp_path, tokenizer_json):
     """Killed at random moments of its work, eight times, and once right after its start."""
     rng = np.random.default_rng(0)
@@ -501,6 +502,7 @@ def test_show_tells_of_the_batch_of_a_step(tmp_path):
     assert "def f(x)" in out
 
 
+@pytest.mark.slow
 def test_the_recipe_for_token_files_trains(tmp_path):
     """Train on packed documents with validation data on 2 devices, also with more workers.
 

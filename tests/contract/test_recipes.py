@@ -119,8 +119,11 @@ def test_descends_on_a_quadratic(name):
     assert float(value(optim.evaluation_params(state, params))) < 0.95 * start
 
 
-# These have the same parts as "adamw" or "unstable".
-SIMILAR = ("adam", "standard", "transformer", "fine_tuning", "sgd")
+# Some have the same parts as "adamw" or "unstable". Every optimizer is in test_optimizers.py too.
+SIMILAR = (
+    *("adam", "standard", "transformer", "fine_tuning", "sgd"),
+    *("lion", "adafactor", "schedule_free", "prodigy"),
+)
 SOME = [
     pytest.param(name, marks=pytest.mark.slow) if name in SIMILAR else name
     for name in RECIPES

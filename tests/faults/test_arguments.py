@@ -175,7 +175,12 @@ PLAIN_MISMATCHES = [args for args in MISMATCHES if args != ("--renamed",)]
 
 
 @pytest.mark.parametrize(
-    "count", [2, pytest.param(99, marks=pytest.mark.faults)], ids=["quick", "all"]
+    "count",
+    [
+        pytest.param(2, marks=pytest.mark.slow),
+        pytest.param(99, marks=pytest.mark.faults),
+    ],
+    ids=["quick", "all"],
 )
 def test_f16_checkpoint_of_another_model(bench, straight, straight_plain, count):
     """The command lists the first mismatched leaves and counts the rest.

@@ -94,11 +94,13 @@ def train(is_explicit, mesh, rows=16, **options):
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
-        ("one", {}),
-        ("data=8,model=1", {}),
+        pytest.param("one", {}, marks=pytest.mark.slow),
+        pytest.param("data=8,model=1", {}, marks=pytest.mark.slow),
         ("data=4,model=2", {}),
-        ("data=2,fsdp=2,model=2", {"accumulate": 2}),
-        ("data=4,model=2", {"rows": 13}),
+        pytest.param(
+            "data=2,fsdp=2,model=2", {"accumulate": 2}, marks=pytest.mark.slow
+        ),
+        pytest.param("data=4,model=2", {"rows": 13}, marks=pytest.mark.slow),
     ],
 )
 def test_the_result_is_that_of_the_plain_model_on_one_device(mesh, options):
@@ -108,6 +110,7 @@ def test_the_result_is_that_of_the_plain_model_on_one_device(mesh, options):
     jax.tree.map(np.testing.assert_array_equal, state.other, expected_state.other)
 
 
+@pytest.mark.slow
 def test_verify_compares_such_a_model():
     run = Run(
         model=functools.partial(Block, True),

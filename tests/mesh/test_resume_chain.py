@@ -111,6 +111,7 @@ def straight(tmp_path_factory):
     return out, seen, train(out, *CHAIN[0], LENGTH, seen)
 
 
+@pytest.mark.slow
 def test_chain_has_the_same_batches_and_losses(straight, tmp_path):
     straight_out, straight_seen, _ = straight
     seen: dict[int, str] = {}

@@ -206,6 +206,7 @@ def test_a_loss_that_depends_on_the_batch_size_is_evaluated_without_padding():
     assert verify(planted.size_of_batch(last=20), ["data=8"], steps=1).ok
 
 
+@pytest.mark.slow
 def test_a_right_run_agrees_with_dropout_micro_batches_and_a_short_last_batch():
     run = planted.make(
         model=lambda rngs: planted.Net(
@@ -343,6 +344,7 @@ def test_a_non_finite_step_on_one_device_is_an_error():
         )
 
 
+@pytest.mark.slow
 def test_the_reference_run_uses_no_donated_arrays(monkeypatch):
     """On accelerators a copy on the host does not keep a donated array alive."""
     from shardwise.verification import compare

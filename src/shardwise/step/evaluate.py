@@ -196,7 +196,7 @@ def make_eval_step(
     spec, traced = settle_loss(spec, loss, batch, is_training=False)
     hooks = access_hooks(spec, compute_dtype)
 
-    def step(
+    def means_of(
         state: TrainState, batch: Batch, mask: Mask | None, number: jax.Array
     ) -> Means:
         key = jax.random.fold_in(jax.random.key(0), number)
@@ -210,12 +210,12 @@ def make_eval_step(
         output = spec.call(forward, arrays, batch, key, state.step, hooks=hooks)
         return as_means(output, num_rows(batch), mask)
 
-    def checked_step(
+    def step(
         state: TrainState, batch: Batch, mask: Mask | None, number: jax.Array
     ) -> tuple[Failure | None, Means]:
         if not traced.has_checks:
-            return None, step(state, batch, mask, number)
-        return functionalize(step)(state, batch, mask, number)
+            return None, means_of(state, batch, mask, number)
+        return functionalize(means_of)(state, batch, mask, number)
 
-    function = jax.jit(checked_step, out_shardings=spec.sharding(PartitionSpec()))
+    function = jax.jit(step, out_shardings=spec.sharding(PartitionSpec()))
     return EvalStep(function, spec, pads=not traced.dependent, traced=traced, loss=loss)

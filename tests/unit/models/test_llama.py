@@ -38,7 +38,7 @@ PUBLISHED = {
 }
 VARIANTS = [
     (1, {}),
-    (23, {"remat": "dots"}),
+    pytest.param(23, {"remat": "dots"}, marks=pytest.mark.slow),
     (1, {"remat": "block", "keep": ("qkv", "down"), "scan_layers": False}),
 ]
 

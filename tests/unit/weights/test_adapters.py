@@ -336,7 +336,13 @@ def fixture_weights(arrays):
     ("fixture", "file", "patterns", "changes"),
     [
         ("gpt2_tiny", "lora_tiny", "blocks/*/kernel", {"dropout": 0.0}),
-        ("llama_tiny", "lora_llama_tiny", LLAMA, {"scan_layers": True}),
+        pytest.param(
+            "llama_tiny",
+            "lora_llama_tiny",
+            LLAMA,
+            {"scan_layers": True},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "llama_tiny",
             "lora_llama_tiny",
