@@ -12,8 +12,6 @@ from tests.helpers.pages import DOCS, ROOT, blocks_of
 
 PAGE = DOCS / "coverage.md"
 COUNTS = {"A": 15, "B": 36, "C": 11, "D": 29, "E": 33}
-# Rows that name a page that does not exist yet, without a link.
-IN_PROGRESS = {"E28"}
 
 
 @dataclass(frozen=True)
@@ -89,12 +87,7 @@ def test_every_topic_has_a_row():
 
 @pytest.mark.parametrize("number", ROWS)
 def test_what_a_row_names_exists(number):
-    if number in IN_PROGRESS:
-        assert ROWS[number] == Row([], [], False), (
-            "it is done: remove it from IN_PROGRESS"
-        )
-    else:
-        assert problems(ROWS[number]) == []
+    assert problems(ROWS[number]) == []
 
 
 @pytest.mark.parametrize(
