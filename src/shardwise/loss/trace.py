@@ -23,6 +23,7 @@ from shardwise.flops import (
 from shardwise.loss.contract import Loss, Metric, call_loss, named_metrics
 from shardwise.loss.dependence import Dependence, analyze
 from shardwise.loss.fingerprint import jaxpr_fingerprint
+from shardwise.loss.unkept import find_outside_modules, find_unkept, take_snapshot
 from shardwise.loss.value import Kind, Value
 from shardwise.metrics import Mean
 from shardwise.module import Pure
@@ -170,11 +171,12 @@ def trace_loss(
     # Filled while `forward` is traced: these facts are not part of its output.
     kinds: dict[str, tuple[bool, bool]] = {}
     items: list[int | None] = []
+    unkept: list[Finding] = []
 
     def forward(
         state: TrainState, batch: Batch, key: jax.Array
     ) -> tuple[list[tuple[jax.Array, jax.Array]], dict[str, jax.Array]]:
-        named, fixed = _call(spec, loss, state, batch, key, is_training)
+        named, fixed = _call(spec, loss, state, batch, key, is_training, unkept)
         value = named["loss"]
         items.append(value.items if isinstance(value, Mean) else rows)
         parts: list[tuple[ArrayLike, ArrayLike]] = []
@@ -220,6 +222,8 @@ def trace_loss(
         fingerprint=jaxpr_fingerprint(closed),
         findings=(
             *_findings(dependence),
+            *unkept,
+            *find_outside_modules(loss),
             *find_other_dtypes(matmuls, spec.definition.compute_dtype),
         ),
     )
@@ -239,16 +243,22 @@ def _call(
     state: TrainState,
     batch: Batch,
     key: jax.Array,
-    is_training: bool = True,
+    is_training: bool,
+    findings: list[Finding],
 ) -> tuple[dict[str, Metric], dict[str, jax.Array]]:
-    """Return the loss and its metrics by name, and the parameters after the forward pass."""
+    """Return the loss and its metrics by name, and the parameters after the forward pass.
+
+    What the forward pass changes and nobody keeps is added to `findings`.
+    """
 
     def forward(
         model: nnx.Module, _: Pure, *args: PyTree
     ) -> tuple[dict[str, Metric], dict[str, jax.Array]]:
         if not is_training:
             model.eval()
+        before = take_snapshot(model)
         named = named_metrics(call_loss(loss, model, *args))
+        findings.extend(find_unkept(before, take_snapshot(model)))
         return named, spec.definition.read_fixed(model)
 
     arrays = (state.params, state.frozen, state.other)
@@ -492,7 +502,7 @@ def weight_is_trained(spec: StateSpec, loss: Loss, batch: Batch) -> bool:
     def weight(params: Params, state: TrainState, batch: Batch) -> jax.Array:
         key = jax.random.key(0)
         state = replace(state, params=params)
-        value = _call(spec, loss, state, batch, key)[0]["loss"]
+        value = _call(spec, loss, state, batch, key, True, [])[0]["loss"]
         if not isinstance(value, Mean):
             return jnp.ones((), jnp.float32)
         return jnp.asarray(jnp.sum(jnp.asarray(value.weights, jnp.float32)))

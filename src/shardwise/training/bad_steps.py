@@ -127,7 +127,7 @@ class BadSteps:
         self.group = group
         self.console = console
         self._folder: Path | None = None
-        self._steps_left = 0
+        self._steps_left = MAX_STEPS
         if run.out is not None:
             self._folder = run.out / "bad"
             earlier = len(list(self._folder.glob("[0-9]*"))) if group.is_first else 0
@@ -153,9 +153,13 @@ class BadSteps:
                 `state` are those of the step. Otherwise they are one update later.
             check: the message of the check that failed, if any.
         """
-        if self._steps_left <= 0 or self._folder is None:
+        if self._steps_left <= 0:
             return
         self._steps_left -= 1
+        if self._folder is None:
+            if self.group.is_first:
+                warn(self.console, f"the update of step {n} was not applied ({why})")
+            return
         later = "one update later than in the step"
         report = BadStep(
             step=n,

@@ -1,6 +1,7 @@
 """The log of a run: a record of every step, evaluations, samples, and where the time goes."""
 
 import json
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -206,11 +207,27 @@ class RunLog:
                 f"has diverged: resume from an earlier checkpoint with a lower learning rate."
             )
         if not is_finite and self.run.on_nonfinite == "stop":
+            fact = f"step {n}: loss {loss}, gradient norm {grad_norm}"
+            if math.isfinite(loss) and math.isfinite(grad_norm):
+                raise NumericsError(
+                    f"{fact}: both are finite, but the update or a variable of the model is not, "
+                    "so it was not applied. Look at the optimizer: shardwise explain RECIPE."
+                )
             raise NumericsError(
-                f"step {n}: loss {loss}, gradient norm {grad_norm}: non-finite, so the update was "
-                f"not applied. Lower the learning rate, or look at the batch: shardwise data show "
-                f"RECIPE --step {n}. With on_nonfinite='skip' the run skips such batches."
+                f"{fact}: non-finite, so the update was not applied. {self._mask_hint(loss)}Lower "
+                f"the learning rate, or look at the batch: shardwise data show RECIPE --step {n}. "
+                "With on_nonfinite='skip' the run skips such batches."
             )
+
+    def _mask_hint(self, loss: float) -> str:
+        """Return a sentence for a loss that is NaN, if its weights depend on the batch."""
+        metric = self.prepared.step.traced.metrics["loss"]
+        if not math.isnan(loss) or metric.weight.constant is not None:
+            return ""
+        return (
+            "An entry of Mean(total, weight) with weight 0 and another total is NaN: multiply a "
+            "mask into both, Mean(nats * mask, mask). "
+        )
 
     def _write_start(self) -> None:
         """Append the seconds of each phase up to the first step to `starting.jsonl`."""

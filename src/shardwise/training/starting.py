@@ -174,10 +174,11 @@ def find_checkpoint(
     check_accepted(differences, run.accept, f"checkpoint {checkpoints.path(step)}")
     title = f"resuming {run.out} at step {step}"
     # Without learning rates, an empty description was compared with an empty one.
+    names = {"source_digest": "source"}
+    if "first_batch" in about["data"]:
+        names["data"] = "data (its first batch)"
     compared = [
-        key.removesuffix("_digest")
-        for key in after
-        if key in before and (key != "lr" or rates)
+        names.get(key, key) for key in after if key in before and (key != "lr" or rates)
     ]
     for part in report(differences, run.accept, title, compared, skipped):
         console.print(part, highlight=False, soft_wrap=True)

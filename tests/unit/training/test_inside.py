@@ -364,7 +364,23 @@ def test_bad_steps_of_an_iterator_and_of_a_run_without_a_directory(tmp_path):
         (tmp_path / "a" / "bad" / "3" / "report.json").read_text()
     )
     _, output = train(make(data=poisoned({3: 1}), steps=6, on_nonfinite="skip"))
+    assert "warning: the update of step 3 was not applied (non-finite)" in output
     assert "details in" not in output
+
+
+def test_the_message_says_what_is_not_finite():
+    nan = optax.stateless(
+        lambda updates, _: jax.tree.map(lambda x: x * jnp.nan, updates)
+    )
+    with pytest.raises(NumericsError, match="both are finite, but the update"):
+        train(make(optimizer=optax.chain(optax.sgd(0.1), nan), steps=2))
+
+    def forgotten(model, batch):
+        nats = (model(batch["x"], batch["kind"][:, None]) - batch["y"]) ** 2
+        return Mean(nats, (batch["y"] > 0) * 1.0)
+
+    with pytest.raises(NumericsError, match=r"Mean\(nats \* mask, mask\)"):
+        train(make(loss=forgotten, steps=2))
 
 
 # Profile
