@@ -56,6 +56,11 @@ def parse_mesh(text: str, num_devices: int) -> dict[str, int]:
 
 
 def parse_sizes(text: str) -> dict[str, int]:
+    """Return the sizes of a mesh by axis name, as written: "data=-1" is {"data": -1}.
+
+    Raises:
+        ConfigError: if the text cannot be read.
+    """
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = (s.strip() for s in part.partition("="))

@@ -186,6 +186,6 @@ def _end_with_parent() -> None:
 
 def close(iterator: Node) -> None:
     """Stop the threads and worker processes of an iterator of Grain."""
-    # `DataLoaderIterator` has no `close` of its own.
+    # `DataLoaderIterator` does not define `close`.
     owner = iterator if hasattr(iterator, "close") else iterator._iterator
     owner.close()

@@ -318,7 +318,7 @@ def _check_side_effects(traced: core.ClosedJaxpr, spec: StateSpec) -> None:
     """Raise for checks that cannot be reported, and prints that cannot be ordered."""
     if calls_with_checks(traced.jaxpr, "shard_map"):
         raise ConfigError(
-            "a check is inside of jax.shard_map, where each device has a result of its own. Check "
+            "a check is inside of jax.shard_map, where each device has its own result. Check "
             "the arguments or the results of the shard_map instead."
         )
     is_ordered = any(

@@ -22,7 +22,7 @@ from shardwise.tree import KeyPath, OptState, Params, PyTree
 PLAIN, DOUBLE, STILL, STILL_DOUBLE = range(4)
 GRADIENT_SCALES = (1.0, 2.0, 0.0, 0.0)
 WEIGHT_SCALES = (1.0, 1.0, 1.0, 2.0)
-# So many updates are carried out one by one. The rest of a longer run is sampled.
+# This number of updates is carried out one by one. The rest of a longer run is sampled.
 DENSE = 5000
 # The measurement continues to this multiple of the run, to see whether a schedule ends later.
 BEYOND = 16

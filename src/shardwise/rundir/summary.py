@@ -24,7 +24,7 @@ class Summary:
     Attributes:
         run: the content of the run directory.
         account: where the time of the run went.
-        status: "finished", "going on" or "stopped".
+        status: "finished", "running" or "stopped".
         step: the last step.
         loss: mean training loss over the last `loss_over` steps, or None.
         loss_over: number of steps that `loss` averages.
@@ -96,7 +96,7 @@ def summarize(run: RunRecord) -> Summary:
     status = _status(run)
     step_seconds = _median(run.column("step_s"), first_steps)
     left = None
-    if status == "going on" and run.num_steps and step_seconds is not None:
+    if status == "running" and run.num_steps and step_seconds is not None:
         left = (run.num_steps - run.last_step) * step_seconds
     return Summary(
         run=run,
@@ -159,7 +159,7 @@ def _median(column: Column, first_steps: set[int]) -> float | None:
 def _status(run: RunRecord) -> str:
     if run.num_steps is not None and run.last_step >= run.num_steps:
         return "finished"
-    return "going on" if run.owner else "stopped"
+    return "running" if run.owner else "stopped"
 
 
 def better(name: str) -> int:

@@ -54,7 +54,7 @@ def _status(summary: Summary) -> tuple[str, str, str]:
     done = _progress(summary)
     if summary.status == "finished":
         return "good", "\N{CHECK MARK}", f"Finished: {plural(summary.step, 'step')}"
-    if summary.status == "going on":
+    if summary.status == "running":
         return "unknown", "\N{BLACK RIGHT-POINTING SMALL TRIANGLE}", f"Running: {done}"
     return "unknown", "\N{BLACK SQUARE}", f"Stopped at {done}"
 
@@ -172,10 +172,9 @@ def comparison_section(summaries: Sequence[Summary]) -> str:
     rows = []
     for i, summary in enumerate(summaries):
         name = f"{legend_line(LineStyle.of(i), has_marker=True)} {escape(summary.run.name)}"
-        status = "running" if summary.status == "going on" else summary.status
         cells: list[Cell] = [
             name,
-            f"{escape(status)}<small>{_progress(summary)}</small>",
+            f"{escape(summary.status)}<small>{_progress(summary)}</small>",
         ]
         cells += [metric.cell(i) for metric in metrics]
         rows.append(row(cells))
