@@ -122,7 +122,7 @@ def test_descends_on_a_quadratic(name):
 # Some have the same parts as "adamw" or "unstable". Every optimizer is in test_optimizers.py too.
 SIMILAR = (
     *("adam", "standard", "transformer", "fine_tuning", "sgd"),
-    *("lion", "adafactor", "schedule_free", "prodigy"),
+    *("lion", "adafactor", "schedule_free", "prodigy", "muon"),
 )
 SOME = [
     pytest.param(name, marks=pytest.mark.slow) if name in SIMILAR else name

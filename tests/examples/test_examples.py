@@ -45,6 +45,7 @@ def test_digits_replicated_and_sharded():
     assert replicated["loss"] == pytest.approx(sharded["loss"], abs=0.01)
 
 
+@pytest.mark.slow
 def test_own_loop_started_in_another_directory_stops_early_and_keeps_the_best(tmp_path):
     done = subprocess.run(
         [sys.executable, EXAMPLES / "own_loop.py"],
@@ -86,6 +87,7 @@ def test_sharded_model_equals_one_device():
     assert figures["max_logit_difference"] < 1e-3
 
 
+@pytest.mark.slow
 def test_data_parallel_by_hand_correct_and_wrong():
     figures = load("data_parallel_by_hand").main()
     ways = {name: value for name, value in figures.items() if isinstance(value, tuple)}

@@ -29,7 +29,11 @@ SEED = 3
 
 
 @pytest.mark.parametrize(
-    ("flips", "commands"), [(30, 1), pytest.param(200, 3, marks=pytest.mark.faults)]
+    ("flips", "commands"),
+    [
+        pytest.param(30, 1, marks=pytest.mark.slow),
+        pytest.param(200, 3, marks=pytest.mark.faults),
+    ],
 )
 def test_f03_every_flipped_bit_is_detected(
     bench, straight, straight_plain, flips, commands

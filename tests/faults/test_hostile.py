@@ -209,7 +209,12 @@ def contents(folder):
 
 
 @pytest.mark.parametrize(
-    "count", [2, pytest.param(99, marks=pytest.mark.faults)], ids=["quick", "all"]
+    "count",
+    [
+        pytest.param(2, marks=pytest.mark.slow),
+        pytest.param(99, marks=pytest.mark.faults),
+    ],
+    ids=["quick", "all"],
 )
 def test_f25_hostile_files(bench, straight, count):
     run = straight(*SHORT)

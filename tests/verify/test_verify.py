@@ -300,6 +300,7 @@ def test_default_meshes_use_the_axes_that_the_model_knows():
     ]
 
 
+@pytest.mark.slow
 def test_an_impossible_mesh_is_refused_if_given_and_skipped_by_default():
     run = planted.make(
         lambda model, batch: planted.squares(model, batch).mean()

@@ -352,6 +352,7 @@ def fixture_weights(arrays):
         ),
     ],
 )
+@pytest.mark.slow
 def test_losses_adapters_and_merged_logits_equal_those_of_peft(
     fixture, file, patterns, changes
 ):
@@ -449,6 +450,7 @@ def test_verify_finds_no_difference_on_meshes():
     assert report.ok, report
 
 
+@pytest.mark.slow
 def test_a_plan_has_neither_gradients_nor_optimizer_states_of_the_base():
     config = GPTConfig(
         vocab_size=4096, max_length=16, num_layers=1, num_heads=2, width=256
@@ -525,6 +527,7 @@ def export(run, out, *options):
     return main(["checkpoint", "export", str(run), "--out", str(out), *options])
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_one_also_on_another_mesh(
     base, tuned, tmp_path
 ):
