@@ -229,6 +229,7 @@ class Factored(nnx.Module):
         return self.out(nnx.tanh(self.narrow(hidden)))
 
 
+@pytest.mark.slow
 def test_each_adafactor_factor_follows_the_dim_that_it_keeps():
     """Both factors of a square kernel have the same shape, so only their names tell them apart."""
     optimizer = OPTIMIZERS["adafactor"]

@@ -126,6 +126,7 @@ def test_chain_has_the_same_batches_and_losses(straight, tmp_path):
             assert a[name] == pytest.approx(b[name], rel=1e-5), (a["step"], name)
 
 
+@pytest.mark.slow
 def test_run_is_bit_identical_after_it_returns_to_the_first_layout(straight, tmp_path):
     straight_out, _, result = straight
     shutil.copytree(

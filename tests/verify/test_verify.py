@@ -202,6 +202,7 @@ def test_a_loss_that_depends_on_the_batch_size_is_refused(arguments, fact):
         verify(planted.size_of_batch(**arguments), ["data=8"], steps=1)
 
 
+@pytest.mark.slow
 def test_a_loss_that_depends_on_the_batch_size_is_evaluated_without_padding():
     assert verify(planted.size_of_batch(last=20), ["data=8"], steps=1).ok
 
@@ -436,6 +437,7 @@ def shardwise(*args):
     return command.run(*args, cwd=ROOT)
 
 
+@pytest.mark.slow
 def test_the_command_accepts_a_right_recipe(tmp_path):
     answer = tmp_path / "answer.json"
     done = shardwise(
@@ -458,6 +460,7 @@ def test_the_command_accepts_a_right_recipe(tmp_path):
     assert found["meshes"][0]["worst"]["gradient"]["tolerance"] > 0
 
 
+@pytest.mark.slow
 def test_the_command_names_the_leaf_of_a_mistake(tmp_path):
     done = shardwise(
         "verify", f"{PLANTED}:one_shard", "--mesh", "data=8", "--verify-steps", 1

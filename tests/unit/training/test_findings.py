@@ -130,6 +130,7 @@ def test_recipes_and_examples_have_no_findings(name: str) -> None:
     assert prepare(run).findings == ()
 
 
+@pytest.mark.slow
 def test_the_runs_of_other_tests_have_no_findings() -> None:
     assert "warning" not in printed(make_gpt_run())
 

@@ -277,6 +277,7 @@ def test_patterns_that_match_nothing_get_the_closest_name():
         lora(Net, "first/kernel", rank=0)
 
 
+@pytest.mark.slow
 def test_freezing_by_pattern_trains_the_rest():
     full = spec_of(Net, optax.sgd(0.1))
     part = spec_of(freeze(Net, "table/*", "first/*"), optax.sgd(0.1))

@@ -155,6 +155,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_a_model_is_downloaded_by_name_and_cached(tmp_path):
     """Run the real client against a local server.
 
