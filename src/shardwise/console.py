@@ -3,6 +3,7 @@
 This module imports no JAX at its top, because the launcher uses it before any process needs JAX.
 """
 
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -90,7 +91,7 @@ def plot_losses(metrics: Path, picture: Path) -> None:
     ]
     evaluated = [record for record in records if "eval_loss" in record]
     steps = [record["step"] for record in applied]
-    losses = [record["loss"] for record in applied]
+    losses = [_number(record["loss"]) for record in applied]
     title = picture.parent.name
     with line_picture(picture, xlabel="step", ylabel="loss", title=title) as axes:
         axes.plot(steps, losses, color="#9db8d9", linewidth=1, label="training")
@@ -99,13 +100,22 @@ def plot_losses(metrics: Path, picture: Path) -> None:
             steps, smoothed(losses, 0.05), color="#1f4e8c", linewidth=2, label=label
         )
         if evaluated:
+            values = [_number(record["eval_loss"]) for record in evaluated]
             axes.plot(
                 [record["step"] for record in evaluated],
-                [record["eval_loss"] for record in evaluated],
+                values,
                 color="#d1495b",
                 marker="o",
-                label=f"validation ({evaluated[-1]['eval_loss']:.3f} at the end)",
+                label=f"validation ({values[-1]:.3f} at the end)",
             )
+
+
+def _number(value: object) -> float:
+    """Return a number of `metrics.jsonl`, where non-finite ones are texts; NaN for other values."""
+    try:
+        return float(value) if isinstance(value, int | float | str) else math.nan
+    except ValueError:
+        return math.nan
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from shardwise.cli import main
 from shardwise.cluster.group import current_group
 from shardwise.cluster.signals import stop_on_signals
 from shardwise.cluster.watch import Watch
+from shardwise.console import plot_losses
 from shardwise.errors import ConfigError, DataError, NumericsError
 from shardwise.files.durable import check_links
 from shardwise.metrics import EarlyStop
@@ -91,6 +92,18 @@ def kernel_sum(model):
 
 
 # Records
+
+
+def test_the_picture_has_losses_that_are_not_finite(tmp_path):
+    records = [
+        {"step": 1, "loss": 2.0, "eval_loss": "NaN"},
+        {"step": 2, "loss": "Infinity", "eval_loss": 1.5},
+        {"step": 3, "loss": [1], "eval_loss": "nothing"},
+    ]
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    plot_losses(metrics, tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_records_and_samples_after_the_checkpoint_are_removed_on_resume(tmp_path):
