@@ -176,8 +176,13 @@ class Reference:
         }
         params = optax.apply_updates(params, updates)
         metrics["param_norm"] = _norm(params)
-        # A step with a NaN changes nothing.
+        # A step with a NaN changes nothing, also if only a variable that is kept becomes NaN.
         is_good = jnp.isfinite(loss + metrics["grad_norm"])
+        pairs = zip(jax.tree.leaves(other), jax.tree.leaves(before[2]), strict=True)
+        for new_leaf, old_leaf in pairs:
+            if jnp.issubdtype(new_leaf.dtype, jnp.inexact):
+                stays = jnp.isfinite(new_leaf) | ~jnp.isfinite(old_leaf)
+                is_good &= stays.all()
         new, old = (params, new_opt_state, other), before
         params, opt_state, other = jax.tree.map(
             lambda n, o: jnp.where(is_good, n, o), new, old
