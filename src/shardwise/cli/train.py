@@ -180,12 +180,13 @@ def _next_steps(
         longer += ["--cpu-devices", str(shared.cpu_devices)]
     other_mesh = [target, *_without_option("--mesh", recipe_args)]
     other_mesh += ["--mesh", "data=2,fsdp=4", "--cpu-devices", "8"]
+    out = shlex.quote(str(run.out))
     lines = [
         "next:",
-        f"  {command} report {run.out}   # a web page: curves, where the time went, the layout",
+        f"  {command} report {out}   # a web page: curves, where the time went, the layout",
     ]
     if run.out is not None and can_sample(run.out):
-        lines.append(f'  {command} sample {run.out} --prompt "..."   # generate text')
+        lines.append(f'  {command} sample {out} --prompt "..."   # generate text')
     lines += [
         f"  {command} train {shlex.join(longer)}   # continue with a longer schedule",
         f"  {command} explain {shlex.join(other_mesh)}   # try another mesh",

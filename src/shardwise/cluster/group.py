@@ -25,7 +25,7 @@ from jax._src.lib import _jax  # type: ignore[attr-defined]
 from shardwise.cluster.signals import on_abort, print_last_words
 from shardwise.errors import ConfigError, ExitCode, LostError
 from shardwise.files.lock import boot_id
-from shardwise.runtime import filter_native_output
+from shardwise.runtime import QUIET_TPU, filter_native_output
 from shardwise.text import Json
 
 # Seconds of silence after which the coordinator declares a process lost.
@@ -274,9 +274,10 @@ def _detect_cluster() -> _Membership:
     """Return what JAX finds in the environment; all fields are None without a cluster."""
     is_pod = "KUBERNETES_SERVICE_HOST" in os.environ
     has_index = not {"JOB_COMPLETION_INDEX", "SLURM_PROCID"}.isdisjoint(os.environ)
-    # "localhost" is the value of `quiet_without_tpu`.
-    hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "localhost")
-    if is_pod and not has_index and hosts == "localhost":
+    # `quiet_without_tpu` sets this variable on a machine without a TPU.
+    name = "TPU_WORKER_HOSTNAMES"
+    is_tpu = os.environ.get(name, QUIET_TPU[name]) != QUIET_TPU[name]
+    if is_pod and not has_index and not is_tpu:
         # A single pod. JAX would query the Kubernetes API, and fail without permission.
         return _Membership(None, None, None, None)
     try:

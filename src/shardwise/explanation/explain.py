@@ -6,7 +6,7 @@ measured elsewhere. The findings are mistakes that train without an error and wi
 
 import string
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import jax
 import numpy as np
@@ -235,7 +235,11 @@ def _view(
     }
     rates = {path: rate_of[representative[path]] for path in spec.params}
     state_bytes = _state_bytes(spec)
-    rows = [
+    tied = {
+        path_name(path): leaf.other_paths
+        for path, leaf in spec.definition.params.items()
+    }
+    rows = tuple(
         _row(
             placement,
             chains[path],
@@ -243,15 +247,11 @@ def _view(
             column[path],
             rates[path],
             state_bytes.get(path, 0),
+            tied[path],
         )
         for path, placement in spec.params.items()
-    ]
-    tied = {
-        path_name(path): leaf.other_paths
-        for path, leaf in spec.definition.params.items()
-    }
-    rows = [replace(row, other_paths=tied[row.path]) for row in rows]
-    return View(spec, steps, tuple(rows), chains, measured, column, rates)
+    )
+    return View(spec, steps, rows, chains, measured, column, rates)
 
 
 def _not_applicable(steps: int, error: Exception) -> Explanation:
@@ -327,6 +327,7 @@ def _row(
     column: int,
     rate: np.ndarray,
     state_bytes: int,
+    other_paths: tuple[str, ...],
 ) -> Row:
     within = slice(measured.num_within)
     size = np.nan_to_num(measured.size[PLAIN, within, column], nan=np.inf)
@@ -342,6 +343,7 @@ def _row(
         state_bytes=state_bytes,
         layout=show_spec(placement.spec),
         moves=bool(size.any()),
+        other_paths=other_paths,
     )
 
 

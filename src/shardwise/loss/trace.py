@@ -109,7 +109,7 @@ class TracedLoss:
         has_custom_gradient: whether the user's code has a `jax.custom_vjp`. Its backward pass may
             not be linear.
         has_barrier: whether the forward pass calls `stream_barrier` of `kernels.norm`.
-        has_checks: whether the forward pass has value assertions, see `assertions`.
+        has_checks: whether the forward pass has value assertions, see `tracing.assertions`.
         fingerprint: a digest of what the forward pass computes, see `jaxpr_fingerprint`.
         findings: likely mistakes in the loss or the model.
     """
@@ -502,7 +502,9 @@ def weight_is_trained(spec: StateSpec, loss: Loss, batch: Batch) -> bool:
     def weight(params: Params, state: TrainState, batch: Batch) -> jax.Array:
         key = jax.random.key(0)
         state = replace(state, params=params)
-        value = _call(spec, loss, state, batch, key, True, [])[0]["loss"]
+        value = _call(spec, loss, state, batch, key, is_training=True, findings=[])[0][
+            "loss"
+        ]
         if not isinstance(value, Mean):
             return jnp.ones((), jnp.float32)
         return jnp.asarray(jnp.sum(jnp.asarray(value.weights, jnp.float32)))

@@ -52,10 +52,12 @@ def find_unkept(before: Snapshot, after: Snapshot) -> Iterator[Finding]:
         before: the model before the forward pass.
         after: the model after it.
     """
+    # `is not` comes first, because NaN differs from itself.
     changed = [
         path
         for path, value in after.constants.items()
-        if path not in before.constants or before.constants[path] != value
+        if before.constants.get(path) is not value
+        and before.constants.get(path) != value
     ]
     if changed:
         old, new = before.constants.get(changed[0]), after.constants[changed[0]]
