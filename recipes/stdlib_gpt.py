@@ -29,6 +29,13 @@ Optimizer = Literal[
 # Muon trains matrices. It leaves these embedding tables to Adam.
 TABLES = ("tokens", "positions")
 
+# Starts of the samples. One batch generates them all, so they have one length.
+PROMPTS = (
+    "def find(self, name):\n    ",
+    "class Reader(object):\n    ",
+    "import os\nimport sys\nfrom ",
+)
+
 # The peak learning rate that suits each optimizer.
 LEARNING_RATES: dict[Optimizer, float] = {
     "adamw": 4e-3,
@@ -50,13 +57,14 @@ def loss(model: GPT, batch: dict[str, jax.Array]) -> Mean:
     return Mean(linear_cross_entropy(features, table, batch["labels"]))
 
 
-def sample(model: nnx.Module, prompt: str = "def ") -> str:
-    """Return the prompt and a continuation of it that fills the context of the model."""
+def sample(model: nnx.Module) -> str:
+    """Return continuations of three prompts that fill the context of the model."""
     assert isinstance(model, GPT)
-    tokens = jnp.array([list(prompt.encode())])
-    num_bytes = model.config.max_length - tokens.shape[1]
-    text = generate(model, tokens, num_bytes, jax.random.key(0), temperature=0.6)
-    return bytes(np.asarray(text[0], np.uint8)).decode(errors="replace")
+    prompts = jnp.array([list(prompt.encode()) for prompt in PROMPTS])
+    num_bytes = model.config.max_length - prompts.shape[1]
+    rows = generate(model, prompts, num_bytes, jax.random.key(0), temperature=0.7)
+    texts = [bytes(row).decode(errors="replace") for row in np.asarray(rows, np.uint8)]
+    return "\n\n".join(text.rstrip() for text in texts)
 
 
 def make_optimizer(
