@@ -50,6 +50,8 @@ from .trackers.trackio import Trackio as Trackio
 from .trackers.wandb import WandB as WandB
 from .training.fit import Result as Result
 from .training.fit import fit as fit
+from .training.replay import Replay as Replay
+from .training.replay import replay as replay
 from .verification.verify import Verification as Verification
 from .verification.verify import verify as verify
 from .weights.adapters import freeze as freeze

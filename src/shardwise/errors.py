@@ -114,6 +114,10 @@ class CheckError(NumericsError):
         self.metrics = metrics or {}
 
 
+class CorruptionError(NumericsError):
+    """Two computations that must be equal have different bits: a device is faulty."""
+
+
 class LostError(ShardwiseError):
     """Another process of the run cannot be reached, or hangs. Starting again may help."""
 

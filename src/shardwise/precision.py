@@ -15,7 +15,7 @@ The sums are created by automatic differentiation, so no model code can change t
 function therefore rewrites the jaxpr of the gradients, loops included. It works for any model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -42,6 +42,10 @@ MIN_SHARE = 0.01
 Arguments = TypeVar("Arguments", bound=tuple[Any, ...])
 # `hook(variable, value)` returns the value that the model gets when it reads the variable.
 AccessHook: TypeAlias = Callable[[nnx.Variable[jax.Array], jax.Array], jax.Array]
+# Another way to compute an equation that is a sum: a function of its operands, or None.
+OwnSum: TypeAlias = Callable[
+    [JaxprEqn], Callable[[Sequence[jax.Array]], jax.Array] | None
+]
 
 
 def compute_in(module: nnx.Module, dtype: DType) -> None:
@@ -186,30 +190,35 @@ def find_other_dtypes(matmuls: MatmulDtypes, dtype: DType | None) -> list[Findin
     return []
 
 
-def sums_in_float32(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+def sums_in_float32(
+    function: Callable[..., PyTree], own_sum: OwnSum | None = None
+) -> Callable[..., PyTree]:
     """Return `function` with every sum of 16-bit floats computed in float32 and rounded once.
 
     Args:
         function: a function of pytrees of arrays, usually the result of `jax.grad`.
+        own_sum: returns another way to compute a sum of any dtype, or None for the usual one.
 
     Returns:
         A function with the same signature. Dtypes of inputs and outputs do not change.
     """
 
+    def widen_equation(equation: JaxprEqn, widen: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
+        name = equation.primitive.name
+        own = own_sum(equation) if own_sum and name in SUMS else None
+        if own is not None:
+            return _replace(equation, own)
+        if name in SUMS and _output_dtype(equation) in HALF:
+            return _sum_in_float32(equation)
+        return equation if name in OPAQUE else with_inner_jaxprs(equation, widen)
+
     def summed(*args: PyTree) -> PyTree:
         closed, output = jax.make_jaxpr(function, return_shape=True)(*args)
-        widened = rewrite(closed, _widen_equation)
+        widened = rewrite(closed, widen_equation)
         leaves = jaxpr_as_fun(widened)(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(output), leaves)
 
     return summed
-
-
-def _widen_equation(equation: JaxprEqn, widen: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
-    name = equation.primitive.name
-    if name in SUMS and _output_dtype(equation) in HALF:
-        return _sum_in_float32(equation)
-    return equation if name in OPAQUE else with_inner_jaxprs(equation, widen)
 
 
 def _output_dtype(equation: JaxprEqn) -> DType:
@@ -220,8 +229,7 @@ def _output_dtype(equation: JaxprEqn) -> DType:
 def _sum_in_float32(equation: JaxprEqn) -> JaxprEqn:
     """Replace a sum by a call of a function that widens, sums and rounds."""
 
-    @jax.jit
-    def widened(*args: jax.Array) -> jax.Array:
+    def widened(args: Sequence[jax.Array]) -> jax.Array:
         wide = [x.astype(jnp.float32) if x.dtype in HALF else x for x in args]
         total: jax.Array
         if equation.primitive.name == "scatter-add":
@@ -230,8 +238,16 @@ def _sum_in_float32(equation: JaxprEqn) -> JaxprEqn:
             total = equation.primitive.bind(*wide, **equation.params)
         return total.astype(_output_dtype(equation))
 
+    return _replace(equation, widened)
+
+
+def _replace(
+    equation: JaxprEqn, function: Callable[[Sequence[jax.Array]], jax.Array]
+) -> JaxprEqn:
+    """Replace an equation with one result by a call of a function of its operands."""
+    call_function = jax.jit(lambda *args: function(args))
     avals = (variable.aval for variable in equation.invars)
-    call = jax.make_jaxpr(widened)(*avals).jaxpr.eqns[0]
+    call = jax.make_jaxpr(call_function)(*avals).jaxpr.eqns[0]
     replaced: JaxprEqn = equation.replace(
         primitive=call.primitive, params=call.params, effects=call.effects
     )

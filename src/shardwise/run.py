@@ -58,6 +58,8 @@ from shardwise.tree import Params, named_leaves
 MINIMUM = {
     "steps": 1,
     "accumulate": 1,
+    "digest_every": 0,
+    "audit_every": 0,
     "eval_every": 0,
     "sample_every": 0,
     "save_every": 0,
@@ -119,6 +121,15 @@ class Run:
             state, and change only if the loss assigns to them.
         init_from: the weights to start from, for fine-tuning. It has no effect when the run
             resumes. None initializes from `seed`.
+        deterministic: compute the same bits every time on GPUs too, as CPUs and TPUs always do. A
+            step of GPT-2 124M takes about 1 % longer on an H200, see docs/determinism.md. False
+            takes faster kernels whose sums have no fixed order: two runs, or a run and its resumed
+            copy, then differ by rounding.
+        digest_every: the number of steps between digests of the state in `metrics.jsonl`, which
+            `shardwise replay` compares. 0 disables them.
+        audit_every: the number of steps between audits, which compare the bits of two computations
+            to find faulty devices, see docs/determinism.md. An audit takes about as long as a step.
+            0 disables them.
         norms: also log the norms of updates and parameters, and all norms for each parameter group
             of the optimizer.
         eval_data: the validation data; every example is used once per evaluation. `Batches(...)`, a
@@ -185,6 +196,9 @@ class Run:
     compute_dtype: str | None = None
     wrt: Filter = nnx.Param
     init_from: InitFrom | None = None
+    deterministic: bool = True
+    digest_every: int = 100
+    audit_every: int = 0
     norms: bool = False
     eval_data: EvaluationData | None = None
     eval_every: int = 0
@@ -341,6 +355,7 @@ def _train_step(run: Run, spec: StateSpec, example: Batch) -> TrainStep:
         micro_batches=run.micro_batches,
         compute_dtype=run.compute_dtype,
         norms=run.norms,
+        deterministic=run.deterministic,
     )
     if not is_local:
         return step
@@ -520,10 +535,17 @@ def describe_run(run: Run, prepared: Prepared) -> Json:
         "optimizer": _describe_optimizer(run.optimizer, prepared.spec.abstract.params),
         "seed": run.seed,
         "compute_dtype": run.compute_dtype,
+        **_describe_determinism(run, prepared.spec),
         "accumulate": run.accumulate,
         "mesh": mesh_text(prepared.spec.mesh),
         **_environment(),
     }
+
+
+def _describe_determinism(run: Run, spec: StateSpec) -> Json:
+    """Return the choice of `Run.deterministic`, which only GPUs have."""
+    is_gpu = spec.mesh.devices.flat[0].platform == "gpu"
+    return {"deterministic": run.deterministic} if is_gpu else {}
 
 
 def _describe_data(run: Run, prepared: Prepared) -> Json | str:

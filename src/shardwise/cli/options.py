@@ -70,14 +70,14 @@ class Command:
     notes: str = ""
 
 
-def profile_window(text: str) -> tuple[int, int]:
-    """Parse "10:15" as the steps 10 to 15, and "10" as one step."""
+def step_range(text: str) -> tuple[int, int]:
+    """Parse "400:420" as the steps 400 to 420, and "400" as one step."""
     first, _, last = text.partition(":")
     last = last or first
     is_valid = first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)
     if not is_valid:
         raise ConfigError(
-            f"--profile {text}: give the first and the last step to trace, for example 10:15."
+            f"'{text}' is not a range of steps. Give the first and the last one: 10:15."
         )
     return int(first), int(last)
 
@@ -118,7 +118,7 @@ def add_train_options(parser: Parser) -> None:
     )
     parser.add_argument(
         "--profile",
-        type=profile_window,
+        type=step_range,
         metavar="FIRST:LAST",
         help="trace these steps for Perfetto or TensorBoard",
     )
@@ -131,6 +131,17 @@ def add_train_options(parser: Parser) -> None:
         "--strict",
         action="store_true",
         help="measure the optimizer, and refuse to start if there are findings",
+    )
+    parser.add_argument(
+        "--audit-every",
+        type=int,
+        metavar="N",
+        help="compare the bits of two computations every N steps, to find faulty devices",
+    )
+    parser.add_argument(
+        "--no-deterministic",
+        action="store_true",
+        help="on GPUs, use faster kernels that do not give the same bits every time",
     )
     parser.add_argument(
         "--watchdog",
@@ -560,6 +571,22 @@ def _sample(parser: Parser) -> None:
     )
 
 
+def _replay(parser: Parser) -> None:
+    parser.add_argument("run", type=local_path, metavar="RUN", help="a run directory")
+    parser.add_argument(
+        "--steps",
+        type=step_range,
+        required=True,
+        metavar="FIRST:LAST",
+        help="the steps to compute again",
+    )
+    parser.add_argument(
+        "--recipe",
+        metavar="RECIPE",
+        help="recipe of the run, with its recorded arguments; the file is executed",
+    )
+
+
 def _sweep(parser: Parser) -> None:
     parser.add_argument(
         "--out",
@@ -637,6 +664,18 @@ COMMANDS = (
         add_plot_option,
         "shardwise.cli.explain",
         takes_recipe=True,
+    ),
+    Command(
+        "replay",
+        "RUN --steps FIRST:LAST --recipe RECIPE",
+        "compute steps of a run again, and compare them with what it recorded",
+        _replay,
+        "shardwise.cli.replay",
+        notes="""\
+Starts from the newest checkpoint before the first step, or from the initial state. On the same
+devices, versions and mesh, losses, gradient norms and digests of the state must be equal bit for
+bit; elsewhere within a tolerance. Arguments of the recipe may follow, for example --mesh.
+Exit code 0 if all steps agree, 5 if one differs.""",
     ),
     Command(
         "launch",

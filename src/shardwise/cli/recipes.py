@@ -47,6 +47,13 @@ def split_recipe(
     return args[0], options, rest
 
 
+def recorded_recipe(about: Json) -> str:
+    """Return the recipe that a run recorded, for a message. It is not opened."""
+    recipe = about.get("recipe")
+    is_safe = isinstance(recipe, str) and recipe.isprintable() and len(recipe) < 200
+    return str(recipe) if is_safe else "FILE.py"
+
+
 def load_run(
     name: str,
     target: str,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from shardwise.cli.options import command_parser
+from shardwise.cli.recipes import recorded_recipe
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
 from shardwise.text import Json
 
@@ -146,9 +147,10 @@ def _source_of_files(
         else:
             config = config_from_hf(read_json(_folder(place) / "config.json"))
     except ValueError as error:
+        recipe = recorded_recipe(saved.metadata if saved is not None else {})
         raise CheckpointError(
             f"{path} cannot be sampled as it is: {error}. Name the recipe of the run, which is then"
-            f" executed: --recipe {_recorded_recipe(saved)} [its arguments]."
+            f" executed: --recipe {recipe} [its arguments]."
         ) from error
     has_param_dtype = any(
         field.name == "param_dtype" for field in dataclasses.fields(config)
@@ -186,13 +188,6 @@ def _source_of_recipe(
     return ModelSource(
         path, run.model, tokenizer, is_published, rules=run.rules, window=window
     )
-
-
-def _recorded_recipe(saved: "SavedStep | None") -> str:
-    """Return the recipe that a run recorded, for a message. It is not opened."""
-    recipe = saved.metadata.get("recipe") if saved is not None else None
-    is_safe = isinstance(recipe, str) and recipe.isprintable() and len(recipe) < 200
-    return str(recipe) if is_safe else "FILE.py"
 
 
 def _find_tokenizer(

@@ -135,6 +135,8 @@ def _train(
         trackers=(*run.trackers, *trackers),
         profile=shared.profile or run.profile,
         strict=shared.strict or run.strict,
+        audit_every=shared.audit_every or run.audit_every,
+        deterministic=run.deterministic and not shared.no_deterministic,
     )
     result = fit(
         run,

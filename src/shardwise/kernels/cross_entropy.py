@@ -267,8 +267,11 @@ def _exponentials(features: Array, table: Array, labels: Array) -> tuple[Array, 
         exponentials = jnp.exp(jnp.minimum(exponents, hopper.MAX_EXPONENT))
         exponentials, total = exponentials.astype(features.dtype), exponentials.sum(1)
     token = jnp.arange(len(labels))
+    # Without the promises, XLA would sort the indices in a deterministic step.
     gradient = exponentials.at[token, labels].set(
-        (1 - total).astype(exponentials.dtype)
+        (1 - total).astype(exponentials.dtype),
+        indices_are_sorted=True,
+        unique_indices=True,
     )
     return gradient, total
 

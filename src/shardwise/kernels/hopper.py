@@ -136,7 +136,11 @@ def cross_entropy(logits: Array, labels: Array) -> tuple[Array, Array]:
     # At the label, the kernel has left the probability p = exp(-nats). The gradient is p - 1.
     tokens = jnp.arange(num_tokens)
     label_gradient = jnp.expm1(-nats).astype(gradient.dtype)
-    return gradient.at[tokens, labels].set(label_gradient), nats
+    # Without the promises, XLA would sort the indices in a deterministic step.
+    gradient = gradient.at[tokens, labels].set(
+        label_gradient, indices_are_sorted=True, unique_indices=True
+    )
+    return gradient, nats
 
 
 def _cross_entropy_kernel(

@@ -98,7 +98,7 @@ def plan_run(
     prepared = prepare(run)
     start = time.perf_counter()
     traced = prepared.step.trace()
-    lowered = traced.lower()
+    lowered = prepared.step.lower(traced)
     file = None
     if folder is not None:
         file = folder / f"{_digest(lowered, target, _known_fields(run, prepared))}.json"
@@ -136,7 +136,7 @@ def compile_run(run: Run, prepared: Prepared) -> tuple[Plan, Prepared]:
     start = time.perf_counter()
     traced = prepared.step.trace()
     kernels = count_kernels(traced.jaxpr.jaxpr)
-    lowered = traced.lower()
+    lowered = prepared.step.lower(traced)
     try:
         step = prepared.step.compile(lowered)
     except jax.errors.JaxRuntimeError as error:

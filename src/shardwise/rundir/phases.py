@@ -32,6 +32,7 @@ class Phase(StrEnum):
     SAMPLING = "sampling"
     PROFILING = "profiling"
     INSPECTING = "inspecting step"
+    AUDITING = "auditing step"
     # At the end.
     SAVING_LAST = "saving the last step"
     FINISHING = "finishing"

@@ -41,6 +41,7 @@ class TimeKind(StrEnum):
     DATA = "data"
     EVALUATION = "evaluation"
     SAVING = "saving"
+    AUDITS = "audits"
     UNKNOWN = "not told apart"
     DOWN = "down"
 
@@ -59,6 +60,7 @@ KINDS = {
     TimeKind.DATA: "steps waiting for their batch",
     TimeKind.EVALUATION: "on validation data",
     TimeKind.SAVING: "checkpoints, as far as the steps waited for them",
+    TimeKind.AUDITS: "second computations of steps, to find faulty devices",
     TimeKind.UNKNOWN: (
         "up to the last sign of life; includes evaluation and saving if phases.jsonl is missing"
     ),
@@ -334,6 +336,8 @@ def _seconds(records: _StartRecords) -> dict[TimeKind, float]:
     phases = records.phases.seconds
     seconds[TimeKind.EVALUATION] = phases.get("evaluate", 0.0)
     seconds[TimeKind.SAVING] = phases.get("save", 0.0)
+    if "audit" in phases:
+        seconds[TimeKind.AUDITS] = phases["audit"]
     seconds[TimeKind.DATA] = max(waited, phases.get("data", 0.0))
     compiled = phases.get("compile", 0.0)
     compiling = seconds.setdefault(TimeKind.COMPILING, compiled)

@@ -41,6 +41,13 @@ from shardwise.state import StateSpec, TrainState
 from shardwise.step.access import access_hooks
 from shardwise.step.accumulate import accumulated
 from shardwise.step.checks import MicroBatches, check_accumulate, train_layout
+from shardwise.step.deterministic import (
+    OPTIONS,
+    DeterministicJit,
+    deterministic_jit,
+    force_attention,
+    sum_rows_in_order,
+)
 from shardwise.tracing.assertions import (
     NOT_FUNCTIONALIZED,
     Failure,
@@ -114,16 +121,22 @@ class TrainStep:
 
     def trace(self) -> jax.stages.Traced:
         """Trace the step for its abstract state and batch; not available after `compile`."""
-        jitted = cast(jax.stages.Wrapped, self.function)
+        jitted = cast(jax.stages.Wrapped | DeterministicJit, self.function)
         with _clear_errors():
             return jitted.trace(self.spec.abstract, self.batch)
 
-    def lower(self) -> jax.stages.Lowered:
-        """Trace and lower the step; not available after `compile`."""
-        traced = self.trace()
+    def lower(self, traced: jax.stages.Traced | None = None) -> jax.stages.Lowered:
+        """Trace and lower the step; not available after `compile`.
+
+        Args:
+            traced: the result of `trace`, if the caller has it already.
+        """
+        if traced is None:
+            traced = self.trace()
         with _clear_errors():
             lowered: jax.stages.Lowered = traced.lower()
-        return lowered
+        is_forced = isinstance(self.function, DeterministicJit)
+        return force_attention(lowered) if is_forced else lowered
 
     def compile(self, lowered: jax.stages.Lowered | None = None) -> "TrainStep":
         """Compile the step ahead of time.
@@ -161,6 +174,7 @@ class _StepFunctions:
         checked: parameters whose updates are checked for non-finite values; None for all.
         is_separate: whether each micro-batch counts as a complete batch, see `Run.micro_batches`.
         has_checks: whether the model or the loss has value assertions.
+        is_deterministic: whether the sums of a GPU have a fixed order.
     """
 
     spec: StateSpec
@@ -175,6 +189,7 @@ class _StepFunctions:
     checked: tuple[str, ...] | None
     is_separate: bool
     has_checks: bool
+    is_deterministic: bool
 
     def objective(
         self,
@@ -234,7 +249,8 @@ class _StepFunctions:
         is_part = self.accumulate > 1 and not self.is_separate
         objective = partial(self.objective, is_part=is_part)
         checked = failure_as_aux(objective, self.has_checks)
-        gradient = sums_in_float32(jax.grad(checked, has_aux=True))
+        own_sum = sum_rows_in_order if self.is_deterministic else None
+        gradient = sums_in_float32(jax.grad(checked, has_aux=True), own_sum)
         compute = gradient
         if self.accumulate > 1:
             compute = accumulated(
@@ -327,11 +343,14 @@ COMPILER_OPTIONS: dict[str, dict[str, bool | str]] = {
 }
 
 
-def compiler_options(platform: str, traced: TracedLoss) -> dict[str, bool | str] | None:
-    """Return the entry of `COMPILER_OPTIONS` for a step with this loss, or None."""
+def compiler_options(
+    platform: str, traced: TracedLoss, deterministic: bool = False
+) -> dict[str, bool | str] | None:
+    """Return the XLA options for a step with this loss, or None."""
     if platform == "cpu" and not traced.has_barrier:
         return None
-    return COMPILER_OPTIONS.get(platform)
+    options = COMPILER_OPTIONS.get(platform)
+    return {**options, **OPTIONS} if options and deterministic else options
 
 
 def make_train_step(
@@ -344,6 +363,7 @@ def make_train_step(
     micro_batches: MicroBatches = "exact",
     compute_dtype: DTypeLike | None = None,
     norms: bool = False,
+    deterministic: bool = True,
 ) -> TrainStep:
     """Build the training step. The loss is traced and checked; nothing is compiled.
 
@@ -362,6 +382,7 @@ def make_train_step(
             `precision.compute_in`. Batch, parameters and optimizer state keep their own dtypes.
         norms: add `update_norm` and `param_norm` to the metrics, and all norms for each parameter
             group of the optimizer. A step of GPT-2 124M takes 1 % longer.
+        deterministic: compute the same bits every time on a GPU too, see `step.deterministic`.
 
     Raises:
         ConfigError: if the loss fails, or if the batch size does not fit the mesh and cannot be
@@ -377,6 +398,9 @@ def make_train_step(
     sums: tuple[str, ...] = ()
     if accumulate > 1:
         traced, sums = check_accumulate(spec, loss, traced, accumulate, micro_batches)
+    platform = spec.mesh.devices.flat[0].platform
+    # CPUs and TPUs are deterministic anyway.
+    is_deterministic = deterministic and platform == "gpu"
     functions = _StepFunctions(
         spec=spec,
         loss=loss,
@@ -389,6 +413,7 @@ def make_train_step(
         sums=sums,
         is_separate=micro_batches == "separate",
         has_checks=traced.has_checks,
+        is_deterministic=is_deterministic,
         checked=representative_leaves(
             spec.optimizer, spec.abstract.params, spec.abstract.opt_state
         ),
@@ -396,25 +421,25 @@ def make_train_step(
     stored = spec.shardings
     replicated = spec.sharding(PartitionSpec())
     halves = (stored.params, replicated, stored.other)
-    platform = spec.mesh.devices.flat[0].platform
-    of_batch = layout.shardings(batch)
+    make_jit: Callable[..., Callable[..., PyTree]] = (
+        deterministic_jit if is_deterministic else jax.jit
+    )
+    jit = partial(
+        make_jit,
+        in_shardings=(stored, layout.shardings(batch)),
+        compiler_options=compiler_options(platform, traced, is_deterministic),
+    )
     return TrainStep(
-        function=jax.jit(
+        function=jit(
             functions.step,
             donate_argnums=0,
-            in_shardings=(stored, of_batch),
             out_shardings=(stored, replicated, replicated),
-            compiler_options=compiler_options(platform, traced),
         ),
         layout=layout,
         spec=spec,
         batch=layout.abstract(batch),
         gradients=_raising(
-            jax.jit(
-                functions.gradients,
-                in_shardings=(stored, of_batch),
-                out_shardings=(halves, replicated),
-            )
+            jit(functions.gradients, out_shardings=(halves, replicated))
         ),
         update=jax.jit(
             functions.update,

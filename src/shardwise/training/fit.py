@@ -37,6 +37,7 @@ from shardwise.state import StateSpec, TrainState
 from shardwise.text import Json
 from shardwise.trackers.base import TrackedRun, Tracking
 from shardwise.training import starting
+from shardwise.training.audit import Auditor, check_auditable
 from shardwise.training.bad_steps import BadSteps
 from shardwise.training.log import RunLog
 from shardwise.training.profile import Profile
@@ -130,6 +131,7 @@ def fit(
             console = Console(stderr=True)
         watch.phase(Phase.PREPARING)
         prepared = prepare(run)
+        check_auditable(run, prepared.spec)
         if isinstance(prepared.batches, Stream):
             stack.callback(prepared.batches.close)
         headline(console, prepared)
@@ -187,6 +189,7 @@ def _open_session(
     if start >= until:
         _print(console, _nothing_to_do(run, start, stop_reason))
     prepared, batches = _own_batches(run, prepared)
+    log = RunLog(run, prepared, start, plan, group, watch.start, saver.began)
     check = DataCheck(group.within("data"), prepared.step.layout, start)
     return Session(
         run=run,
@@ -210,7 +213,7 @@ def _open_session(
             processes=run.data_processes,
             position=position,
         ),
-        log=RunLog(run, prepared, start, plan, group, watch.start, saver.began),
+        log=log,
         saver=saver,
         sampler=Sampler(run, prepared.spec, group, console),
         profiler=Profile(
@@ -220,6 +223,7 @@ def _open_session(
             partial(_print, console),
         ),
         bad_steps=BadSteps(run, prepared, batches, group, console),
+        auditor=Auditor(run, prepared, group, console, log, start),
         evaluations=evaluations,
         stop_reason=stop_reason,
     )
@@ -372,11 +376,14 @@ def _train(session: Session, show: Show) -> None:
     session.evaluate_if_owed()
     until = session.begin_steps()
     step = session.profiler.annotate(session.prepared.step)
+    step = session.auditor.audited(step)
     for n, state, metrics in steps(step, session.state, session.feed, until=until):
         # Step n is running now. Signals no longer end the process at once.
         session.advance(n, state, metrics)
         # Wait for step n - 1, write its record, and stop if its numbers are bad.
         session.record(n)
+        # Wait for step n, and compare its bits with those of a second computation.
+        session.audit(n)
         # Wait for step n, and compute the validation metrics.
         session.evaluate(n)
         # Copy the state. The files are written in the background.

@@ -9,16 +9,21 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+
 from shardwise.cluster.group import ProcessGroup
 from shardwise.errors import NumericsError
 from shardwise.metrics import MetricsLog
 from shardwise.plan.plan import Plan
 from shardwise.run import Prepared, Run
 from shardwise.step import Metrics
+from shardwise.step.digests import as_text, combine
 from shardwise.text import Json
 from shardwise.trackers.base import Tracking
 from shardwise.training.due import is_evaluation_due
 
+# The name of the digests of the state among the metrics of a step, see `step.digests`.
+DIGESTS = "digests"
 # Names of laps of the clock in phases.jsonl, where they differ.
 PHASE_NAMES = {"eval": "evaluate", "sample": "evaluate", "inspect": "looking"}
 # Names that every line of phases.jsonl has.
@@ -94,8 +99,11 @@ class RunLog:
         self._phases = phases
         self._began = began or round(time.time(), 3)
         self._samples: MetricsLog | None = None
+        self._digests: MetricsLog | None = None
         if run.out is not None and self.group.is_first:
             self.metrics = MetricsLog(run.out / "metrics.jsonl", start)
+            if run.digest_every:
+                self._digests = MetricsLog(run.out / "digests.jsonl", start)
             if run.sample is not None:
                 self._samples = MetricsLog(run.out / "samples.jsonl", start)
         self._sampled_steps: set[int] = set()
@@ -117,7 +125,7 @@ class RunLog:
     def __exit__(self, *_: object) -> None:
         """Write where the time went, and close the files, however the run ends."""
         self.write_phases()
-        for log in (self.metrics, self._samples):
+        for log in (self.metrics, self._samples, self._digests):
             if log is not None:
                 log.close()
 
@@ -158,7 +166,9 @@ class RunLog:
         n, metrics, waited = self._pending
         self._pending = None
         # Reading a value waits for the devices.
-        values: Json = {name: value.item() for name, value in metrics.items()}
+        values: Json = {
+            name: value.item() for name, value in metrics.items() if name != DIGESTS
+        }
         is_finite = values.pop("finite")
         weight = values.pop("weight")
         is_skipped = not is_finite or bool(values.pop("skipped", False))
@@ -177,6 +187,8 @@ class RunLog:
             self.last["mfu"] = self.prepared.flops / seconds / self.prepared.peak_flops
         if is_skipped:
             self.last["skipped"] = True
+        if DIGESTS in metrics:
+            self._add_digests(n, np.asarray(metrics[DIGESTS]))
         self._write(self.last)
         if is_skipped:
             self.on_bad_step(n, "loss spike" if is_finite else "non-finite", values)
@@ -186,6 +198,13 @@ class RunLog:
         self._skips = self._skips + 1 if is_skipped else 0
         self._check_numerics(n, is_finite, values)
         return True
+
+    def _add_digests(self, n: int, digests: np.ndarray) -> None:
+        """Add the digest of the state to the record of step `n`; write those of its arrays."""
+        self.last["digest"] = combine(digests)
+        if self._digests is not None:
+            with suppress(OSError):
+                self._digests.write({"step": n, "arrays": as_text(digests)})
 
     def _lap(self, n: int) -> float:
         """Return the seconds of step `n`, which has just ended."""

@@ -21,10 +21,12 @@ from shardwise.run import Prepared, Run
 from shardwise.rundir.phases import Phase
 from shardwise.state import TrainState
 from shardwise.step import Batch, Metrics
+from shardwise.step.digests import tree_digests
 from shardwise.text import Json
+from shardwise.training.audit import Auditor
 from shardwise.training.bad_steps import BadSteps
-from shardwise.training.due import is_evaluation_due
-from shardwise.training.log import RunLog
+from shardwise.training.due import is_due, is_evaluation_due
+from shardwise.training.log import DIGESTS, RunLog
 from shardwise.training.profile import Profile
 from shardwise.training.progress import Show
 from shardwise.training.sampler import Sampler
@@ -55,6 +57,7 @@ class Session:
         sampler: samples text.
         profiler: traces a range of steps.
         bad_steps: inspects steps whose update was not applied.
+        auditor: compares two computations of the same step.
         evaluations: `(step, value)` of the metric that early stopping depends on.
         stop_reason: why the run stops early, or None.
         has_evaluated: whether this start has completed an evaluation.
@@ -77,6 +80,7 @@ class Session:
     sampler: Sampler
     profiler: Profile
     bad_steps: BadSteps
+    auditor: Auditor
     evaluations: list[tuple[int, float]]
     stop_reason: str | None
     has_evaluated: bool = False
@@ -123,6 +127,9 @@ class Session:
         """Take the results of step `n`, which the devices are still computing."""
         self.state = state
         self.metrics = metrics
+        if self.run.digest_every and is_due(n, self.run.digest_every, self.run.steps):
+            # Computed before the next step, which takes over the arrays of the state.
+            self.metrics = {**metrics, DIGESTS: tree_digests(state)}
         # From here on there are updates to lose: a signal waits for the end of the step.
         self.watch.stop.at_once = False
         self._tick(n)
@@ -130,6 +137,14 @@ class Session:
     def record(self, n: int) -> None:
         """Write the record of the step before `n`, which ends meanwhile."""
         self.log.record(n, self.metrics, self.feed.waited)
+
+    def audit(self, n: int) -> None:
+        """Compare the bits of two computations of this step, if due."""
+        if not self.auditor.is_due(n):
+            return
+        self._enter(Phase.AUDITING.at(n))
+        self.auditor.after(self.state)
+        self._tick(n)
 
     def evaluate(self, n: int) -> None:
         """Evaluate on the validation data, if due."""

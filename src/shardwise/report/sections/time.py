@@ -45,6 +45,7 @@ COLORS = {
     TimeKind.DATA: "t0",
     TimeKind.EVALUATION: "t1",
     TimeKind.SAVING: "t2",
+    TimeKind.AUDITS: "t3",
     TimeKind.UNKNOWN: "rest",
     TimeKind.DOWN: "gone",
 }
