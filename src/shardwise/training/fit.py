@@ -27,7 +27,13 @@ from shardwise.data.contract import (
 )
 from shardwise.data.evaluation import Once
 from shardwise.data.reuse import owned
-from shardwise.errors import DataError, NumericsError, ShardwiseError, Stopped
+from shardwise.errors import (
+    CorruptionError,
+    DataError,
+    NumericsError,
+    ShardwiseError,
+    Stopped,
+)
 from shardwise.loop import steps
 from shardwise.plan.compile import check_fits, compile_run
 from shardwise.plan.plan import Plan
@@ -361,7 +367,9 @@ def _train_and_save(session: Session) -> None:
             session.log.finish()
             session.is_stopped = True
         except NumericsError as error:
-            raise NumericsError(f"{error}{session.saver.describe_newest()}") from error
+            is_corrupt = isinstance(error, CorruptionError)
+            kind = CorruptionError if is_corrupt else NumericsError
+            raise kind(f"{error}{session.saver.describe_newest()}") from error
         finally:
             session.profiler.end()
         session.watch.phase(Phase.SAVING_LAST)
