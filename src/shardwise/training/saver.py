@@ -4,6 +4,7 @@ import json
 import math
 import time
 from contextlib import suppress
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from shardwise.checkpoint.store import Checkpoints
 from shardwise.cluster.watch import Watch
 from shardwise.console import warn
 from shardwise.errors import CheckpointError
+from shardwise.files.lines import LineFile
 from shardwise.metrics import read_metrics
 from shardwise.run import Run
 from shardwise.state import TrainState
@@ -85,8 +87,13 @@ class Saver:
         ]
 
     def _check_repeated_starts(self, directory: Path, start: int) -> None:
-        """Save after the next step if the run never gets as far as a checkpoint."""
-        if _count_starts(directory, start, self.began) < 2:
+        """Add this start to `starts.jsonl`; save soon if the run never reaches a checkpoint."""
+        log = LineFile(directory / "starts.jsonl", partial(warn, self.console))
+        earlier = read_metrics(directory / "starts.jsonl")
+        log.write(json.dumps({"step": start, "time": self.began}))
+        log.close()
+        same = takewhile(lambda record: record["step"] == start, reversed(earlier))
+        if len(list(same)) < 2:
             return
         self._retry_at = start + 1
         warn(
@@ -206,9 +213,9 @@ class Saver:
                     ) from error
                 warn(self.console, f"{error}; trying again")
                 time.sleep(FINAL_PAUSE)
-        if problems := self.checkpoints.verify(n):
+        if problems := self.checkpoints.verify(n, state):
             raise CheckpointError(
-                "the last checkpoint differs from what was written:\n"
+                "the last checkpoint is not what was written, or cannot be read back:\n"
                 + "\n".join(problems)
             )
 
@@ -258,13 +265,3 @@ def _identity(directory: Path | None) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return found.st_dev, found.st_ino
-
-
-def _count_starts(directory: Path, step: int, now: float) -> int:
-    """Return how many starts in succession were from `step`; add this one to `starts.jsonl`."""
-    path = directory / "starts.jsonl"
-    earlier = read_metrics(path) if path.exists() else []
-    with path.open("a") as file:
-        file.write(json.dumps({"step": step, "time": now}) + "\n")
-    same = takewhile(lambda start: start["step"] == step, reversed(earlier))
-    return len(list(same))
