@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -324,6 +325,16 @@ def test_mistakes_are_told_in_a_line(sample, args, code, words):
     assert found[0] == code
     assert words in found[2]
     assert "Traceback" not in found[2]
+
+
+def test_more_layers_than_the_weights_hold_are_refused(sample, folder):
+    shutil.copytree(folder / "hub", folder / "deep")
+    config = json.loads((folder / "deep" / "config.json").read_text())
+    deep = json.dumps({**config, "n_layer": 10**9})
+    (folder / "deep" / "config.json").write_text(deep)
+    code, _, said, _ = sample("deep", "--prompt", "a")
+    assert code == 4
+    assert "config.json describes 1,000,000,000 layers, but the weights" in said
 
 
 def test_help_does_not_wait_for_jax_and_the_real_command_ends_with_its_reader(folder):

@@ -145,6 +145,7 @@ def _source_of_files(
             config = config_of(merged_step(saved))
         else:
             config = config_from_hf(read_json(_folder(place) / "config.json"))
+            _check_layers(config.num_layers, place)
     except ValueError as error:
         raise CheckpointError(
             f"{path} cannot be sampled as it is: {error}. Name the recipe of the run, which is then"
@@ -162,6 +163,19 @@ def _source_of_files(
     return ModelSource(
         path, factory, tokenizer, saved is None, vocab_size=config.vocab_size
     )
+
+
+def _check_layers(num_layers: int, place: Path) -> None:
+    """Refuse more layers than the weights can hold, before a model is built of them."""
+    from shardwise.weights.hub import open_weights, weights_in
+
+    num_tensors = len(open_weights(weights_in(place)))
+    if num_layers > num_tensors:
+        raise CheckpointError(
+            f"{_folder(place) / 'config.json'} describes {num_layers:,} layers, but the weights "
+            f"next to it have {num_tensors:,} tensors, and each layer has several. Correct it, or "
+            "download the model again."
+        )
 
 
 def _source_of_recipe(
