@@ -137,9 +137,9 @@ def make_run(recipe: Recipe, arguments: Json) -> "Run":
     """Call a recipe with keyword arguments and return its run.
 
     Raises:
-        ConfigError: if the recipe raises, or does not return a `Run`.
+        ConfigError: if the recipe raises, does not return a `Run`, or sets a number out of range.
     """
-    from shardwise.run import Run
+    from shardwise.run import Run, check_numbers
 
     try:
         run = recipe(**arguments)
@@ -152,4 +152,5 @@ def make_run(recipe: Recipe, arguments: Json) -> "Run":
         raise ConfigError(
             f"the recipe '{name}' returned a {type(run).__name__}. It must return a shardwise.Run."
         )
+    check_numbers(run)
     return run

@@ -263,7 +263,7 @@ def prepare(run: Run) -> Prepared:
         ConfigError: for invalid configuration.
         DataError: for data that cannot be read.
     """
-    _check_numbers(run)
+    check_numbers(run)
     spec = describe_state(run)
     rates = _sample_rates(run, spec)
     _check_output(run)
@@ -363,7 +363,12 @@ def _first_batch(run: Run, step: TrainStep, example: Batch) -> tuple[Json, ...]:
     return (describe_batch(example, step.layout),)
 
 
-def _check_numbers(run: Run) -> None:
+def check_numbers(run: Run) -> None:
+    """Check the numbers of a run, which `prepare` does too.
+
+    Raises:
+        ConfigError: if a number is out of range.
+    """
     problems = [
         f"{name}={getattr(run, name)}; it must be at least {minimum}."
         for name, minimum in MINIMUM.items()

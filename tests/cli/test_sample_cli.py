@@ -327,14 +327,15 @@ def test_mistakes_are_told_in_a_line(sample, args, code, words):
     assert "Traceback" not in found[2]
 
 
-def test_more_layers_than_the_weights_hold_are_refused(sample, folder):
-    shutil.copytree(folder / "hub", folder / "deep")
-    config = json.loads((folder / "deep" / "config.json").read_text())
-    deep = json.dumps({**config, "n_layer": 10**9})
-    (folder / "deep" / "config.json").write_text(deep)
-    code, _, said, _ = sample("deep", "--prompt", "a")
+@pytest.mark.parametrize("name", ["n_layer", "vocab_size"])
+def test_a_model_that_the_weights_cannot_fill_is_refused(sample, folder, name):
+    shutil.copytree(folder / "hub", folder / name)
+    config = json.loads((folder / name / "config.json").read_text())
+    (folder / name / "config.json").write_text(json.dumps({**config, name: 10**9}))
+    code, _, said, _ = sample(name, "--prompt", "a")
     assert code == 4
-    assert "config.json describes 1,000,000,000 layers, but the weights" in said
+    assert "1,000,000,000" in said
+    assert "16 tensors of at most 256 rows" in said
 
 
 def test_help_does_not_wait_for_jax_and_the_real_command_ends_with_its_reader(folder):

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from shardwise.data.tokenizers import Tokenizer
     from shardwise.module import ModelFactory
     from shardwise.sharding import Rules
+    from shardwise.weights.families.base import ModelConfig
 
 # The exit code of a program that Ctrl-C ended.
 INTERRUPTED = 130
@@ -145,7 +146,7 @@ def _source_of_files(
             config = config_of(merged_step(saved))
         else:
             config = config_from_hf(read_json(_folder(place) / "config.json"))
-            _check_layers(config.num_layers, place)
+            _check_sizes(config, place)
     except ValueError as error:
         raise CheckpointError(
             f"{path} cannot be sampled as it is: {error}. Name the recipe of the run, which is then"
@@ -165,16 +166,21 @@ def _source_of_files(
     )
 
 
-def _check_layers(num_layers: int, place: Path) -> None:
-    """Refuse more layers than the weights can hold, before a model is built of them."""
+def _check_sizes(config: "ModelConfig", place: Path) -> None:
+    """Refuse a model that its weights cannot fill, before it is built.
+
+    Other sizes are compared with the shapes of the tensors when they are loaded.
+    """
     from shardwise.weights.hub import open_weights, weights_in
 
-    num_tensors = len(open_weights(weights_in(place)))
-    if num_layers > num_tensors:
+    tensors = open_weights(weights_in(place)).values()
+    # Each layer has several tensors, and the embedding has one row per token.
+    most_rows = max((tensor.shape[0] for tensor in tensors if tensor.shape), default=0)
+    if config.num_layers > len(tensors) or config.vocab_size > most_rows:
         raise CheckpointError(
-            f"{_folder(place) / 'config.json'} describes {num_layers:,} layers, but the weights "
-            f"next to it have {num_tensors:,} tensors, and each layer has several. Correct it, or "
-            "download the model again."
+            f"{_folder(place) / 'config.json'} describes {config.num_layers:,} layers and "
+            f"{config.vocab_size:,} tokens, but the weights next to it are {len(tensors):,} "
+            f"tensors of at most {most_rows:,} rows. Correct it, or download the model again."
         )
 
 

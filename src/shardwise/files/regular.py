@@ -128,9 +128,11 @@ def file_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "Free some space" if is_full else "Move it away"
         raise CheckpointError(
-            f"{path} cannot be used: {error_reason(error)}. Move it away or make room for it, or "
-            "choose another directory with --out."
+            f"{path} cannot be used: {error_reason(error)}. {remedy}, or choose another directory "
+            "with --out."
         ) from error
 
 

@@ -209,9 +209,9 @@ class Saver:
             except CheckpointError as error:
                 if not tries_left:
                     raise CheckpointError(
-                        f"{error}.\nStep {n} of the run is not saved.{self.describe_newest()}"
+                        f"{_fact(error)}.\nStep {n} of the run is not saved.{self.describe_newest()}"
                     ) from error
-                warn(self.console, f"{error}; trying again")
+                warn(self.console, f"{_fact(error)}; trying again")
                 time.sleep(FINAL_PAUSE)
         if problems := self.checkpoints.verify(n, state):
             raise CheckpointError(
@@ -252,8 +252,13 @@ class Saver:
         self._retry_at = n + 2 ** min(self._failures - 1, MAX_BACKOFF)
         warn(
             self.console,
-            f"{error}. Training continues; the next save is after step {self._retry_at}.",
+            f"{_fact(error)}. Training continues; the next save is after step {self._retry_at}.",
         )
+
+
+def _fact(error: CheckpointError) -> str:
+    """Return a message without its period, to continue the sentence."""
+    return str(error).removesuffix(".")
 
 
 def _identity(directory: Path | None) -> tuple[int, int] | None:
