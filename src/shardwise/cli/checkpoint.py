@@ -21,6 +21,7 @@ from shardwise.checkpoint.reader import (
     best_step,
     directory_bytes,
     find_checkpoints,
+    find_damage,
     find_step,
     in_groups,
     is_step,
@@ -93,8 +94,7 @@ def _describe_step(path: Path, verify: bool) -> Json:
     except CheckpointError as error:
         state = f"damaged: {error}"
     if verify:
-        _use_cpu()
-        problems = verify_step(path)
+        problems = find_damage(path)
         state = f"damaged: {problems[0]}" if problems else "verified"
     numbers = {}
     if isinstance(metrics, dict):

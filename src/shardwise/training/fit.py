@@ -216,16 +216,7 @@ def _open_session(
             processes=run.data_processes,
             position=position,
         ),
-        log=RunLog(
-            run,
-            prepared,
-            start,
-            plan,
-            group,
-            watch.start,
-            saver.began,
-            partial(warn, console),
-        ),
+        log=RunLog(run, prepared, start, plan, group, watch.start, saver.began),
         saver=saver,
         sampler=Sampler(run, prepared.spec, group, console),
         profiler=Profile(

@@ -53,11 +53,11 @@ class RunLog:
         phases: `(phase, time)` of each phase of the start, on the monotonic clock. It is read
             after the first step.
         began: when the start began, in seconds since 1970; by default now.
-        warn: prints a warning, for example that a file cannot be written.
 
     Attributes:
         metrics: the log `metrics.jsonl`, or None if this process writes none.
         tracking: receives all records too, if set.
+        warn: prints a warning, for example that a file cannot be written.
         on_bad_step: called with the step, the reason and the metrics of a step whose update was
             not applied.
         last: the record of the last finished step.
@@ -76,7 +76,6 @@ class RunLog:
         group: ProcessGroup | None = None,
         phases: Sequence[tuple[str, float]] = (),
         began: float = 0.0,
-        warn: Callable[[str], None] = print,
     ):
         self.run = run
         self.prepared = prepared
@@ -84,6 +83,7 @@ class RunLog:
         self.group = group or ProcessGroup()
         self.metrics: MetricsLog | None = None
         self.tracking: Tracking | None = None
+        self.warn: Callable[[str], None] = print
         self.on_bad_step: Callable[[int, str, Json], None] = lambda n, why, values: None
         self.last: Json = {}
         self.clock = Clock(
@@ -100,6 +100,10 @@ class RunLog:
         self._start_lines: LineFile | None = None
         self._phase_lines: LineFile | None = None
         if run.out is not None and self.group.is_first:
+
+            def warn(text: str) -> None:
+                self.warn(text)
+
             self.metrics = MetricsLog(run.out / "metrics.jsonl", start, warn)
             if run.sample is not None:
                 self._samples = MetricsLog(run.out / "samples.jsonl", start, warn)

@@ -209,7 +209,8 @@ class Saver:
             except CheckpointError as error:
                 if not tries_left:
                     raise CheckpointError(
-                        f"{_fact(error)}.\nStep {n} of the run is not saved.{self.describe_newest()}"
+                        f"{_fact(error)}.\nStep {n} of the run is not saved."
+                        f"{self.describe_newest()}"
                     ) from error
                 warn(self.console, f"{_fact(error)}; trying again")
                 time.sleep(FINAL_PAUSE)
