@@ -21,17 +21,16 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from shardwise.text import smoothed
+from shardwise.text import printable, smoothed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
 def warn(console: Console, text: str) -> None:
-    """Print a warning, on one line and without markup."""
-    console.print(
-        f"[bold yellow]warning:[/] {escape(text)}", highlight=False, soft_wrap=True
-    )
+    """Print a warning, on one line and without markup. It may quote a file of a stranger."""
+    shown = escape(printable(text, keep="\n\t"))
+    console.print(f"[bold yellow]warning:[/] {shown}", highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -92,7 +91,8 @@ def plot_losses(metrics: Path, picture: Path) -> None:
     evaluated = [record for record in records if "eval_loss" in record]
     steps = [record["step"] for record in applied]
     losses = [_number(record["loss"]) for record in applied]
-    title = picture.parent.name
+    # Matplotlib takes text between two dollar signs for a formula.
+    title = picture.parent.name.replace("$", r"\$")
     with line_picture(picture, xlabel="step", ylabel="loss", title=title) as axes:
         axes.plot(steps, losses, color="#9db8d9", linewidth=1, label="training")
         label = "training, smoothed"
@@ -114,7 +114,7 @@ def _number(value: object) -> float:
     """Return a number of `metrics.jsonl`, where non-finite ones are texts; NaN for other values."""
     try:
         return float(value) if isinstance(value, int | float | str) else math.nan
-    except ValueError:
+    except (ValueError, OverflowError):
         return math.nan
 
 

@@ -15,6 +15,7 @@ from shardwise.errors import ConfigError
 
 # Threads per virtual CPU device, see `use_cpu_devices`.
 THREADS_PER_DEVICE = 8
+MAX_CPU_DEVICES = 4096
 
 
 def parse_mesh(text: str, num_devices: int) -> dict[str, int]:
@@ -205,8 +206,10 @@ def use_cpu_devices(count: int) -> None:
         >>> use_cpu_devices(8)
         >>> mesh = make_mesh("data=4,model=2")
     """
-    if count < 1:
-        raise ConfigError(f"cannot create {count} CPU devices. Use at least 1.")
+    if not 1 <= count <= MAX_CPU_DEVICES:
+        raise ConfigError(
+            f"cannot create {count} CPU devices. Use at least 1 and at most {MAX_CPU_DEVICES}."
+        )
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
     if count > 1:

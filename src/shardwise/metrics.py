@@ -2,8 +2,8 @@
 
 import json
 import math
-import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -14,6 +14,9 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from shardwise.errors import ConfigError
+from shardwise.files.durable import write_atomically
+from shardwise.files.lines import LineFile
+from shardwise.files.regular import file_errors, read_regular
 from shardwise.text import Json
 
 Mask: TypeAlias = jax.Array | np.ndarray
@@ -118,6 +121,10 @@ def _masked_sum(x: ArrayLike, mask: Mask | None) -> jax.Array:
     return x.sum()
 
 
+def _print_warning(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr)
+
+
 class MetricsLog:
     """A file of JSON objects, one per line, each with a "step": `metrics.jsonl` and its like.
 
@@ -128,28 +135,40 @@ class MetricsLog:
         kept: the records that were kept.
     """
 
-    def __init__(self, path: Path, step: int = 0):
+    def __init__(
+        self,
+        path: Path,
+        step: int = 0,
+        warn: Callable[[str], None] = _print_warning,
+    ):
         """Open the log for appending.
 
         Args:
             path: the file; it is created if missing.
             step: the step at which the run resumes; 0 starts an empty log.
+            warn: prints a warning if a record cannot be written.
+
+        Raises:
+            CheckpointError: if the file cannot be read or written.
         """
-        records = read_metrics(path) if path.exists() else []
+        records = read_metrics(path)
         self.seen = max((record["step"] for record in records), default=0)
         self.kept = [record for record in records if record["step"] <= step]
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text("".join(json.dumps(record) + "\n" for record in self.kept))
-        os.replace(temporary, path)
-        self._file = path.open("a", buffering=1)
+        with file_errors(path):
+            lines = [json.dumps(record) + "\n" for record in self.kept]
+            write_atomically(path, "".join(lines))
+        self._file = LineFile(path, warn)
 
     def write(self, record: Mapping[str, object]) -> None:
-        """Append a record. Non-finite floats are written as strings, because JSON has none."""
+        """Append a record. Non-finite floats are written as strings, because JSON has none.
+
+        A record that cannot be written is kept, and written with a later one, see `LineFile`.
+        """
         line = {name: _json_safe(value) for name, value in record.items()}
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(json.dumps(line))
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file. Report records that could not be written."""
         self._file.close()
 
 
@@ -159,19 +178,32 @@ def _json_safe(value: object) -> object:
 
 
 def read_metrics(path: Path) -> list[Json]:
-    """Return the records of a log.
+    """Return the records of a log; there are none if the file does not exist.
 
     Lines that are not records are skipped, for example a last line that a crash cut short.
+
+    Raises:
+        CheckpointError: if the file cannot be read.
     """
     records = []
-    for line in path.read_text(errors="replace").splitlines():
+    with file_errors(path):
+        try:
+            content = read_regular(path)
+        except FileNotFoundError:
+            return []
+    for line in content.decode(errors="replace").splitlines():
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
+        if isinstance(record, dict) and _is_step(record.get("step")):
             records.append(record)
     return records
+
+
+def _is_step(value: object) -> bool:
+    # A bool is an int for `isinstance`. Larger numbers are not exact as floats.
+    return type(value) is int and 0 <= value < 2**53
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from shardwise.errors import ConfigError, ShardwiseError, where
+from shardwise.files.regular import error_reason
 from shardwise.text import Json, did_you_mean
 
 if TYPE_CHECKING:
@@ -40,12 +41,41 @@ def find_recipe(target: str) -> tuple[Path, str]:
     return path, function or DEFAULT_FUNCTION
 
 
+def read_source(path: Path) -> str:
+    """Return the text of a Python file: UTF-8, or as its first lines declare (PEP 263).
+
+    Raises:
+        ConfigError: if the file cannot be read, or is not in this encoding.
+    """
+    try:
+        content = path.read_bytes()
+        try:
+            return importlib.util.decode_source(content)
+        except SyntaxError as error:
+            # Also raised for a wrong byte in the first two lines, which this finds.
+            content.decode()
+            raise ConfigError(f"recipe '{path}' cannot be read: {error}.") from None
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise ConfigError(
+            f"recipe '{path}' is not valid {error.encoding}: byte 0x{content[error.start]:02x} in "
+            f"line {line} (offset {error.start}). Save it as UTF-8, or declare its encoding in the "
+            "first line, such as `# -*- coding: latin-1 -*-`."
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"recipe '{path}' cannot be read: {error_reason(error)}."
+        ) from error
+
+
 def load_recipe(path: Path, function: str) -> Recipe:
     """Import the file as `python file.py` would, and return its function.
 
     Raises:
         ConfigError: if the file cannot be imported, or has no such function.
     """
+    # Python's own message names neither the byte nor its place in the file.
+    read_source(path)
     spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
     if spec is None or spec.loader is None:
         raise ConfigError(f"recipe '{path}' is not a Python file.")
@@ -107,9 +137,9 @@ def make_run(recipe: Recipe, arguments: Json) -> "Run":
     """Call a recipe with keyword arguments and return its run.
 
     Raises:
-        ConfigError: if the recipe raises, or does not return a `Run`.
+        ConfigError: if the recipe raises, does not return a `Run`, or sets a number out of range.
     """
-    from shardwise.run import Run
+    from shardwise.run import Run, check_numbers
 
     try:
         run = recipe(**arguments)
@@ -122,4 +152,5 @@ def make_run(recipe: Recipe, arguments: Json) -> "Run":
         raise ConfigError(
             f"the recipe '{name}' returned a {type(run).__name__}. It must return a shardwise.Run."
         )
+    check_numbers(run)
     return run

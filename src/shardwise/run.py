@@ -33,7 +33,7 @@ from shardwise.data.evaluation import EvaluationData, Once, as_evaluation
 from shardwise.data.grain import MapBatches, is_dataset, makes_batches
 from shardwise.data.layout import as_arrays, check_integers, num_rows, scalar_leaves
 from shardwise.errors import ConfigError, DataError, ShardwiseError, where
-from shardwise.files.paths import local_path
+from shardwise.files.paths import run_path
 from shardwise.findings import Finding
 from shardwise.hardware import find_chip
 from shardwise.mesh import mesh_text
@@ -68,6 +68,8 @@ MINIMUM = {
     "data_threads": 1,
     "data_processes": 0,
 }
+# The largest valid value: a state counts its steps in int32.
+LARGEST = 2**31 - 1
 # Packages whose versions a checkpoint records.
 PACKAGES = (
     "shardwise",
@@ -223,7 +225,7 @@ class Run:
     def __post_init__(self) -> None:
         # Many people pass a string.
         if self.out is not None:
-            object.__setattr__(self, "out", local_path(self.out))
+            object.__setattr__(self, "out", run_path(self.out))
 
 
 @dataclass(frozen=True)
@@ -275,7 +277,7 @@ def prepare(run: Run) -> Prepared:
         ConfigError: for invalid configuration.
         DataError: for data that cannot be read.
     """
-    _check_numbers(run)
+    check_numbers(run)
     spec = describe_state(run)
     rates = _sample_rates(run, spec)
     _check_output(run)
@@ -376,12 +378,24 @@ def _first_batch(run: Run, step: TrainStep, example: Batch) -> tuple[Json, ...]:
     return (describe_batch(example, step.layout),)
 
 
-def _check_numbers(run: Run) -> None:
+def check_numbers(run: Run) -> None:
+    """Check the numbers of a run, which `prepare` does too.
+
+    Raises:
+        ConfigError: if a number is out of range.
+    """
     problems = [
         f"{name}={getattr(run, name)}; it must be at least {minimum}."
         for name, minimum in MINIMUM.items()
-        if getattr(run, name) < minimum
+        if not getattr(run, name) >= minimum
     ]
+    problems += [
+        f"{name}={getattr(run, name)}; it must be at most {LARGEST:,}."
+        for name in MINIMUM
+        if getattr(run, name) > LARGEST
+    ]
+    if not -(2**63) <= run.seed < 2**63:
+        problems.append(f"seed={run.seed}; it must be an integer of 64 bits.")
     if run.data_scope not in SCOPES:
         problems.append(
             f"data_scope={run.data_scope!r}; it must be {' or '.join(map(repr, SCOPES))}."

@@ -12,7 +12,7 @@ import sys
 import threading
 from pathlib import Path
 
-from shardwise.files.cache import cache_folder
+from shardwise.files.cache import cache_folder, make_private
 
 # The compilation cache is pruned to this many bytes; entries that were not used for longest go
 # first.
@@ -203,7 +203,11 @@ def use_compilation_cache() -> str | None:
     if folder is None:
         return "there is no home directory to keep compiled programs in"
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(folder)
+        # Earlier releases created it with the permissions that the umask left. Who can write to it
+        # can replace the folder.
+        if folder.parent.stat().st_uid == os.getuid():
+            folder.parent.chmod(0o700)
         status = folder.stat()
         others_may_write = stat.S_IMODE(status.st_mode) & (stat.S_IWGRP | stat.S_IWOTH)
         if status.st_uid != os.getuid() or others_may_write:

@@ -169,6 +169,25 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
+def printable(text: str, keep: str = "") -> str:
+    """Return a text without characters that a terminal would interpret as commands.
+
+    Texts from files may be a stranger's.
+
+    Args:
+        text: any text.
+        keep: characters to keep, such as line breaks.
+
+    Example:
+        >>> printable("a\\x1b[2Jb")
+        'a\N{REPLACEMENT CHARACTER}[2Jb'
+    """
+    return "".join(
+        character if character.isprintable() or character in keep else "\ufffd"
+        for character in text
+    )
+
+
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
     """Return `" Did you mean 'x'?"` for the valid name closest to `name`; "" if none is close."""
     close = difflib.get_close_matches(name, sorted(valid), n=1, cutoff=0.5)

@@ -1,6 +1,7 @@
 """The real command: what it does, what it says to mistakes, and how it exits."""
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -68,6 +69,9 @@ def other() -> int:
 def folder(tmp_path):
     (tmp_path / "tiny.py").write_text(RECIPE)
     (tmp_path / "syntax.py").write_text("def recipe(:")
+    (tmp_path / "latin.py").write_bytes(b"# The mesh (\xe9)\n")
+    (tmp_path / "later.py").write_bytes(b"# A recipe\n\n\n# \xe9\n")
+    (tmp_path / "unknown.py").write_bytes(b"# -*- coding: latin-99 -*-\n")
     return tmp_path
 
 
@@ -106,6 +110,23 @@ def records(folder, run="a"):
         (["train", "tiny.py:other"], "returned a int. It must return a shardwise.Run"),
         (["train", "tiny.py", "--steps", "0"], "steps=0; it must be at least 1"),
         (
+            ["train", "tiny.py", "--steps", "1" + "0" * 30],
+            "it must be at most 2,147,483,647",
+        ),
+        (["train", "tiny.py", "--out", ""], "a path is empty"),
+        (
+            ["train", "latin.py"],
+            "recipe 'latin.py' is not valid utf-8: byte 0xe9 in line 1 (offset 12)",
+        ),
+        (
+            ["train", "later.py"],
+            "recipe 'later.py' is not valid utf-8: byte 0xe9 in line 4 (offset 15)",
+        ),
+        (
+            ["train", "unknown.py"],
+            "recipe 'unknown.py' cannot be read: unknown encoding",
+        ),
+        (
             ["train", "tiny.py", "--mesh", "data=3", "--cpu-devices", "8"],
             "mesh 'data=3' needs 3 devices, and there are 8",
         ),
@@ -138,6 +159,39 @@ def test_mistakes_exit_with_2_and_say_what_to_do(
     assert words in out + err
     assert "Traceback" not in err
     assert "compiling" not in err
+
+
+def test_a_recipe_may_declare_its_encoding(folder, monkeypatch, capsys):
+    text = "# -*- coding: latin-1 -*-\n# größe\n" + RECIPE
+    (folder / "latin.py").write_bytes(text.encode("latin-1"))
+    monkeypatch.chdir(folder)
+    assert main(["train", "latin.py", "--out", "it's [mine]", "--steps", "2"]) == 0
+    saved = json.loads((folder / "it's [mine]" / "run.json").read_text())
+    assert saved["source"] == text
+    # Each command can be pasted into a shell.
+    commands = [
+        shlex.split(line, comments=True)
+        for line in capsys.readouterr().err.partition("next:\n")[2].splitlines()
+    ]
+    assert [words[1] for words in commands] == ["report", "train", "explain"]
+    assert all("it's [mine]" in words for words in commands)
+
+
+def test_no_message_has_commands_for_the_terminal(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    (folder / "a").mkdir()
+    owner = {
+        "pid": "\x1b[2J",
+        "host": "\x1b]0;x\x07",
+        "boot_id": "\x9b",
+        "started": 1.5,
+    }
+    (folder / "a" / "lock").write_text(json.dumps(owner))
+    assert main(["train", "tiny.py", "--out", "a"]) == 7
+    assert main(["train", "\x1b[31m.py"]) == 2
+    said = capsys.readouterr().err
+    assert "--force-unlock" in said
+    assert not {"\x1b", "\x07", "\x9b"} & set(said)
 
 
 def test_mistakes_that_need_no_recipe_are_answered_without_waiting_for_jax(folder):

@@ -9,6 +9,8 @@ import jax
 import pytest
 
 from shardwise import runtime as programs_module
+from shardwise.files.cache import make_private
+from shardwise.plan.compile import plan_cache
 from shardwise.runtime import use_compilation_cache
 from tests.helpers.command import run
 
@@ -67,6 +69,26 @@ def test_programs_that_others_could_have_written_are_not_run(tmp_path, monkeypat
         "from it; run chmod 700 on it, or remove it"
     )
     assert jax.config.jax_compilation_cache_dir == before
+
+
+def test_only_the_user_can_write_to_the_folders_whatever_the_umask(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new" / "cache"))
+    before = os.umask(0)
+    try:
+        assert use_compilation_cache() is None
+        plans = plan_cache()
+        make_private(plans)
+    finally:
+        os.umask(before)
+    for folder in (plans, *plans.parents[:3], plans.parent / "programs"):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700, folder
+    # Earlier releases left this one open.
+    plans.parent.chmod(0o777)
+    jax.config.update("jax_compilation_cache_dir", None)
+    assert use_compilation_cache() is None
+    assert stat.S_IMODE(plans.parent.stat().st_mode) == 0o700
 
 
 def test_what_was_not_used_for_longest_is_removed(tmp_path, monkeypatch):

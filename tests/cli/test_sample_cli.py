@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -324,6 +325,17 @@ def test_mistakes_are_told_in_a_line(sample, args, code, words):
     assert found[0] == code
     assert words in found[2]
     assert "Traceback" not in found[2]
+
+
+@pytest.mark.parametrize("name", ["n_layer", "vocab_size"])
+def test_a_model_that_the_weights_cannot_fill_is_refused(sample, folder, name):
+    shutil.copytree(folder / "hub", folder / name)
+    config = json.loads((folder / name / "config.json").read_text())
+    (folder / name / "config.json").write_text(json.dumps({**config, name: 10**9}))
+    code, _, said, _ = sample(name, "--prompt", "a")
+    assert code == 4
+    assert "1,000,000,000" in said
+    assert "16 tensors of at most 256 rows" in said
 
 
 def test_help_does_not_wait_for_jax_and_the_real_command_ends_with_its_reader(folder):

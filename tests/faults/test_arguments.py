@@ -47,6 +47,8 @@ EARLY = [
     (["train", RECIPE, "--cpu-devices"], "--cpu-devices"),
     (["train", RECIPE, "--accept", "everything"], "--accept"),
     (["train", RECIPE, "--json"], "--json"),
+    (["train", RECIPE, "--out", ""], "empty"),
+    (["train", RECIPE, "--out="], "empty"),
     (["data", "frobnicate"], "frobnicate"),
     (["checkpoint", "frobnicate"], "frobnicate"),
 ]
@@ -58,6 +60,10 @@ LATE = [
     (["train", RECIPE, "--steps"], "--steps"),
     (["train", RECIPE, "--steps", "0"], "steps"),
     (["train", RECIPE, "--steps", "-4"], "steps"),
+    (["train", RECIPE, "--steps", "1" + "0" * 30], "at most 2,147,483,647"),
+    (["train", RECIPE, "--save-every", "1" + "0" * 30], "at most 2,147,483,647"),
+    (["train", RECIPE, "--cpu-devices", "1" + "0" * 30], "at most 4096"),
+    (["train", "latin.py"], ("latin.py", "byte 0xe9 in line 3")),
     (["train", RECIPE, "--stepz", "3", "--widht", "4"], ("--steps", "--width")),
     (["train", RECIPE, "surplus"], "surplus"),
     (["train", RECIPE, "--lr", "fast"], "--lr"),
@@ -93,6 +99,7 @@ def test_f14_bad_arguments(bench, share):
     (bench.folder / "syntax.py").write_text("def recipe(:")
     (bench.folder / "raises.py").write_text("raise RuntimeError('at import')")
     (bench.folder / "text.txt").write_text("not a recipe")
+    (bench.folder / "latin.py").write_bytes(b"# A recipe\n\nx = '\xe9'\n")
     with experiment("F14", "bad arguments") as row:
         slowest = 0.0
         for early, (args, words) in [(True, case) for case in EARLY[::share]] + [

@@ -20,6 +20,7 @@ from harness import (
     experiment,
     files_of,
     is_complete,
+    leaves,
     mounted,
     steps_of,
 )
@@ -251,6 +252,42 @@ def test_f26_background_saves_that_fail(bench, straight):
                 check_clean(out)
                 check_done(bench.train(out.name, *SHORT))
                 check_exact(out, expected, 20)
+
+
+@pytest.mark.parametrize(
+    "count",
+    [
+        pytest.param(1, marks=pytest.mark.slow),
+        pytest.param(9, marks=pytest.mark.faults),
+    ],
+    ids=["quick", "all"],
+)
+def test_f35_log_that_cannot_be_written(bench, straight, count):
+    """Training continues, and the lines are written later. The state is saved in any case."""
+    expected = straight(*SHORT)
+    cases = [("a while", "6-14:enospc"), ("with I/O errors", "2-9:eio")]
+    with experiment(
+        "F35", "metrics cannot be written: for a while, until the end"
+    ) as row:
+        for name, visits in cases[:count]:
+            with row.ours.trial(name):
+                out = bench.folder / name.replace(" ", "-").replace("/", "-")
+                ended = bench.train(
+                    out.name, *SHORT, SHARDWISE_FAILPOINT=f"log.write:{visits}"
+                )
+                check_done(ended)
+                assert "Training continues" in ended.err, ended.message
+                assert "could not be written to" not in ended.err, ended.message
+                check_exact(out, expected, 20)
+                check_clean(out)
+        with row.ours.trial("until the end"):
+            out = bench.folder / "end"
+            ended = bench.train(
+                "end", *SHORT, SHARDWISE_FAILPOINT="log.write:10-9999:enospc"
+            )
+            check_done(ended)
+            assert "lines that could not be written to" in ended.err, ended.message
+            assert leaves(out, 20) == leaves(expected, 20)
 
 
 def strace_works():

@@ -178,6 +178,48 @@ def logs_of_other_kinds(out, outside):
     (out / "starts.jsonl").write_text('3\n{}\n{"step": "x"}\n[]\n')
 
 
+def pipe_for_metrics(out, outside):
+    (out / "metrics.jsonl").unlink()
+    os.mkfifo(out / "metrics.jsonl")
+
+
+def pipes_for_temporary_files(out, outside):
+    for name in ("run.json.tmp", "metrics.jsonl.tmp", "plan.json.tmp"):
+        os.mkfifo(out / name)
+
+
+def folders_for_files(out, outside):
+    for name in ("starts.jsonl", "phases.jsonl", "loss.png"):
+        (out / name).unlink()
+        (out / name).mkdir()
+
+
+def pipe_for_lock(out, outside):
+    (out / "lock").unlink()
+    os.mkfifo(out / "lock")
+
+
+def pipe_for_checkpoints(out, outside):
+    (out / "checkpoints").rename(out / "saved")
+    os.mkfifo(out / "checkpoints")
+
+
+def pipe_for_a_save(out, outside):
+    os.mkfifo(out / "checkpoints" / "20.tmp")
+
+
+def escapes_in_the_lock(out, outside):
+    """A process on another machine holds it, with a name that would clear the terminal."""
+    owner = {"pid": "\x1b[2J", "host": "\x1b]0;title\x07", "boot_id": "x"}
+    (out / "lock").write_text(json.dumps(owner))
+
+
+def numbers_of_other_kinds(out, outside):
+    with (out / "metrics.jsonl").open("a") as file:
+        for value in ("[1]", '"x"', "null", "{}", "1" + "0" * 400):
+            file.write(f'{{"step": 3, "loss": {value}, "eval_loss": {value}}}\n')
+
+
 # Expected outcomes.
 EXACT, ANY, REFUSED, DONE = "exact", "any", "refused", "done"
 CASES = {
@@ -197,6 +239,14 @@ CASES = {
     metadata_of_other_kinds: ANY,
     metadata_that_is_a_list: ANY,
     logs_of_other_kinds: DONE,
+    numbers_of_other_kinds: DONE,
+    pipe_for_metrics: REFUSED,
+    pipes_for_temporary_files: REFUSED,
+    folders_for_files: REFUSED,
+    pipe_for_lock: REFUSED,
+    pipe_for_checkpoints: REFUSED,
+    pipe_for_a_save: DONE,
+    escapes_in_the_lock: REFUSED,
 }
 
 
@@ -254,10 +304,11 @@ def test_f25_hostile_files(bench, straight, count):
                 elif due == DONE:
                     check_done(found.ended)
                 elif found.ended.code != 0:
+                    is_locked = make in (link_for_lock, escapes_in_the_lock)
                     check_refused(
-                        found.ended,
-                        7 if make is link_for_lock and found.ended.code == 7 else 4,
+                        found.ended, 7 if is_locked and found.ended.code == 7 else 4
                     )
+                    assert "\x1b" not in found.ended.err, found.ended.message
                 elif due == REFUSED:
                     raise Silent("loaded")
 

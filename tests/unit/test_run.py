@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +13,23 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
-from shardwise import Batches, Mean, Run, evaluate, fit, make_eval_step, optim
+from shardwise import (
+    Batches,
+    Checkpoints,
+    EarlyStop,
+    Mean,
+    Run,
+    evaluate,
+    fit,
+    make_eval_step,
+    optim,
+)
+from shardwise.cli.report import main as report_main
 from shardwise.cluster.group import current_group
 from shardwise.cluster.signals import Stop
 from shardwise.cluster.watch import Watch
 from shardwise.errors import ConfigError, NumericsError
+from shardwise.files import failpoints
 from shardwise.optim import Group
 
 RNG = np.random.default_rng(0)
@@ -33,7 +47,7 @@ def loss(model, batch):
     return Mean(((model(batch["x"]) - batch["y"]) ** 2).sum(-1))
 
 
-def go(tmp_path=None, *, data=DATA, steps=20, optimizer=None, **options):
+def go(tmp_path=None, *, data=DATA, steps=20, optimizer=None, console=None, **options):
     run = Run(
         model=model,
         loss=loss,
@@ -44,7 +58,7 @@ def go(tmp_path=None, *, data=DATA, steps=20, optimizer=None, **options):
         out=tmp_path,
         **options,
     )
-    return fit(run, console=Console(file=io.StringIO()))
+    return fit(run, console=console or Console(file=io.StringIO()))
 
 
 def records(tmp_path):
@@ -213,3 +227,74 @@ def test_signal_after_the_run_does_not_touch_the_closed_lock(tmp_path):
     with Watch(current_group(), stop) as watch:
         fit(run, watch=watch, console=Console(file=io.StringIO()))
     assert stop.before_exit == []
+
+
+@pytest.mark.parametrize("name", ["lr[1e-3]", "[lr=0.1] *?", "a[/b]", "größe\n$\\x$#%"])
+def test_a_run_directory_may_have_any_name(tmp_path, name):
+    out = tmp_path / name
+    go(out, steps=10, optimizer=optax.sgd(0.1))
+    resumed = go(out, steps=20, optimizer=optax.sgd(0.1))
+    straight = go(tmp_path / "plain", steps=20, optimizer=optax.sgd(0.1))
+    assert resumed.metrics["loss"] == straight.metrics["loss"]
+    assert len(records(out)) == 20
+    assert (out / "loss.png").is_file()
+
+
+def test_a_run_continues_while_its_logs_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(failpoints, "_VISITS", {})
+    monkeypatch.setenv("SHARDWISE_FAILPOINT", "log.write:2-12:enospc")
+    output = io.StringIO()
+    go(tmp_path, console=Console(file=output))
+    assert [record["step"] for record in records(tmp_path)] == list(range(1, 21))
+    # One for each file.
+    assert 1 <= output.getvalue().count("No space left on device") <= 3
+    assert "could not be written to" not in output.getvalue()
+    # The last lines are lost, and the state is not.
+    monkeypatch.setattr(failpoints, "_VISITS", {})
+    monkeypatch.setenv("SHARDWISE_FAILPOINT", "log.write:30-999:enospc")
+    go(tmp_path / "end", steps=40, console=Console(file=output))
+    lost = re.search(r"written to .*metrics.jsonl: (\d+)", output.getvalue())
+    assert len(records(tmp_path / "end")) + int(lost[1]) == 40
+    assert Checkpoints(tmp_path / "end" / "checkpoints").verify(40) == []
+
+
+def test_values_of_other_kinds_in_the_log_do_not_stop_a_resumed_run(tmp_path):
+    options = {
+        "eval_data": Batches(DATA, 16),
+        "eval_every": 5,
+        "stop_when": EarlyStop(patience=9),
+        "optimizer": optax.sgd(0.1),
+    }
+    go(tmp_path, steps=10, **options)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        for value in ("[1, 2]", '"text"', "null", "{}", "true", "1" + "0" * 400):
+            file.write(f'{{"step": 3, "loss": {value}, "eval_loss": {value}}}\n')
+        file.write(f'{{"step": {10**400}, "loss": 1.0}}\n{{"step": true}}\n')
+    result = go(tmp_path, steps=20, **options)
+    assert result.metrics["step"] == 20
+    assert report_main([str(tmp_path)], None)[1] == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"steps": 10**30},
+        {"steps": -(10**30)},
+        {"steps": 2**31},
+        {"save_every": 10**30},
+        {"save_minutes": float("nan")},
+        {"seed": 10**30},
+        {"accumulate": 10**30},
+    ],
+    ids=str,
+)
+def test_numbers_out_of_range_are_refused(options):
+    with pytest.raises(ConfigError, match="it must be"):
+        go(optimizer=optax.sgd(0.1), **options)
+
+
+def test_an_empty_path_or_one_that_is_not_text_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="a path is empty"):
+        go("", optimizer=optax.sgd(0.1))
+    with pytest.raises(ConfigError, match=r"a\\xff is not valid UTF-8"):
+        go(os.fsdecode(b"a\xff"), optimizer=optax.sgd(0.1))

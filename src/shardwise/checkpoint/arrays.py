@@ -9,6 +9,7 @@ JAX and Orbax are imported only by the functions that need them, so listing a di
 import json
 import math
 import os
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ import numpy as np
 from rich.filesize import decimal
 
 from shardwise.errors import CheckpointError
-from shardwise.files.durable import error_reason
+from shardwise.files.alias import plain_alias
+from shardwise.files.regular import error_reason, read_regular
 from shardwise.text import Json
 
 if TYPE_CHECKING:
@@ -31,10 +33,16 @@ if TYPE_CHECKING:
 
 # The file in which Orbax lists the arrays of a tree.
 TREE_FILE = "_METADATA"
+# The root of the key-value store that holds the arrays.
+STORE_FILE = "manifest.ocdbt"
 # The largest JSON file that is read, in bytes. Descriptions are far smaller.
 MAX_JSON = 2**26
 # zstd, which Orbax compresses with, reaches at most this ratio.
 MAX_COMPRESSION = 2**15
+# Bytes of arrays that `SavedArrays.unreadable` restores.
+SAMPLE_BYTES = 2**24
+# The keys in which the zarr formats describe an array. Its other keys hold the content.
+DESCRIPTIONS = (".zarray", "zarr.json")
 
 
 class ArrayLike(Protocol):
@@ -129,11 +137,59 @@ class SavedArrays:
                 lambda path, _: restore_args(leaf_name(path)), self.tree
             ),
         )
-        with orbax_errors(self.directory):
-            restored = _orbax_handler().restore(self.directory, args=args)
+        with orbax_errors(self.directory), plain_alias(self.directory) as place:
+            restored = _orbax_handler().restore(place, args=args)
         return {
             name: leaf for name, leaf in named_leaves(restored).items() if name in names
         }
+
+    def unreadable(self, part: int = 0, parts: int = 1) -> list[str]:
+        """Check that the content of all arrays is there and can be read.
+
+        The smallest arrays, up to `SAMPLE_BYTES` together, are restored. Of the others a byte is
+        read from the store, so the check takes little time for arrays of any size.
+
+        Args:
+            part: which share of the arrays this process looks up in the store, from 0.
+            parts: the number of processes that share the work.
+
+        Returns:
+            One line per problem. An empty list means that none was found.
+        """
+        sizes = {name: leaf_bytes(leaf) for name, leaf in self.leaves.items()}
+        sample: list[str] = []
+        total = 0
+        for name in sorted(sizes, key=lambda name: sizes[name]):
+            total += sizes[name]
+            if total <= SAMPLE_BYTES:
+                sample.append(name)
+        try:
+            # An array without elements has no content.
+            stored = [name for name in sorted(sizes) if sizes[name]]
+            missing = self._missing_content(stored[part::parts])
+            if not missing:
+                self.read(sample)
+            return missing
+        except CheckpointError as error:
+            return [str(error)]
+
+    def _missing_content(self, names: list[str]) -> list[str]:
+        """Return one line per array whose content is not in the store."""
+        import tensorstore
+
+        problems = []
+        with orbax_errors(self.directory), plain_alias(self.directory) as place:
+            base = {"driver": "file", "path": f"{place}/"}
+            store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+            keys = sorted(key.decode() for key in store.list().result())
+            for name in names:
+                prefix = _stored_name(name) + "/"
+                key = _first_content(keys, prefix)
+                # The last byte: the file may be shorter than the store says.
+                byte = slice(-1, None)
+                if key is None or not store.read(key, byte_range=byte).result().value:
+                    problems.append(f"{self.directory} has no content of '{name}'")
+        return problems
 
     def _check_size(self, names: set[str]) -> None:
         """Refuse arrays that do not fit in memory or cannot come from files of this size.
@@ -169,11 +225,16 @@ def open_arrays(directory: Path) -> SavedArrays:
     # to any path. Old releases of Orbax do not write the entry.
     uses_ocdbt = read_json(directory / TREE_FILE).get("use_ocdbt")
     if uses_ocdbt is None:
-        uses_ocdbt = (directory / "manifest.ocdbt").is_file()
+        uses_ocdbt = (directory / STORE_FILE).is_file()
     if uses_ocdbt is not True:
         raise CheckpointError(
             f"{directory} is not in the OCDBT format, and is not read. Restore it with Orbax, and "
             "save it again with the default options (use_ocdbt=True)."
+        )
+    if not (directory / STORE_FILE).is_file():
+        raise CheckpointError(
+            f"{directory / STORE_FILE} is missing, and no array can be read without it. Use "
+            "another step."
         )
     with orbax_errors(directory):
         tree = _read_tree(directory)
@@ -189,7 +250,8 @@ def open_arrays(directory: Path) -> SavedArrays:
 
 def _read_tree(directory: Path) -> "PyTree":
     try:
-        return _orbax_handler().metadata(directory).tree
+        with plain_alias(directory) as place:
+            return _orbax_handler().metadata(place).tree
     except TypeError as error:
         raise CheckpointError(
             f"Orbax cannot restore {directory}: {error}. This happens if an nnx.Module with an "
@@ -222,6 +284,16 @@ def find_same_name(tree: "PyTree") -> tuple[str, str] | None:
 
 def _stored_name(name: str) -> str:
     return name.replace("/", ".")
+
+
+def _first_content(keys: list[str], prefix: str) -> str | None:
+    """Return the first of the sorted keys with a prefix that holds content of an array, or None."""
+    for key in keys[bisect_left(keys, prefix) :]:
+        if not key.startswith(prefix):
+            break
+        if not key.endswith(DESCRIPTIONS):
+            return key
+    return None
 
 
 def _key_leaves(
@@ -262,10 +334,8 @@ def read_json(path: Path) -> Json:
         CheckpointError: if the file cannot be read, is too large, or holds anything else.
     """
     try:
-        size = path.stat().st_size
-        if size > MAX_JSON:
-            raise ValueError(f"it has {size:,} bytes, more than {MAX_JSON:,}")
-        content = json.loads(path.read_bytes())
+        # Published models in the cache of the Hub are links.
+        content = json.loads(read_regular(path, MAX_JSON, follow_links=True))
         if not isinstance(content, dict):
             raise ValueError(f"it holds a {type(content).__name__}, not a dictionary")
     except (OSError, ValueError, RecursionError) as error:

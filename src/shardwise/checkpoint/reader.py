@@ -91,16 +91,17 @@ class SavedStep:
 
     def read(self, names: Iterable[str]) -> dict[str, np.ndarray]:
         """Read leaves into NumPy arrays, see `SavedArrays.read`."""
-        return self._arrays.read(names)
+        return self.arrays.read(names)
 
     def place(
         self, wanted: Mapping[str, "jax.ShapeDtypeStruct"]
     ) -> dict[str, "jax.Array"]:
         """Read leaves onto devices, see `SavedArrays.place`."""
-        return self._arrays.place(wanted)
+        return self.arrays.place(wanted)
 
     @property
-    def _arrays(self) -> SavedArrays:
+    def arrays(self) -> SavedArrays:
+        """The arrays, as Orbax saved them."""
         return SavedArrays(self.directory / "state", self.tree, self.leaves)
 
 
@@ -245,6 +246,75 @@ def read_metric(step: Path, name: str) -> float | None:
     return None
 
 
+def find_damage(directory: Path) -> list[str]:
+    """Compare the files of a step with their digests, and its number with its name.
+
+    A step under another number, as after a wrong copy, would resume at the wrong place. A
+    directory whose name is not a number, such as a copy named `best`, may hold any step.
+
+    Args:
+        directory: the directory of the step.
+
+    Returns:
+        One line per problem. An empty list means that the step is intact.
+    """
+    return verify_manifest(directory) or wrong_number(directory)
+
+
+def wrong_number(directory: Path) -> list[str]:
+    """Return a line if `meta.json` of a step is of another step than its directory is named for."""
+    name = directory.resolve().name
+    if not name.isdecimal():
+        return []
+    try:
+        step = read_json(directory / "meta.json").get("step")
+    except CheckpointError as error:
+        return [str(error)]
+    if type(step) is int and str(step) == name:
+        return []
+    shown = step if type(step) is int else "no step"
+    return [f"{directory} is of another step: its meta.json names {shown}"]
+
+
+def verify_step(directory: Path) -> list[str]:
+    """Check that a step is intact, and that its arrays can be read back.
+
+    Args:
+        directory: the directory of the step.
+
+    Returns:
+        One line per problem. An empty list means that none was found.
+    """
+    return find_damage(directory) or check_content(directory)
+
+
+def check_content(directory: Path, part: int = 0, parts: int = 1) -> list[str]:
+    """Open all arrays of a step, and read a part of their content.
+
+    Digests show that the files are those that were written, not that a state can be read from
+    them.
+
+    Args:
+        directory: the directory of the step.
+        part: which share of the arrays this process looks up, from 0.
+        parts: the number of processes that share the work.
+
+    Returns:
+        One line per problem. An empty list means that none was found.
+    """
+    try:
+        saved = read_step(directory)
+        problems = saved.arrays.unreadable(part, parts)
+        expected = saved.metadata.get("step")
+        if not problems and "step" in saved.leaves:
+            step = saved.read(["step"])["step"].item()
+            if step != expected:
+                problems = [f"{directory}: the saved state is of step {step}"]
+    except CheckpointError as error:
+        return [str(error)]
+    return problems
+
+
 def open_step(directory: Path) -> SavedStep:
     """Verify every file of a step against its digest, then read the list of its arrays.
 
@@ -254,7 +324,7 @@ def open_step(directory: Path) -> SavedStep:
     Raises:
         CheckpointError: if a file is damaged, missing or unexpected.
     """
-    problems = verify_manifest(directory)
+    problems = find_damage(directory)
     if problems:
         lines = [f"  {problem}" for problem in problems]
         raise CheckpointError(

@@ -10,9 +10,10 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from rich.table import Table
+from rich.text import Text
 
 from shardwise.errors import ConfigError
-from shardwise.text import Json, columns
+from shardwise.text import Json, columns, printable
 
 # Settings that would make it a different run, and what a change means. They need --accept.
 ACCEPTABLE = {
@@ -177,21 +178,18 @@ def report(
 
 
 def _table(changes: list[ChangedSetting], accept: Collection[str], title: str) -> Table:
-    table = Table("", "saved", "now", "", title=title, title_justify="left")
+    table = Table("", "saved", "now", "", title=Text(title), title_justify="left")
     for key in dict.fromkeys(change.key for change in changes):
         same_key = [change for change in changes if change.key == key]
         for change in same_key[:VALUES_PER_SETTING]:
-            table.add_row(
-                change.name,
-                _short(change.saved),
-                _short(change.now),
-                change.verdict(accept),
-            )
+            # Not as markup: the names and values of a checkpoint may be anything.
+            cells = (change.name, _short(change.saved), _short(change.now))
+            shown = [Text(printable(cell)) for cell in cells]
+            table.add_row(*shown, change.verdict(accept))
         hidden = len(same_key) - VALUES_PER_SETTING
         if hidden > 0:
-            table.add_row(
-                f"{key}/...", f"{hidden} more", "", same_key[0].verdict(accept)
-            )
+            more = (Text(f"{key}/..."), f"{hidden} more", "")
+            table.add_row(*more, same_key[0].verdict(accept))
     return table
 
 

@@ -32,7 +32,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -47,15 +47,18 @@ from shardwise.checkpoint.plain import check_not_plain
 from shardwise.checkpoint.reader import (
     ArrayLike,
     SavedStep,
+    check_content,
     read_json,
     read_metric,
     read_step,
     saved_steps,
     show_leaf,
+    wrong_number,
 )
 from shardwise.cluster.group import ProcessGroup, current_group, wait_for
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.files.durable import file_digest, sync
+from shardwise.files.alias import plain_alias
+from shardwise.files.durable import file_digest, remove, sync
 from shardwise.files.failpoints import fail_point
 from shardwise.files.manifest import (
     read_manifest,
@@ -64,6 +67,7 @@ from shardwise.files.manifest import (
     wrong_files,
 )
 from shardwise.files.paths import AnyPath, local_path
+from shardwise.files.regular import file_errors
 from shardwise.state import StateSpec, TrainState
 from shardwise.text import Json, columns, show_bytes
 from shardwise.tree import KeyPath, PyTree, leaf_name, named_leaves, nest, num_bytes
@@ -184,6 +188,8 @@ class Checkpoints:
         self._rounds = 0
         # The name of the save in progress.
         self._saving = ""
+        # What `close` releases.
+        self._stack = ExitStack()
 
     @cached_property
     def _orbax(self) -> "ocp.AsyncCheckpointer":
@@ -194,6 +200,11 @@ class Checkpoints:
         return ocp.AsyncCheckpointer(
             ocp.StandardCheckpointHandler(), async_options=options
         )
+
+    @cached_property
+    def _orbax_directory(self) -> Path:
+        """The directory, which must exist, under a path that Orbax can use."""
+        return self._stack.enter_context(plain_alias(self.directory))
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -221,7 +232,8 @@ class Checkpoints:
         """Remove the temporary directories that a crash left. The caller must hold the lock."""
         if self.group.is_first:
             for path in self.directory.glob("*.tmp"):
-                shutil.rmtree(path)
+                with file_errors(path):
+                    remove(path)
 
     def _next_round(self) -> str:
         """Return a name for the next operation that all processes carry out together."""
@@ -302,7 +314,7 @@ class Checkpoints:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._check_space(size)
             if temporary.exists():
-                shutil.rmtree(temporary)
+                remove(temporary)
             temporary.mkdir(mode=0o700)
             fail_point("checkpoint.temporary")
         except CheckpointError as error:
@@ -326,9 +338,8 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         try:
-            self._orbax.save(
-                self._temporary(step) / "state", args=ocp.args.StandardSave(tree)
-            )
+            place = self._orbax_directory / self._temporary(step).name
+            self._orbax.save(place / "state", args=ocp.args.StandardSave(tree))
         except Exception as error:
             return self._describe(error)
         return None
@@ -363,6 +374,7 @@ class Checkpoints:
             self._thread.shutdown()
             if "_orbax" in vars(self):
                 self._orbax.close()
+            self._stack.close()
 
     def _commit(self, save: _Save) -> None:
         """Turn a temporary directory into a checkpoint. Runs in the background in every process.
@@ -439,7 +451,9 @@ class Checkpoints:
         temporary = self._temporary(save.step)
         try:
             meta = temporary / "meta.json"
-            description = {"step": save.step, **save.metadata}
+            # The step comes first, and no entry of the caller replaces it.
+            step = {"step": save.step}
+            description = step | save.metadata | step
             meta.write_text(json.dumps(description, indent=2, default=_as_json) + "\n")
             sync(meta)
             write_manifest(temporary, {**digests, meta.name: file_digest(meta)})
@@ -485,7 +499,7 @@ class Checkpoints:
         """
         # An earlier deletion may have been interrupted.
         for path in self.directory.glob("*.deleted.tmp"):
-            shutil.rmtree(path)
+            remove(path)
         metrics = self.metrics() if self.keep.best else dict.fromkeys(self.steps())
         for step in set(metrics) - self.keep.chosen(metrics):
             deleted = self.path(step).with_suffix(".deleted.tmp")
@@ -502,11 +516,38 @@ class Checkpoints:
 
     # Reading
 
-    def verify(self, step: int) -> list[str]:
-        """Compare the files of a step with their digests. The processes share the work.
+    def verify(self, step: int, state: TrainState | None = None) -> list[str]:
+        """Check that a step is intact, and that its arrays can be read back.
+
+        The files must match their digests, and `meta.json` must be of this step. Then every array
+        is opened, and a part of its content is read. The processes share the work.
+
+        Args:
+            step: the step.
+            state: the state that was saved. Its paths, shapes and dtypes are compared.
 
         Returns:
-            One line per problem. An empty list means that the step is intact.
+            One line per problem. An empty list means that none was found.
+        """
+        problems = self._find_damage(step)
+        if problems:
+            return problems
+        name = self._next_round()
+        path, group = self.path(step), self.group
+        problems = check_content(path, group.index, group.count)
+        if not problems and state is not None:
+            differences = _differences(
+                _state_leaves(read_step(path)), named_leaves(_saved_tree(state))
+            )
+            problems = [f"{path} has other arrays:\n{differences}"] * bool(differences)
+        shares = group.union(f"{name}/arrays", problems)
+        return sorted({problem for share in shares for problem in share})
+
+    def _find_damage(self, step: int) -> list[str]:
+        """Compare the files of a step with their digests, and its number with its name.
+
+        This finds what happened to the files, and not that another release of Orbax cannot read
+        them: a run sets such steps aside.
         """
         name = self._next_round()
         group = self.group
@@ -514,7 +555,11 @@ class Checkpoints:
         digests, problems = group.share(f"{name}/manifest", manifest)
         damaged = wrong_files(self.path(step), digests, group.index, group.count)
         shares = group.union(f"{name}/files", damaged)
-        return [*problems, *sorted(problem for share in shares for problem in share)]
+        found = [*problems, *sorted(problem for share in shares for problem in share)]
+        if found:
+            return found
+        number = wrong_number(self.path(step)) if group.is_first else []
+        return list(group.share(f"{name}/number", number))
 
     def newest_good(self, warn: Callable[[str], None]) -> int | None:
         """Return the newest intact step. Damaged newer steps are renamed to `<step>.bad`.
@@ -537,7 +582,7 @@ class Checkpoints:
             self._next_round(), [self.steps(), had_damaged]
         )
         for step in reversed(steps):
-            problems = self.verify(step)
+            problems = self._find_damage(step)
             if not problems:
                 if damaged:
                     fallback = (
@@ -594,6 +639,11 @@ class Checkpoints:
         saved = self._open_fitting(spec, step)
         wanted = _saved_tree(spec.abstract)
         restored = _fill(wanted, saved.place(named_leaves(wanted)))
+        if int(restored["step"]) != step:
+            raise CheckpointError(
+                f"{self.path(step)} holds the state of step {int(restored['step'])}. Remove this "
+                "checkpoint to resume from an earlier one."
+            )
         # Buffers that Orbax allocates cannot be donated. Copies can, so the first step does not
         # need memory for a second state.
         shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted)
@@ -650,12 +700,8 @@ class Checkpoints:
 
     def _open_fitting(self, spec: StateSpec, step: int) -> SavedStep:
         saved = read_step(self.path(step))
-        state = {
-            name: leaf
-            for name, leaf in saved.leaves.items()
-            if not name.startswith(EXTRA)
-        }
-        differences = _differences(state, named_leaves(_saved_tree(spec.abstract)))
+        wanted = named_leaves(_saved_tree(spec.abstract))
+        differences = _differences(_state_leaves(saved), wanted)
         if differences:
             raise CheckpointError(
                 f"checkpoint {self.path(step)} does not match this run:\n{differences}\n"
@@ -663,6 +709,13 @@ class Checkpoints:
                 "weights with init_from and another --out."
             )
         return saved
+
+
+def _state_leaves(saved: SavedStep) -> dict[str, ArrayLike]:
+    """Return the leaves of a saved state, without the user's tree."""
+    return {
+        name: leaf for name, leaf in saved.leaves.items() if not name.startswith(EXTRA)
+    }
 
 
 def _differences(

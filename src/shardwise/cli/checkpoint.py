@@ -21,6 +21,7 @@ from shardwise.checkpoint.reader import (
     best_step,
     directory_bytes,
     find_checkpoints,
+    find_damage,
     find_step,
     in_groups,
     is_step,
@@ -29,12 +30,12 @@ from shardwise.checkpoint.reader import (
     read_json,
     saved_steps,
     show_leaf,
+    verify_step,
     what_is_best,
 )
 from shardwise.cli.options import command_parser
 from shardwise.errors import CheckpointError, ConfigError, ExitCode
-from shardwise.files.manifest import verify_manifest
-from shardwise.text import Json
+from shardwise.text import Json, printable
 
 # Elements that are converted to float64 at a time, so that memory stays small.
 BLOCK = 2**20
@@ -93,7 +94,7 @@ def _describe_step(path: Path, verify: bool) -> Json:
     except CheckpointError as error:
         state = f"damaged: {error}"
     if verify:
-        problems = verify_manifest(path)
+        problems = find_damage(path)
         state = f"damaged: {problems[0]}" if problems else "verified"
     numbers = {}
     if isinstance(metrics, dict):
@@ -137,16 +138,16 @@ def _steps_table(steps: Sequence[Json], title: str) -> Table:
             is_shown = name == "loss" or name.startswith("eval_")
             if is_shown and name not in names and len(names) < MAX_METRICS:
                 names.append(name)
-    columns = ["step", "size", "saved", "age", *map(_printable, names), ""]
+    columns = ["step", "size", "saved", "age", *map(printable, names), ""]
     table = Table(*columns, title=title, title_justify="left")
     for entry in steps:
         table.add_row(
-            _printable(entry["step"]),
+            printable(entry["step"]),
             decimal(entry["bytes"]),
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry["time"])),
             _age(time.time() - entry["time"]),
             *(_show_value(entry["metrics"].get(name)) for name in names),
-            _printable(entry["state"]),
+            printable(entry["state"]),
         )
     return table
 
@@ -162,7 +163,7 @@ def _age(seconds: float) -> str:
 
 
 def verify_steps(options: argparse.Namespace, console: Console) -> tuple[Json, int]:
-    """Check the files of one step or of all steps; exit code 4 if any is damaged."""
+    """Check the files and arrays of one step or of all steps; exit code 4 if any is damaged."""
     if options.step is not None or is_step(options.target):
         paths = [find_step(options.target, options.step)]
     else:
@@ -171,8 +172,9 @@ def verify_steps(options: argparse.Namespace, console: Console) -> tuple[Json, i
     problems: dict[str, list[str]] = {}
     for path in paths:
         size = decimal(directory_bytes(path))
+        _use_cpu()
         with console.status(f"reading {size} of {path}"):
-            damage = problems[str(path)] = verify_manifest(path)
+            damage = problems[str(path)] = verify_step(path)
         verdict = "damaged" if damage else f"complete, {size}"
         _print(console, f"{path}: {verdict}", *(f"  {problem}" for problem in damage))
     if not paths:
@@ -207,7 +209,7 @@ def show_step(options: argparse.Namespace, console: Console) -> tuple[Json, int]
     )
     for leaf in leaves:
         table.add_row(
-            _printable(leaf["path"]),
+            printable(leaf["path"]),
             show_leaf(saved.leaves[leaf["path"]]),
             decimal(leaf["bytes"]),
             *(_show_value(leaf.get(column)) for column in columns),
@@ -245,10 +247,10 @@ def _description_table(metadata: Json) -> Table:
     table = Table("", "", show_header=False, title="the run", title_justify="left")
     for key, value in metadata.items():
         lines = [
-            f"{_printable(name)} {_show_value(content)}".strip()
+            f"{printable(name)} {_show_value(content)}".strip()
             for name, content in _described_pairs(key, value)
         ]
-        table.add_row(_printable(key), "\n".join(lines))
+        table.add_row(printable(key), "\n".join(lines))
     return table
 
 
@@ -370,7 +372,7 @@ def diff_steps(options: argparse.Namespace, console: Console) -> tuple[Json, int
         )
         for change in changes:
             table.add_row(
-                _printable(change.name),
+                printable(change.name),
                 _show_value(change.saved),
                 _show_value(change.now),
             )
@@ -423,7 +425,7 @@ def _differences_table(different: Sequence[Json]) -> Table:
     )
     table = Table(*columns, title="arrays", title_justify="left")
     for entry in different:
-        path = _printable(entry["path"])
+        path = printable(entry["path"])
         if "elements" in entry:
             numbers = [_show_value(entry["absolute"]), _show_value(entry["relative"])]
             table.add_row(path, entry["a"], "same", f"{entry['elements']:,}", *numbers)
@@ -504,11 +506,15 @@ def export_step(options: argparse.Namespace, console: Console) -> tuple[Json, in
     return {"out": str(options.out), "tensors": names, "digest": saved.digest}, 0
 
 
-def _open(path: Path, console: Console) -> SavedStep:
+def _use_cpu() -> None:
+    """Have JAX use the CPU: nothing here needs an accelerator, and one may be busy with the run."""
     import jax
 
-    # Nothing here needs an accelerator, and one may be busy with the run.
     jax.config.update("jax_platforms", "cpu")
+
+
+def _open(path: Path, console: Console) -> SavedStep:
+    _use_cpu()
     with console.status(f"verifying {path}"):
         return open_step(path)
 
@@ -518,7 +524,7 @@ def _parameters_first(name: str) -> tuple[bool, str]:
 
 
 def _print(console: Console, *lines: str) -> None:
-    console.print(*(_printable(line) for line in lines), sep="\n", soft_wrap=True)
+    console.print(*(printable(line) for line in lines), sep="\n", soft_wrap=True)
 
 
 def _show_value(value: object, length: int = 90) -> str:
@@ -526,12 +532,5 @@ def _show_value(value: object, length: int = 90) -> str:
         return "-"
     if isinstance(value, float):
         return f"{value:.5g}"
-    text = _printable(str(value))
+    text = printable(str(value))
     return text if len(text) <= length else text[: length - 4] + " ..."
-
-
-def _printable(text: str) -> str:
-    """Replace characters that a terminal would interpret as commands."""
-    return "".join(
-        character if character.isprintable() else "\ufffd" for character in text
-    )

@@ -1,6 +1,7 @@
 """`shardwise data prepare` tokenizes text; `data show` describes tokens, or the batch of a step."""
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -60,9 +61,10 @@ def _prepare(options: argparse.Namespace) -> Json:
     size = f"{info['tokens']:,} tokens ({info['dtype']}) in {info['documents']:,} documents"
     print(f"{state} {size}: {options.out}", file=sys.stderr)
     if has_worked:
+        out = shlex.quote(str(options.out))
         print(
-            f"next:\n  shardwise data show {options.out}\n"
-            f"  shardwise train recipes/tokens_gpt.py --data {options.out}",
+            f"next:\n  shardwise data show {out}\n"
+            f"  shardwise train recipes/tokens_gpt.py --data {out}",
             file=sys.stderr,
         )
     return {"out": str(options.out), **info}

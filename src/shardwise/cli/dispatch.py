@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from shardwise.cli.options import BY_NAME, COMMANDS, help_text, shared_parser
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.runtime import quiet_without_tpu
-from shardwise.text import did_you_mean
+from shardwise.text import did_you_mean, printable
 
 # Commands below another one, which users tend to ask for directly.
 NESTED = {
@@ -42,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except ShardwiseError as error:
-        print(f"shardwise: {error}", file=sys.stderr)
+        # A message may quote a file that a stranger wrote.
+        print("shardwise:", printable(str(error), keep="\n\t"), file=sys.stderr)
         return error.exit_code
 
 

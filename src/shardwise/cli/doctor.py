@@ -12,7 +12,7 @@ from shardwise.cli.options import command_parser
 from shardwise.doctor.check import CheckResult, State
 from shardwise.doctor.machine import check_machine
 from shardwise.errors import ConfigError, ExitCode
-from shardwise.text import Json
+from shardwise.text import Json, printable
 
 COLORS: dict[State, str] = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
@@ -48,13 +48,13 @@ def _print(results: list[CheckResult], counts: Counter[State]) -> None:
     table = Table("", "", "check", "result", box=None, pad_edge=False)
     group = ""
     for result in results:
-        text = Text(_printable(result.text))
+        text = Text(printable(result.text))
         if result.remedy:
-            text.append(f"\n-> {_printable(result.remedy)}", style="bold")
+            text.append(f"\n-> {printable(result.remedy)}", style="bold")
         table.add_row(
             result.group if result.group != group else "",
             Text(result.state, style=COLORS[result.state]),
-            _printable(result.name),
+            printable(result.name),
             text,
         )
         group = result.group
@@ -68,10 +68,3 @@ def _print(results: list[CheckResult], counts: Counter[State]) -> None:
 
 def _plural(counts: Counter[State], state: State) -> str:
     return f"{counts[state]} {state}{'' if counts[state] == 1 else 's'}"
-
-
-def _printable(text: str) -> str:
-    """Replace characters that would move the cursor; names and files may come from strangers."""
-    return "".join(
-        character if character.isprintable() else "\ufffd" for character in text
-    )

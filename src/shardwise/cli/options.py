@@ -16,7 +16,7 @@ from typing import NoReturn
 from shardwise.checkpoint.reader import step_name
 from shardwise.checkpoint.resume import ACCEPTABLE
 from shardwise.errors import ConfigError
-from shardwise.files.paths import local_path
+from shardwise.files.paths import local_path, run_path
 from shardwise.text import did_you_mean
 from shardwise.trackers.base import TRACKERS
 
@@ -590,7 +590,7 @@ def _replay(parser: Parser) -> None:
 def _sweep(parser: Parser) -> None:
     parser.add_argument(
         "--out",
-        type=local_path,
+        type=run_path,
         metavar="DIR",
         help="directory of the runs, one per combination (default: sweeps/RECIPE)",
     )

@@ -74,7 +74,13 @@ def load_run(
         The run, and what `run.json` records about its recipe.
     """
     from shardwise.mesh import use_cpu_devices
-    from shardwise.recipe import bind_recipe, find_recipe, load_recipe, make_run
+    from shardwise.recipe import (
+        bind_recipe,
+        find_recipe,
+        load_recipe,
+        make_run,
+        read_source,
+    )
 
     path, function = find_recipe(target)
     if shared.cpu_devices is not None:
@@ -88,6 +94,6 @@ def load_run(
     description = {
         "recipe": f"{path}:{function}",
         "arguments": {key: str(value) for key, value in arguments.items()},
-        "source": path.read_text(),
+        "source": read_source(path),
     }
     return make_run(recipe, arguments), description

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from shardwise.data.tokenizers import Tokenizer
     from shardwise.module import ModelFactory
     from shardwise.sharding import Rules
+    from shardwise.weights.families.base import ModelConfig
 
 # The exit code of a program that Ctrl-C ended.
 INTERRUPTED = 130
@@ -146,6 +147,7 @@ def _source_of_files(
             config = config_of(merged_step(saved))
         else:
             config = config_from_hf(read_json(_folder(place) / "config.json"))
+            _check_sizes(config, place)
     except ValueError as error:
         recipe = recorded_recipe(saved.metadata if saved is not None else {})
         raise CheckpointError(
@@ -164,6 +166,24 @@ def _source_of_files(
     return ModelSource(
         path, factory, tokenizer, saved is None, vocab_size=config.vocab_size
     )
+
+
+def _check_sizes(config: "ModelConfig", place: Path) -> None:
+    """Refuse a model that its weights cannot fill, before it is built.
+
+    Other sizes are compared with the shapes of the tensors when they are loaded.
+    """
+    from shardwise.weights.hub import open_weights, weights_in
+
+    tensors = open_weights(weights_in(place)).values()
+    # Each layer has several tensors, and the embedding has one row per token.
+    most_rows = max((tensor.shape[0] for tensor in tensors if tensor.shape), default=0)
+    if config.num_layers > len(tensors) or config.vocab_size > most_rows:
+        raise CheckpointError(
+            f"{_folder(place) / 'config.json'} describes {config.num_layers:,} layers and "
+            f"{config.vocab_size:,} tokens, but the weights next to it are {len(tensors):,} "
+            f"tensors of at most {most_rows:,} rows. Correct it, or download the model again."
+        )
 
 
 def _source_of_recipe(

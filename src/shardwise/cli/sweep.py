@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from shardwise.cli.sweep_runs import Sweep, SweepRecord, describe_exit
 from shardwise.errors import ConfigError
 from shardwise.files.durable import check_writable, text_digest
 from shardwise.files.lock import lock_directory
-from shardwise.recipe import find_recipe, load_recipe
+from shardwise.recipe import find_recipe, load_recipe, read_source
 from shardwise.rundir.files import RunFiles
 from shardwise.rundir.summary import Summary, summarize
 from shardwise.text import NONE, Json, did_you_mean, show_number, show_seconds
@@ -51,7 +52,7 @@ def main(args: list[str], shared: argparse.Namespace) -> tuple[Json, int]:
             "recipe": f"{path.name}:{function}",
             "fixed": fixed,
             "axes": list(grid),
-            "source_digest": text_digest(path.read_text()),
+            "source_digest": text_digest(read_source(path)),
         }
         record = SweepRecord.open(out, about, points)
         words = flat(fixed) + _forwarded_options(shared)
@@ -78,8 +79,8 @@ def _dry_run(
     target: str, out: Path, fixed: list[str], points: Sequence[GridPoint]
 ) -> Json:
     for point in points:
-        words = " ".join([target, *fixed, *point.words])
-        print(f"shardwise train {words} --out {out / point.name}")
+        words = [target, *fixed, *point.words, "--out", str(out / point.name)]
+        print(f"shardwise train {shlex.join(words)}")
     return {
         "out": str(out),
         "points": [{"name": point.name, "arguments": point.values} for point in points],

@@ -20,7 +20,7 @@ from shardwise.cli.recipes import load_run, split_recipe
 from shardwise.cluster.signals import stop_on_signals
 from shardwise.files.durable import check_writable
 from shardwise.files.lock import check_unlocked
-from shardwise.files.paths import local_path
+from shardwise.files.paths import run_path
 from shardwise.runtime import has_accelerator, keep_freed_memory
 from shardwise.text import Json
 from shardwise.trackers.base import make_trackers
@@ -75,12 +75,12 @@ def find_out(recipe_args: list[str]) -> Path | None:
     """Return the run directory that the arguments of a recipe name, or None.
 
     Raises:
-        ConfigError: if it is a URL.
+        ConfigError: if it is empty, a URL, or not UTF-8.
     """
     parser = argparse.ArgumentParser(
         add_help=False, allow_abbrev=False, exit_on_error=False
     )
-    parser.add_argument("--out", type=local_path, nargs="?")
+    parser.add_argument("--out", type=run_path, nargs="?")
     out: Path | None = parser.parse_known_args(recipe_args)[0].out
     return out
 
@@ -173,9 +173,9 @@ def _next_steps(
     from shardwise.cli.sample import can_sample
 
     is_on_path = shutil.which("shardwise") or Path(sys.argv[0]).name != "shardwise"
-    command = "shardwise" if is_on_path else sys.argv[0]
+    command = "shardwise" if is_on_path else shlex.quote(sys.argv[0])
     longer = [target, *_without_option("--steps", recipe_args)]
-    if "--out" not in recipe_args:
+    if not any(word.split("=")[0] == "--out" for word in recipe_args):
         longer += ["--out", str(run.out)]
     longer += ["--steps", str(2 * run.steps), "--accept", "lr"]
     if shared.cpu_devices:

@@ -2,18 +2,19 @@
 
 import fcntl
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from shardwise.checkpoint.reader import directory_bytes, saved_steps
+from shardwise.checkpoint.reader import directory_bytes, find_damage, saved_steps
 from shardwise.doctor.check import CheckResult, ok, problem, run_check, warning
 from shardwise.doctor.system import disk_result
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.files.lock import boot_id
-from shardwise.files.manifest import verify_manifest
+from shardwise.files.regular import open_regular
 from shardwise.rundir.files import RunFiles, RunRecord
 from shardwise.text import show_bytes, show_seconds
 
@@ -72,7 +73,7 @@ class _RunChecks:
     def is_running(self) -> bool:
         """Whether a process of this machine holds the lock, asked without waiting."""
         try:
-            descriptor = os.open(self.path / "lock", os.O_RDONLY | os.O_NOFOLLOW)
+            descriptor = open_regular(self.path / "lock")
         except OSError:
             return False
         try:
@@ -100,7 +101,7 @@ class _RunChecks:
         for step in reversed(self.steps):
             self.report(f"verifying step {step}")
             try:
-                verified[step] = verify_manifest(self.path / "checkpoints" / str(step))
+                verified[step] = find_damage(self.path / "checkpoints" / str(step))
             except (OSError, CheckpointError) as error:
                 verified[step] = [str(error)]
             if not verified[step]:
@@ -254,15 +255,16 @@ class _RunChecks:
         recipe = self.record.about.get("recipe")
         if not isinstance(recipe, str) or len(recipe) >= 200:
             recipe = "RECIPE"
+        run = shlex.quote(str(self.path))
         if self.is_running:
-            text = f"running: shardwise report {self.path} --watch"
+            text = f"running: shardwise report {run} --watch"
         elif steps is not None and newest is not None and newest >= steps:
-            text = f"finished: shardwise report {self.path}, or shardwise sample {self.path}"
+            text = f"finished: shardwise report {run}, or shardwise sample {run}"
         else:
             place = "starts again, because nothing is saved"
             if newest is not None:
                 place = f"resumes at step {newest}"
-            command = f"shardwise train {recipe} ... --out {self.path}"
+            command = f"shardwise train {shlex.quote(recipe)} ... --out {run}"
             text = f"not finished; the same command {place} ({command})"
         yield ok("next", text)
 

@@ -1,1 +1,1 @@
-"""Atomic file writes, manifests, the run directory lock, fail points, the cache folder."""
+"""Regular files, atomic writes, logs of lines, manifests, locks, fail points, the cache folder."""

@@ -1,11 +1,13 @@
 """Files that survive a crash: atomic writes, flushes, digests, checks before a write."""
 
 import os
+import shutil
 from pathlib import Path
 
 from blake3 import blake3
 
 from shardwise.errors import CheckpointError
+from shardwise.files.regular import error_reason, open_regular
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -17,10 +19,14 @@ def write_atomically(path: Path, text: str) -> None:
     Args:
         path: the file. It may not exist yet; its directory must exist.
         text: the new content.
+
+    Raises:
+        OSError: if the file cannot be written, or the temporary file is not a regular file.
     """
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as file:
-        file.write(text)
+    descriptor = open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(text.encode())
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
@@ -36,6 +42,18 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def remove(path: Path) -> None:
+    """Remove a directory with everything in it, or a file. Links are not followed.
+
+    Raises:
+        OSError: if it cannot be removed.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
 def file_digest(path: Path) -> str:
     """Return the BLAKE3 digest of a file as 64 hexadecimal digits. All cores share the work."""
     hasher = blake3(max_threads=blake3.AUTO)
@@ -48,13 +66,6 @@ def file_digest(path: Path) -> str:
 def text_digest(text: str) -> str:
     """Return the BLAKE3 digest of a text as 64 hexadecimal digits."""
     return blake3(text.encode()).hexdigest()
-
-
-def error_reason(error: Exception) -> str:
-    """Return the reason in an exception: `No such file`, not `[Errno 2] No such file`."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error)
 
 
 def check_writable(directory: Path) -> None:
@@ -91,7 +102,14 @@ def check_links(directory: Path) -> None:
     Raises:
         CheckpointError: if there is a link.
     """
-    for pattern in ("*", "checkpoints/*", "tensorboard/*", "bad/*", "profile/**/*"):
+    for pattern in (
+        "*",
+        "checkpoints/*",
+        "tensorboard/*",
+        "bad/*",
+        "audit/*",
+        "profile/**/*",
+    ):
         for path in directory.glob(pattern):
             if path.is_symlink():
                 raise CheckpointError(

@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shardwise.errors import DirectoryInUseError
-from shardwise.text import Json
+from shardwise.files.regular import file_errors, open_regular
+from shardwise.text import Json, printable
 
 # The longest content of a lock file, in bytes.
 MAX_LOCK = 4096
@@ -39,10 +40,11 @@ def lock_directory(
     Raises:
         DirectoryInUseError: if another process holds the lock, or if a process on another machine
             did not release it and `force` is False.
+        CheckpointError: if the lock is not a regular file, or cannot be written.
     """
-    descriptor = os.open(
-        directory / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600
-    )
+    path = directory / "lock"
+    with file_errors(path):
+        descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         _acquire(descriptor, directory, fcntl.LOCK_EX)
         # A scheduler sets this variable when it may restart a run on another machine. The previous
@@ -56,7 +58,8 @@ def lock_directory(
             "started": time.time(),
             "job": job,
         }
-        _write(descriptor, json.dumps(owner).encode())
+        with file_errors(path):
+            _write(descriptor, json.dumps(owner).encode())
         try:
             yield lambda: _write(descriptor, b"")
         finally:
@@ -72,7 +75,7 @@ def check_unlocked(directory: Path) -> None:
         DirectoryInUseError: if one does.
     """
     try:
-        descriptor = os.open(directory / "lock", os.O_RDWR | os.O_NOFOLLOW)
+        descriptor = open_regular(directory / "lock", os.O_RDWR)
     except OSError:
         return
     try:
@@ -119,7 +122,8 @@ def _describe(owner: Json) -> str:
     text = f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
     if isinstance(owner.get("started"), float):
         text += f", started {time.time() - owner['started']:.0f} s ago"
-    return text
+    # The file may be a stranger's.
+    return printable(text)
 
 
 def _read_owner(descriptor: int) -> Json:

@@ -8,8 +8,9 @@ There is one line per file, sorted by path, so `b3sum --check MANIFEST` can veri
 import os
 from pathlib import Path
 
-from shardwise.files.durable import error_reason, file_digest, sync
+from shardwise.files.durable import file_digest, sync
 from shardwise.files.failpoints import fail_point
+from shardwise.files.regular import error_reason, read_regular
 
 MANIFEST = "MANIFEST"
 # The largest manifest that is read, in bytes: enough for half a million files.
@@ -101,10 +102,7 @@ def read_manifest(directory: Path) -> tuple[dict[str, str], list[str]]:
             path.relative_to(directory).as_posix(): path
             for path in _list_files(directory)
         }
-        size = manifest.stat().st_size
-        if size > MAX_MANIFEST:
-            raise OSError(f"it has {size:,} bytes, more than {MAX_MANIFEST:,}")
-        text = manifest.read_text()
+        text = read_regular(manifest, MAX_MANIFEST).decode()
     except (OSError, UnicodeDecodeError) as error:
         return {}, [f"{manifest} cannot be read: {error_reason(error)}"]
     # A complete manifest ends with a line break, so the last part is empty.

@@ -18,6 +18,26 @@ COPY = {
 }
 
 
+def run_path(path: AnyPath) -> Path:
+    """Return the path of a run directory that a user passed.
+
+    Args:
+        path: a text or a path object. It need not exist.
+
+    Raises:
+        ConfigError: if it is empty, a URL, or not UTF-8. Libraries that write to a run directory
+            need a path that is text.
+    """
+    try:
+        os.path.abspath(path).encode()
+    except UnicodeEncodeError:
+        shown = os.fsencode(path).decode(errors="backslashreplace")
+        raise ConfigError(
+            f"the path {shown} is not valid UTF-8. Choose another directory with --out."
+        ) from None
+    return local_path(path)
+
+
 def local_path(path: AnyPath) -> Path:
     """Return a path that a user passed.
 
@@ -25,8 +45,10 @@ def local_path(path: AnyPath) -> Path:
         path: a text or a path object. It need not exist.
 
     Raises:
-        ConfigError: if it is a URL such as `gs://bucket/run`.
+        ConfigError: if it is empty, or a URL such as `gs://bucket/run`.
     """
+    if not os.fspath(path):
+        raise ConfigError("a path is empty. Use . for the current directory.")
     url = URL.fullmatch(os.fspath(path))
     if url is None:
         return Path(path)

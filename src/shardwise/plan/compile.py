@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from jax.stages import Lowered
 
 from shardwise.errors import ConfigError
-from shardwise.files.cache import cache_folder
+from shardwise.files.cache import cache_folder, make_private
 from shardwise.files.durable import text_digest, write_atomically
 from shardwise.files.paths import AnyPath, local_path
 from shardwise.flops import count_kernels
@@ -113,7 +113,7 @@ def plan_run(
     if file is not None:
         # A plan that cannot be stored is still a plan.
         with suppress(OSError):
-            file.parent.mkdir(parents=True, exist_ok=True)
+            make_private(file.parent)
             write_atomically(file, json.dumps(plan.as_json()))
     return plan
 

@@ -7,16 +7,15 @@ with a note. Nothing is locked or written, so a run in progress is not affected.
 import errno
 import json
 import os
-import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwise.files.lock import boot_id
+from shardwise.files.regular import open_regular, read_regular
 from shardwise.rundir.columns import (
-    BLOCK,
     EMPTY,
     MAX_COLUMNS,
     MAX_STEP,
@@ -226,30 +225,30 @@ def _opened(directory: int, *names: str) -> Iterator[int]:
     """Yield the descriptor of a regular file below an open directory.
 
     `names` are the parts of its path. No part may be a link: the file would be somewhere else.
-    `O_NONBLOCK` keeps a named pipe from blocking the reader.
     """
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    with _parent(directory, names) as parent:
+        descriptor = open_regular(names[-1], dir_fd=parent)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def _parent(directory: int, names: Sequence[str]) -> Iterator[int]:
+    """Yield the descriptor of the directory that holds a file, see `_opened`."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_DIRECTORY
     with ExitStack() as stack:
         parent = directory
         for name in names[:-1]:
-            parent = os.open(name, flags | os.O_DIRECTORY, dir_fd=parent)
+            parent = os.open(name, flags, dir_fd=parent)
             stack.callback(os.close, parent)
-        descriptor = os.open(names[-1], flags | os.O_NONBLOCK, dir_fd=parent)
-        stack.callback(os.close, descriptor)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(f"{names[-1]} is not a regular file")
-        yield descriptor
+        yield parent
 
 
 def _read_bytes(directory: int, *names: str, limit: int = MAX_FILE_BYTES) -> bytes:
-    with _opened(directory, *names) as descriptor:
-        size = os.fstat(descriptor).st_size
-        if size > limit:
-            raise OSError(f"it has {size:,} bytes, more than the limit of {limit:,}")
-        parts = []
-        while block := os.read(descriptor, BLOCK):
-            parts.append(block)
-        return b"".join(parts)
+    with _parent(directory, names) as parent:
+        return read_regular(names[-1], limit, dir_fd=parent)
 
 
 def _read_object(

@@ -20,6 +20,7 @@ from typing import Protocol, TypeAlias, cast
 
 from shardwise.errors import ConfigError
 from shardwise.files.durable import write_atomically
+from shardwise.files.regular import read_regular
 
 # The project or experiment name where the user sets none.
 PROJECT = "shardwise"
@@ -31,6 +32,8 @@ TRACKERS = {
     "mlflow": "MLflow",
     "trackio": "Trackio",
 }
+# The largest `trackers.json` that is read, in bytes.
+MAX_IDS = 2**16
 # Records that may wait for one tracker. Further records are dropped.
 MAX_QUEUED = 10_000
 # Seconds between two deliveries to a tracker. Records that arrive in between share one call.
@@ -170,7 +173,7 @@ class _RunIds:
         self._lock = threading.Lock()
         self._ids: dict[str, str] = {}
         try:
-            content = json.loads(path.read_text())
+            content = json.loads(read_regular(path, MAX_IDS))
             self._ids = {str(name): str(run_id) for name, run_id in content.items()}
         except (OSError, ValueError, AttributeError, RecursionError):
             # Without the ids every tracker opens a new run.

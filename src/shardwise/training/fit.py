@@ -28,6 +28,7 @@ from shardwise.data.contract import (
 from shardwise.data.evaluation import Once
 from shardwise.data.reuse import owned
 from shardwise.errors import (
+    CheckpointError,
     CorruptionError,
     DataError,
     NumericsError,
@@ -422,7 +423,10 @@ def _finish(session: Session) -> str | None:
         raise Stopped(f"stopped by a signal after step {last_step}{place}")
     log.write_phases()
     if session.has_stopped_early and run.out is not None and session.group.is_first:
-        starting.write_run_json(run, session.description, session.stop_reason)
+        try:
+            starting.write_run_json(run, session.description, session.stop_reason)
+        except CheckpointError as error:
+            warn(session.console, str(error))
     # Everything is saved. A signal may end the process at once again.
     watch.stop.last_words = "stopped by a signal after the last step, which is saved."
     watch.stop.at_once = True
@@ -435,4 +439,4 @@ def _finish(session: Session) -> str | None:
 
 
 def _print(console: Console, text: str) -> None:
-    console.print(text, highlight=False, soft_wrap=True)
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

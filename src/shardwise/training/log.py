@@ -5,7 +5,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ import numpy as np
 
 from shardwise.cluster.group import ProcessGroup
 from shardwise.errors import NumericsError
+from shardwise.files.lines import LineFile
 from shardwise.metrics import MetricsLog
 from shardwise.plan.plan import Plan
 from shardwise.run import Prepared, Run
@@ -62,6 +62,7 @@ class RunLog:
     Attributes:
         metrics: the log `metrics.jsonl`, or None if this process writes none.
         tracking: receives all records too, if set.
+        warn: prints a warning, for example that a file cannot be written.
         on_bad_step: called with the step, the reason and the metrics of a step whose update was
             not applied.
         last: the record of the last finished step.
@@ -87,6 +88,7 @@ class RunLog:
         self.group = group or ProcessGroup()
         self.metrics: MetricsLog | None = None
         self.tracking: Tracking | None = None
+        self.warn: Callable[[str], None] = print
         self.on_bad_step: Callable[[int, str, Json], None] = lambda n, why, values: None
         self.last: Json = {}
         self.clock = Clock(
@@ -100,12 +102,21 @@ class RunLog:
         self._began = began or round(time.time(), 3)
         self._samples: MetricsLog | None = None
         self._digests: MetricsLog | None = None
+        # Logs that earlier starts of the run have written to, too.
+        self._start_lines: LineFile | None = None
+        self._phase_lines: LineFile | None = None
         if run.out is not None and self.group.is_first:
-            self.metrics = MetricsLog(run.out / "metrics.jsonl", start)
+
+            def warn(text: str) -> None:
+                self.warn(text)
+
+            self.metrics = MetricsLog(run.out / "metrics.jsonl", start, warn)
             if run.digest_every:
-                self._digests = MetricsLog(run.out / "digests.jsonl", start)
+                self._digests = MetricsLog(run.out / "digests.jsonl", start, warn)
             if run.sample is not None:
-                self._samples = MetricsLog(run.out / "samples.jsonl", start)
+                self._samples = MetricsLog(run.out / "samples.jsonl", start, warn)
+            self._start_lines = LineFile(run.out / "starting.jsonl", warn)
+            self._phase_lines = LineFile(run.out / "phases.jsonl", warn)
         self._sampled_steps: set[int] = set()
         if self._samples is not None:
             self._sampled_steps = {record["step"] for record in self._samples.kept}
@@ -125,7 +136,14 @@ class RunLog:
     def __exit__(self, *_: object) -> None:
         """Write where the time went, and close the files, however the run ends."""
         self.write_phases()
-        for log in (self.metrics, self._samples, self._digests):
+        logs = (
+            self.metrics,
+            self._samples,
+            self._digests,
+            self._start_lines,
+            self._phase_lines,
+        )
+        for log in logs:
             if log is not None:
                 log.close()
 
@@ -203,8 +221,7 @@ class RunLog:
         """Add the digest of the state to the record of step `n`; write those of its arrays."""
         self.last["digest"] = combine(digests)
         if self._digests is not None:
-            with suppress(OSError):
-                self._digests.write({"step": n, "arrays": as_text(digests)})
+            self._digests.write({"step": n, "arrays": as_text(digests)})
 
     def _lap(self, n: int) -> float:
         """Return the seconds of step `n`, which has just ended."""
@@ -254,7 +271,7 @@ class RunLog:
             [*self._phases, ("", time.monotonic())]
         ):
             self.starting[name] = self.starting.get(name, 0.0) + end - begin
-        if self.metrics is None or self.run.out is None or not self.starting:
+        if self._start_lines is None or not self.starting:
             return
         line = {
             "step": self._first - 1,
@@ -262,8 +279,7 @@ class RunLog:
             "total": sum(self.starting.values()),
             "seconds": self.starting,
         }
-        with (self.run.out / "starting.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        self._start_lines.write(json.dumps(line))
 
     def write_phases(self) -> None:
         """Append where the time of this start went so far to `phases.jsonl`.
@@ -272,7 +288,7 @@ class RunLog:
         """
         self._phases_written = self.clock.now
         step = max(self.last.get("step", 0), self._evaluation.get("step", 0))
-        if self.metrics is None or self.run.out is None or not step:
+        if self._phase_lines is None or not step:
             return
         total = sum(self.clock.seconds.values())
         if total - self._phases_total < MIN_NEW_SECONDS:
@@ -289,8 +305,7 @@ class RunLog:
             "step": step,
             "seconds": {name: round(value, 3) for name, value in seconds.items()},
         }
-        with suppress(OSError), (self.run.out / "phases.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        self._phase_lines.write(json.dumps(line))
 
     def new_bad_records(self) -> list[tuple[str, str]]:
         """Return `(name, reason)` of records of the data that could not be read since last time."""
@@ -316,8 +331,7 @@ class RunLog:
             return
         self._sampled_steps.add(n)
         if self._samples is not None:
-            with suppress(OSError):
-                self._samples.write({"step": n, "text": text})
+            self._samples.write({"step": n, "text": text})
         if self.tracking is not None:
             self.tracking.text(n, "sample", text)
 

@@ -6,13 +6,16 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TypeAlias
 
 import jax
 from rich.console import Console
 
-from shardwise.console import plot_losses, progress_bar, show_metrics
+from shardwise.console import plot_losses, progress_bar, show_metrics, warn
+from shardwise.errors import CheckpointError
 from shardwise.files.durable import write_atomically
+from shardwise.files.regular import file_errors
 from shardwise.mesh import mesh_text
 from shardwise.plan.plan import Plan
 from shardwise.run import Prepared, Run
@@ -166,13 +169,22 @@ def print_summary(
         console.print(sample, markup=False, highlight=False, soft_wrap=True)
         console.rule()
     if run.out is not None and log.last:
+        text = f"run directory: {run.out}"
         picture = run.out / "loss.png"
-        plot_losses(run.out / "metrics.jsonl", picture)
-        console.print(
-            f"run directory: {run.out}\nloss curve:    {picture}",
-            highlight=False,
-            soft_wrap=True,
-        )
+        with _reported(console, picture):
+            plot_losses(run.out / "metrics.jsonl", picture)
+            text += f"\nloss curve:    {picture}"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _reported(console: Console, path: Path) -> Iterator[None]:
+    """Report that a file cannot be written: the run is saved, so this is no reason to fail."""
+    try:
+        with file_errors(path):
+            yield
+    except CheckpointError as error:
+        warn(console, str(error))
 
 
 def _compare_with_plan(console: Console, run: Run, log: RunLog, plan: Plan) -> None:
@@ -190,9 +202,9 @@ def _compare_with_plan(console: Console, run: Run, log: RunLog, plan: Plan) -> N
             "plan": plan.as_json(),
             "measured": {"seconds": seconds, "peak": peak},
         }
-        write_atomically(
-            run.out / "plan.json", json.dumps(record, indent=2, default=str) + "\n"
-        )
+        path = run.out / "plan.json"
+        with _reported(console, path):
+            write_atomically(path, json.dumps(record, indent=2, default=str) + "\n")
 
 
 def _show_times(seconds: Mapping[str, float]) -> str:

@@ -4,6 +4,7 @@ import json
 import math
 import time
 from contextlib import suppress
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from shardwise.checkpoint.store import Checkpoints
 from shardwise.cluster.watch import Watch
 from shardwise.console import warn
 from shardwise.errors import CheckpointError
+from shardwise.files.lines import LineFile
 from shardwise.metrics import read_metrics
 from shardwise.run import Run
 from shardwise.state import TrainState
@@ -85,8 +87,13 @@ class Saver:
         ]
 
     def _check_repeated_starts(self, directory: Path, start: int) -> None:
-        """Save after the next step if the run never gets as far as a checkpoint."""
-        if _count_starts(directory, start, self.began) < 2:
+        """Add this start to `starts.jsonl`; save soon if the run never reaches a checkpoint."""
+        log = LineFile(directory / "starts.jsonl", partial(warn, self.console))
+        earlier = read_metrics(directory / "starts.jsonl")
+        log.write(json.dumps({"step": start, "time": self.began}))
+        log.close()
+        same = takewhile(lambda record: record["step"] == start, reversed(earlier))
+        if len(list(same)) < 2:
             return
         self._retry_at = start + 1
         warn(
@@ -202,13 +209,14 @@ class Saver:
             except CheckpointError as error:
                 if not tries_left:
                     raise CheckpointError(
-                        f"{error}.\nStep {n} of the run is not saved.{self.describe_newest()}"
+                        f"{_fact(error)}.\nStep {n} of the run is not saved."
+                        f"{self.describe_newest()}"
                     ) from error
-                warn(self.console, f"{error}; trying again")
+                warn(self.console, f"{_fact(error)}; trying again")
                 time.sleep(FINAL_PAUSE)
-        if problems := self.checkpoints.verify(n):
+        if problems := self.checkpoints.verify(n, state):
             raise CheckpointError(
-                "the last checkpoint differs from what was written:\n"
+                "the last checkpoint is not what was written, or cannot be read back:\n"
                 + "\n".join(problems)
             )
 
@@ -245,8 +253,13 @@ class Saver:
         self._retry_at = n + 2 ** min(self._failures - 1, MAX_BACKOFF)
         warn(
             self.console,
-            f"{error}. Training continues; the next save is after step {self._retry_at}.",
+            f"{_fact(error)}. Training continues; the next save is after step {self._retry_at}.",
         )
+
+
+def _fact(error: CheckpointError) -> str:
+    """Return a message without its period, to continue the sentence."""
+    return str(error).removesuffix(".")
 
 
 def _identity(directory: Path | None) -> tuple[int, int] | None:
@@ -258,13 +271,3 @@ def _identity(directory: Path | None) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return found.st_dev, found.st_ino
-
-
-def _count_starts(directory: Path, step: int, now: float) -> int:
-    """Return how many starts in succession were from `step`; add this one to `starts.jsonl`."""
-    path = directory / "starts.jsonl"
-    earlier = read_metrics(path) if path.exists() else []
-    with path.open("a") as file:
-        file.write(json.dumps({"step": step, "time": now}) + "\n")
-    same = takewhile(lambda start: start["step"] == step, reversed(earlier))
-    return len(list(same))

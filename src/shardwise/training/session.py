@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 from rich.console import Console
@@ -89,8 +90,9 @@ class Session:
     eval_metrics: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Have the log report steps whose update was not applied."""
+        """Have the log report steps whose update was not applied, and its own problems."""
         self.log.on_bad_step = self._inspect
+        self.log.warn = partial(warn, self.console)
 
     @property
     def group(self) -> ProcessGroup:

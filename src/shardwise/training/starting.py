@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 
 from shardwise.checkpoint.resume import (
     check_accepted,
@@ -29,9 +30,11 @@ from shardwise.files.durable import (
     write_atomically,
 )
 from shardwise.files.lock import lock_directory
+from shardwise.files.regular import check_run_files, file_errors
 from shardwise.metrics import read_metrics
 from shardwise.optim.read import sample_rates
 from shardwise.run import Prepared, Run, describe_run
+from shardwise.rundir.columns import as_number
 from shardwise.state import StateSpec, TrainState, init_state
 from shardwise.text import Json
 from shardwise.weights.frozen import check_frozen, describe_frozen
@@ -55,12 +58,14 @@ def claim_directory(
     Raises:
         ConfigError: another process of the run does not see the directory.
         DirectoryInUseError: another run holds the lock.
-        CheckpointError: the directory cannot be written, or has links where a run writes.
+        CheckpointError: the directory cannot be written, or has links where a run writes, or has
+            something else than a file where a run needs one.
     """
     if watch.group.is_first:
         check_writable(directory)
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_links(directory)
+        check_run_files(directory)
         unlock = stack.enter_context(lock_directory(directory, force_unlock))
         watch.stop.before_exit.insert(0, unlock)
         # Runs before the lock is closed: its descriptor may then belong to another file.
@@ -142,7 +147,7 @@ def find_checkpoint(
         DataError: the data iterator cannot return to the checkpoint.
         CheckpointError: the checkpoint does not fit the model, or its description is damaged.
     """
-    with console.status(f"verifying the newest checkpoint of {run.out}"):
+    with console.status(escape(f"verifying the newest checkpoint of {run.out}")):
         step = checkpoints.newest_good(lambda text: warn(console, text))
     if step is None:
         return None
@@ -181,7 +186,7 @@ def find_checkpoint(
         names.get(key, key) for key in after if key in before and (key != "lr" or rates)
     ]
     for part in report(differences, run.accept, title, compared, skipped):
-        console.print(part, highlight=False, soft_wrap=True)
+        console.print(part, markup=False, highlight=False, soft_wrap=True)
     return step
 
 
@@ -365,14 +370,12 @@ def read_evaluations(
     if run.stop_when is None or run.out is None:
         return []
     metric = run.stop_when.metric
-    path = run.out / "metrics.jsonl"
     records: list[Json] = []
-    if group.is_first and start and path.exists():
-        records = read_metrics(path)
+    if group.is_first and start:
+        records = read_metrics(run.out / "metrics.jsonl")
+    values = [(record["step"], as_number(record.get(metric))) for record in records]
     evaluations = [
-        [record["step"], record[metric]]
-        for record in records
-        if metric in record and record["step"] <= start
+        [step, value] for step, value in values if value is not None and step <= start
     ]
     return [
         (int(step), float(value))
@@ -397,6 +400,6 @@ def write_run_json(run: Run, description: Json, stop_reason: str | None) -> None
     }
     if stop_reason is not None:
         content["stopped_early"] = stop_reason
-    write_atomically(
-        run.out / "run.json", json.dumps(content, indent=2, default=str) + "\n"
-    )
+    path = run.out / "run.json"
+    with file_errors(path):
+        write_atomically(path, json.dumps(content, indent=2, default=str) + "\n")

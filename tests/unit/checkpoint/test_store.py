@@ -1,5 +1,6 @@
 """A checkpoint is plain Orbax, restores onto any mesh, and is refused with all differences."""
 
+import json
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,14 +11,17 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore
 from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardwise import Checkpoints, Rules, abstract_state, init_state, make_mesh
 from shardwise.checkpoint import store
+from shardwise.checkpoint.reader import open_step, verify_step
 from shardwise.checkpoint.store import Keep
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.files.manifest import write_manifest
 from shardwise.tree import named_leaves
 
 
@@ -207,6 +211,86 @@ def test_a_damaged_step_is_renamed_and_the_previous_one_is_used(tmp_path):
     for _ in range(2):
         with pytest.raises(CheckpointError, match="No intact checkpoint is left"):
             checkpoints.newest_good(warnings.append)
+
+
+def test_a_step_under_another_number_is_set_aside(tmp_path):
+    _, checkpoints = save_three(tmp_path)
+    checkpoints.path(30).rename(checkpoints.path(40))
+    shutil.copytree(checkpoints.path(10), checkpoints.path(35))
+    assert "its meta.json names 30" in checkpoints.verify(40)[0]
+    warnings = []
+    assert checkpoints.newest_good(warnings.append) == 20
+    assert "its meta.json names 30" in warnings[0]
+    assert (checkpoints.directory / "35.bad").is_dir()
+    assert (checkpoints.directory / "40.bad").is_dir()
+    # A copy that is not named like a step is one.
+    shutil.copytree(checkpoints.path(20), tmp_path / "best")
+    assert verify_step(tmp_path / "best") == []
+
+
+def test_a_state_of_another_step_is_not_restored(tmp_path):
+    spec, checkpoints = save_three(tmp_path)
+    moved = checkpoints.path(30).rename(checkpoints.path(40))
+    (moved / "meta.json").write_text(json.dumps({"step": 40}))
+    write_manifest(moved)
+    assert checkpoints.verify(40) == [f"{moved}: the saved state is of step 30"]
+    with pytest.raises(CheckpointError, match="holds the state of step 30"):
+        checkpoints.restore(spec, 40)
+
+
+NAMES = [
+    "lr[1e-3]",
+    "a*b?",
+    "{a,b}",
+    "50%20",
+    "a#b",
+    "two words",
+    'it\'s "q"',
+    "back\\slash",
+    "new\nline",
+    "größe",
+    "**",
+    "$HOME ~ file:",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_checkpoints_work_below_any_path(tmp_path, name):
+    folder = tmp_path / name
+    folder.mkdir()
+    spec, checkpoints = save_three(folder)
+    state = replace(init_state(spec, 5), step=jnp.int32(30))
+    assert checkpoints.verify(30, state) == []
+    restored = named_leaves(checkpoints.restore(spec, 30))
+    for path, leaf in named_leaves(state).items():
+        assert np.asarray(leaf).tobytes() == np.asarray(restored[path]).tobytes(), path
+    saved = open_step(checkpoints.path(30))
+    assert saved.read(["step"])["step"] == 30
+    # The same files, read at a plain path.
+    shutil.copytree(checkpoints.path(30), tmp_path / "plain" / "30")
+    assert verify_step(tmp_path / "plain" / "30") == []
+
+
+def test_arrays_that_cannot_be_read_are_found_although_all_digests_match(tmp_path):
+    spec, checkpoints = save_three(tmp_path)
+    state = checkpoints.restore(spec, 30)
+    other = replace(state, params={"more": jnp.zeros(3)})
+    assert "params/more" in checkpoints.verify(30, other)[0]
+    (checkpoints.path(30) / "state" / "manifest.ocdbt").unlink()
+    write_manifest(checkpoints.path(30))
+    for problems in (checkpoints.verify(30), verify_step(checkpoints.path(30))):
+        assert len(problems) == 1
+        assert "manifest.ocdbt is missing" in problems[0]
+    store = tensorstore.KvStore.open(
+        {"driver": "ocdbt", "base": f"file://{checkpoints.path(20)}/state/"}
+    ).result()
+    keys = [key for key in store.list().result() if b"hidden.kernel/0" in key]
+    for key in keys:
+        store.write(key, None).result()
+    write_manifest(checkpoints.path(20))
+    problems = checkpoints.verify(20)
+    assert len(problems) == len(keys)
+    assert "has no content of 'opt_state/0/mu/hidden/kernel'" in problems[0]
 
 
 @settings(max_examples=200)
