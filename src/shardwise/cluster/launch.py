@@ -333,7 +333,13 @@ class _Output:
 
 
 def end_with_parent() -> None:
-    """Ask the kernel to send SIGTERM to this process when its parent dies. Linux only."""
+    """Ask the kernel to send SIGHUP to this process when its parent dies. Linux only.
+
+    It sends the signal again for each thread of the parent that outlives the previous one, and
+    SIGHUP may come repeatedly. It is not ignored here, also if `nohup` started the parent: a new
+    session has no terminal to lose.
+    """
     set_parent_death_signal = 1
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGHUP)
