@@ -193,7 +193,8 @@ class Launcher:
             suffix = ":bar" if self.console.is_terminal else ""
             environment["SHARDWISE_PROGRESS"] = f"{writing}{suffix}"
         child = subprocess.Popen(
-            [sys.executable, "-m", "shardwise.cli", *options, *self.command],
+            # -P: modules of the current directory must not shadow others.
+            [sys.executable, "-P", "-m", "shardwise.cli", *options, *self.command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
