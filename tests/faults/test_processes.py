@@ -275,6 +275,23 @@ def is_running(pid):
 
 
 @pytest.mark.faults
+def test_f34_failed_save(bench, straight_pair):
+    with experiment("F34", "Orbax fails to save in one of two processes") as row:
+        for victim in (1, 0):
+            with row.ours.trial(f"process {victim}"):
+                own = fresh(bench, victim)
+                each = {victim: {"BREAK_SAVE": "2"}}
+                ended = own.start_group("run", *SHORT, each=each).end(60)
+                for one in ended:
+                    check_done(one)
+                message = f"could not be saved: process {victim}: [Errno 5]"
+                assert message in ended[0].err, ended[0].message
+                assert steps_of(own.folder / "run")[-1] == 20
+                # The next start removes what Orbax may have left of the failed save.
+                check_resumes(own, straight_pair)
+
+
+@pytest.mark.faults
 def test_f33_killed_launcher(bench, straight_pair):
     times = []
     with experiment("F33", "SIGKILL of the launcher of two processes") as row:
