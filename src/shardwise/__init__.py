@@ -4,6 +4,17 @@ The public names are listed in `__init__.pyi`. Each is imported on first use, so
 command line can answer without waiting for JAX.
 """
 
+import sys
+
+# `python -m shardwise.cli` has the current directory first on the import path. A file there that
+# is called json.py must not be executed.
+if (
+    sys.argv[:1] == ["-m"]
+    and "shardwise.cli" in sys.orig_argv
+    and not sys.flags.safe_path
+):
+    del sys.path[0]
+
 import lazy_loader
 
 _get, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -69,7 +70,10 @@ def read_source(path: Path) -> str:
 
 
 def load_recipe(path: Path, function: str) -> Recipe:
-    """Import the file as `python file.py` would, and return its function.
+    """Import the file and return its function. The file may import others in its directory.
+
+    They come after the standard library on the import path: a file random.py next to the recipe
+    does not replace the module of that name.
 
     Raises:
         ConfigError: if the file cannot be imported, or has no such function.
@@ -81,7 +85,7 @@ def load_recipe(path: Path, function: str) -> Recipe:
         raise ConfigError(f"recipe '{path}' is not a Python file.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
-    sys.path.insert(0, str(path.resolve().parent))
+    sys.path.insert(_after_standard_library(), str(path.resolve().parent))
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -100,6 +104,13 @@ def load_recipe(path: Path, function: str) -> Recipe:
             f"it has {', '.join(functions) or 'none'}.{did_you_mean(function, functions)}"
         )
     return recipe
+
+
+def _after_standard_library() -> int:
+    """Return the index in `sys.path` after the folders of the standard library."""
+    folder = os.path.dirname(os.__file__)
+    folders = (folder, os.path.join(folder, "lib-dynload"))
+    return max((i + 1 for i, name in enumerate(sys.path) if name in folders), default=0)
 
 
 def bind_recipe(recipe: Recipe, args: Sequence[str], prog: str) -> Json:

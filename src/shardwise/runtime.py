@@ -1,18 +1,25 @@
-"""Settings of the process: native log noise, memory allocation on CPUs, the compilation cache.
+"""Settings of the process: its output, memory allocation on CPUs, the compilation cache.
 
 JAX's C++ libraries print many lines that are not news, and crash dumps for the rest.
 """
 
 import ctypes
 import glob
+import io
 import os
 import re
+import select
 import stat
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
 from shardwise.files.cache import cache_folder, make_private
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 # The compilation cache is pruned to this many bytes; entries that were not used for longest go
 # first.
@@ -80,13 +87,75 @@ def quiet_without_tpu(vendors: str = PCI_VENDORS) -> None:
         set_quiet_tpu()
 
 
+class _Output(io.FileIO):
+    """A descriptor whose writes never fail.
+
+    The terminal may be gone, the reader of a pipe may have ended, or the disk of a log may be full.
+    Text that cannot be written is dropped: it must not end a run.
+
+    Attributes:
+        is_lost: whether text was dropped.
+    """
+
+    is_lost = False
+
+    def write(self, data: "ReadableBuffer", /) -> int:
+        """Write, or drop the data if that is not possible."""
+        try:
+            # None: somebody made the descriptor non-blocking, and its reader is slow.
+            while (written := super().write(data)) is None:
+                select.select([], [self], [])
+        except OSError:
+            self.is_lost = True
+            return memoryview(data).nbytes
+        return written
+
+
+def protect_output() -> None:
+    """Make output harmless: writing to `sys.stdout` and `sys.stderr` does not fail from now on.
+
+    A standard descriptor that is closed is opened, so that no file of the run gets its number.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            # This is the lowest free number. Child processes need it too.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    # Python has no stream for a descriptor that was closed when it started.
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
+    sys.stdout = _text_output(1, sys.stdout)
+    sys.stderr = _text_output(2, sys.stderr)
+
+
+def is_lost(stream: TextIO) -> bool:
+    """Return whether text for a stream of `protect_output` was dropped."""
+    raw = getattr(getattr(stream, "buffer", None), "raw", None)
+    return isinstance(raw, _Output) and raw.is_lost
+
+
+def _text_output(descriptor: int, previous: TextIO | None) -> TextIO:
+    """Return a stream that writes to a descriptor, and replaces `previous`."""
+    errors = "strict"
+    if previous is not None:
+        errors = previous.errors or errors
+        with suppress(OSError, ValueError):
+            previous.flush()
+    return io.TextIOWrapper(
+        io.BufferedWriter(_Output(descriptor, "w", closefd=False)),
+        encoding=getattr(previous, "encoding", None),
+        # A character that the terminal does not have must not end a run either.
+        errors="backslashreplace" if errors == "strict" else errors,
+        line_buffering=True,
+    )
+
+
 def filter_native_output() -> None:
     """Filter what C++ code prints from now on. `sys.stdout` and `sys.stderr` are not filtered."""
     for number, name in ((1, "stdout"), (2, "stderr")):
-        getattr(sys, name).flush()
         real = os.dup(number)
-        # Python keeps its own copy of the descriptor; only native code writes to the pipe.
-        setattr(sys, name, os.fdopen(os.dup(number), "w", buffering=1))
+        # Python writes to the real descriptor; only native code writes to the pipe.
+        setattr(sys, name, _text_output(real, getattr(sys, name)))
         read_end, write_end = os.pipe()
         os.dup2(write_end, number)
         os.close(write_end)
@@ -97,10 +166,11 @@ def filter_native_output() -> None:
 
 
 def _relay(read_end: int, real: int) -> None:
+    output = _Output(real, "w", closefd=False)
     with os.fdopen(read_end, "rb") as lines:
         for line in lines:
             if not NOISE.match(line):
-                os.write(real, line)
+                output.write(line)
 
 
 def keep_freed_memory() -> None:

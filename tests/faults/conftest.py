@@ -75,6 +75,15 @@ def straight_plain(shared, cache):
     return _undisturbed(shared / "straight_plain", cache, harness.Bench.plain)
 
 
+@pytest.fixture(scope="session")
+def straight_pair(tmp_path_factory, cache):
+    """Return the directory of an undisturbed run of two processes."""
+    bench = harness.Bench(tmp_path_factory.mktemp("straight_pair"), cache)
+    for ended in bench.start_group("run", *harness.SHORT).end():
+        harness.check_done(ended)
+    return bench.folder / "run"
+
+
 def _undisturbed(folder, cache, start):
     """Return a function that runs each configuration once, in the first worker that needs it."""
 

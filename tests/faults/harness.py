@@ -299,14 +299,13 @@ class Bench:
         count: int = 2,
         restarts: int = 0,
         layout: tuple[str, ...] = PAIR,
+        wrap: tuple[str, ...] = (),
     ) -> Started:
         """Start `shardwise launch` with `count` processes of `shardwise train`."""
         options = ("--processes", count, "--restarts", restarts)
         train = ("train", RECIPE, "--out", self.folder / out, *layout, *args)
-        return self.popen(
-            (sys.executable, "-m", "shardwise.cli", "launch", *options, "--", *train),
-            out,
-        )
+        command = (sys.executable, "-m", "shardwise.cli", "launch", *options)
+        return self.popen((*wrap, *command, "--", *train), out)
 
     def command(self, *args: object, **environment: str) -> Ended:
         """Run `shardwise` with any arguments to its end."""
@@ -332,6 +331,13 @@ class Bench:
                 start_new_session=True,
             )
         return Started(process, out, log, began)
+
+
+def fresh(bench: Bench, name: object) -> Bench:
+    """Return a bench in a new folder below that of another."""
+    folder = bench.folder / f"trial-{name}".replace(" ", "-")
+    folder.mkdir()
+    return Bench(folder, bench.cache)
 
 
 def _free_address() -> str:
@@ -557,6 +563,11 @@ def child_of(pid: int, index: int) -> int:
             ):
                 return int(path.name)
     raise AssertionError(f"the launcher {pid} has no process {index}")
+
+
+def redirected(redirection: str) -> tuple[str, ...]:
+    """Return the words before a command that run it with its output redirected by a shell."""
+    return "bash", "-c", f'set -o pipefail; "$@" {redirection}', "bash"
 
 
 def check_stopped(ended: Ended) -> None:

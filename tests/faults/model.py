@@ -4,7 +4,9 @@ The model has every kind of state that a resume could lose: dropout, batch stati
 a custom variable. All of them change at every step.
 """
 
+import errno
 import hashlib
+import itertools
 import os
 import time
 from pathlib import Path
@@ -12,6 +14,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 from flax import nnx
 
 
@@ -132,6 +135,20 @@ def note(step: int, batch: dict[str, np.ndarray]) -> None:
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.write(handle, f"{step} {digest.hexdigest()}\n".encode())
         os.close(handle)
+
+
+def break_save() -> None:
+    """Let Orbax fail in the save with the number in BREAK_SAVE, in this process alone."""
+    number = int(os.environ.get("BREAK_SAVE", 0))
+    handler = ocp.StandardCheckpointHandler
+    save, numbers = handler.async_save, itertools.count(1)
+
+    async def broken(*args: object, **named: object) -> object:
+        if next(numbers) == number:
+            raise OSError(errno.EIO, "Input/output error")
+        return await save(*args, **named)
+
+    handler.async_save = broken
 
 
 def wait_for_data(step: int, pause: float, stall_at: int) -> None:

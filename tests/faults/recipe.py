@@ -1,6 +1,7 @@
 """The recipe of the fault experiments: a small model, and an argument for each fault."""
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from model import Model, corpus, entries, note, poison, wait_for_data
+from model import Model, break_save, corpus, entries, note, poison, wait_for_data
 
 from shardwise import Batches, Mean, Rules, Run, Tokens, optim
 from shardwise.data import array_records, json_lines, keep, open_tokens
@@ -105,6 +106,8 @@ def recipe(
         if data is not None
         else Tokens(corpus(records, length, vocabulary), length)
     )
+    if "BREAK_SAVE" in os.environ:
+        break_save()
     if filtered:
         source = keep(source, lambda row: False)
     faults = {

@@ -6,6 +6,7 @@ import re
 import signal
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from harness import (
     check_refused,
     child_of,
     experiment,
+    fresh,
     last_step,
     listening,
     read_log,
@@ -32,30 +34,12 @@ WATCHDOG = 20
 SEED = 20261115
 
 
-@pytest.fixture(scope="session")
-def straight_pair(tmp_path_factory, cache):
-    """Return the directory of an undisturbed run of two processes."""
-    import harness
-
-    bench = harness.Bench(tmp_path_factory.mktemp("straight_pair"), cache)
-    for ended in bench.start_group("run", *SHORT).end():
-        check_done(ended)
-    return bench.folder / "run"
-
-
 def check_resumes(bench, expected):
     """Check that the same command finishes the run and matches the undisturbed one."""
     for ended in bench.start_group("run", *SHORT).end():
         check_done(ended)
     check_exact(bench.folder / "run", expected, 20)
     check_clean(bench.folder / "run")
-
-
-def fresh(bench, number):
-    """Return a bench in a new folder."""
-    folder = bench.folder / f"trial{number}"
-    folder.mkdir()
-    return type(bench)(folder, bench.cache)
 
 
 def check_lost(processes, ended, survivor, words, began, limit):
@@ -257,6 +241,73 @@ def test_f18_killed_process(bench, straight_pair):
             f"the other one names it and ends after at most {max(times[1]):.1f} s "
             f"(process 0: {max(times[0]):.1f} s)"
         )
+
+
+def kill_launcher(bench, step):
+    """Kill a launcher, and return the seconds until its processes have ended, saved."""
+    launcher = bench.launch("run", *SLOW, "--save-every", "0")
+    launcher.wait_for_step(step)
+    children = [child_of(launcher.process.pid, index) for index in range(2)]
+    began = time.monotonic()
+    launcher.signal(signal.SIGKILL)
+    try:
+        launcher.process.wait()
+        while any(map(is_running, children)):
+            assert time.monotonic() - began < 20, "the processes still run"
+            time.sleep(0.05)
+    finally:
+        for child in children:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+    seconds = time.monotonic() - began
+    assert steps_of(launcher.out) == [last_step(launcher.out)]
+    check_clean(launcher.out)
+    return seconds
+
+
+def is_running(pid):
+    """Return whether a process exists and is not a zombie."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.faults
+def test_f34_failed_save(bench, straight_pair):
+    with experiment("F34", "Orbax fails to save in one of two processes") as row:
+        for victim in (1, 0):
+            with row.ours.trial(f"process {victim}"):
+                own = fresh(bench, victim)
+                each = {victim: {"BREAK_SAVE": "2"}}
+                ended = own.start_group("run", *SHORT, each=each).end(60)
+                for one in ended:
+                    check_done(one)
+                message = f"could not be saved: process {victim}: [Errno 5]"
+                assert message in ended[0].err, ended[0].message
+                assert steps_of(own.folder / "run")[-1] == 20
+                # The next start removes what Orbax may have left of the failed save.
+                check_resumes(own, straight_pair)
+
+
+@pytest.mark.faults
+def test_f33_killed_launcher(bench, straight_pair):
+    times = []
+    with experiment("F33", "SIGKILL of the launcher of two processes") as row:
+        for number in range(20):
+            with row.ours.trial(f"trial {number + 1}", quiet=True):
+                own = fresh(bench, number)
+                times.append(kill_launcher(own, 3 + number % 7))
+        with row.ours.trial("the same command resumes"):
+            check_resumes(own, straight_pair)
+        row.note = (
+            f"both saved the same step and ended after at most {max(times):.1f} s"
+        )
+
+
+def test_the_processes_of_a_killed_launcher_save_and_end(bench):
+    kill_launcher(bench, 3)
 
 
 @pytest.mark.faults

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT in every phase: the last step is saved, exit code 75, nothing lost."""
+"""SIGTERM, SIGINT and SIGHUP in every phase: the last step is saved, exit code 75, nothing lost."""
 
 import signal
 import time
@@ -97,12 +97,14 @@ PHASES = {
 def test_f07_signal_in_every_phase(bench, straight, straight_plain, tmp_path_factory):
     expected = straight(*SHORT)
     with experiment(
-        "F07", "SIGTERM, SIGINT and a second signal, in every phase"
+        "F07", "SIGTERM, SIGINT, SIGHUP and a second signal, in every phase"
     ) as row:
         slowest = 0.0
         cases = [(phase, signal.SIGTERM) for phase in PHASES] + [
             ("steps", signal.SIGINT),
             ("compilation", signal.SIGINT),
+            ("steps", signal.SIGHUP),
+            ("compilation", signal.SIGHUP),
         ]
         for phase, number in cases:
             with row.ours.trial(f"{number.name} during {phase}"):

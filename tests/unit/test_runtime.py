@@ -1,4 +1,4 @@
-"""How native code allocates memory on CPUs."""
+"""Output that cannot be written, and how native code allocates memory on CPUs."""
 
 import os
 import subprocess
@@ -6,6 +6,71 @@ import sys
 from textwrap import dedent
 
 import pytest
+
+WRITING = """
+    import os, sys, threading
+    from shardwise.runtime import filter_native_output, protect_output
+    protect_output()
+    with open(sys.argv[1], "w") as file:
+        assert file.fileno() > 2
+        if sys.argv[2] == "filtered":
+            filter_native_output()
+        for _ in range(3):
+            print("\u2502" * 100_000)
+            print("text", file=sys.stderr)
+            os.write(1, b"native\\n" * 10_000)
+            os.write(2, b"native\\n" * 10_000)
+        names = [thread.name for thread in threading.enumerate()]
+        file.write(" ".join(names))
+"""
+
+
+@pytest.mark.parametrize("native", ["filtered", "unfiltered"])
+@pytest.mark.parametrize(
+    "redirection",
+    [
+        "2>&1 | true",
+        "2>&1 >/dev/null | true",
+        ">/dev/full 2>&1",
+        ">&- 2>&-",
+        "<&- >&- 2>&-",
+        "<&- 2>/dev/full",
+    ],
+)
+def test_output_that_cannot_be_written_is_dropped(tmp_path, redirection, native):
+    code = dedent(WRITING)
+    if native == "unfiltered":
+        # Without the filter nobody catches the errors of native code.
+        code = "\n".join(line for line in code.splitlines() if "os.write" not in line)
+    file = tmp_path / "file"
+    command = f'set -o pipefail; "$@" {redirection}'
+    words = [sys.executable, "-c", code, str(file), native]
+    ended = subprocess.run(
+        ["bash", "-c", command, "bash", *words],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        timeout=60,
+    )
+    assert ended.returncode == 0
+    # The threads of the filter still run.
+    found = file.read_text().split()
+    assert ("shardwise-stdout" in found) == (native == "filtered")
+    assert ("shardwise-stderr" in found) == (native == "filtered")
+
+
+def test_output_that_can_be_written_arrives():
+    code = """
+        import sys
+        from shardwise.runtime import is_lost, protect_output
+        protect_output()
+        print("out \u2502")
+        print("err", file=sys.stderr)
+        assert not is_lost(sys.stdout)
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", dedent(code)], capture_output=True, text=True
+    )
+    assert (ended.stdout, ended.stderr) == ("out \u2502\n", "err\n")
+
 
 KEPT = """
     import resource

@@ -341,8 +341,14 @@ class Checkpoints:
             place = self._orbax_directory / self._temporary(step).name
             self._orbax.save(place / "state", args=ocp.args.StandardSave(tree))
         except Exception as error:
-            return self._describe(error)
+            return self._report(self._saving, error)
         return None
+
+    def _report(self, save: str, error: Exception) -> str:
+        """Describe an error, and let the other processes stop waiting for this one in Orbax."""
+        problem = self._describe(error)
+        self.group.put(f"{save}/failed/{self.group.index}", problem)
+        return problem
 
     def check(self) -> bool:
         """Return whether a save has finished since the last call. Does not wait.
@@ -416,6 +422,12 @@ class Checkpoints:
             # Removing the last reference here frees the device memory as soon as Orbax has copied
             # it.
             problem = self._start_orbax(save.step, save.copies.pop())
+        failure = self.group.share(f"{save.name}/started", problem)
+        if failure is not None and not self.group.is_first:
+            # Orbax waits here for directories that the first process creates, until its timeout.
+            # The next save makes another checkpointer.
+            vars(self).pop("_orbax", None)
+            problem = failure
         try:
             if save.position is not None:
                 self._write_position(save.step, save.position)
@@ -424,8 +436,7 @@ class Checkpoints:
                 self._orbax.wait_until_finished()
                 fail_point("checkpoint.written")
         except Exception as error:
-            problem = self._describe(error)
-            self.group.put(f"{save.name}/failed/{self.group.index}", problem)
+            problem = self._report(save.name, error)
         return _first_problem(self.group.union(f"{save.name}/arrays", problem))
 
     def _write_position(self, step: int, position: str) -> None:
@@ -477,7 +488,7 @@ class Checkpoints:
         seconds = timeout_ms / 1000
         in_time = wait_for(is_over, seconds)
         if failures:
-            raise RuntimeError(next(iter(failures.values())))
+            raise CheckpointError(next(iter(failures.values())))
         if not in_time:
             raise RuntimeError(
                 f"the other processes did not arrive within {seconds:.0f} s"

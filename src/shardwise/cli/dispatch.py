@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from shardwise.cli.options import BY_NAME, COMMANDS, help_text, shared_parser
 from shardwise.errors import ConfigError, ShardwiseError
-from shardwise.runtime import quiet_without_tpu
+from shardwise.runtime import protect_output, quiet_without_tpu
 from shardwise.text import did_you_mean, printable
 
 # Commands below another one, which users tend to ask for directly.
@@ -49,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def entry() -> None:
     """Run the `shardwise` command and exit the process."""
+    protect_output()
     quiet_without_tpu()
     try:
         code = main()

@@ -83,6 +83,7 @@ def load_run(
     )
 
     path, function = find_recipe(target)
+    _protect_workers()
     if shared.cpu_devices is not None:
         use_cpu_devices(shared.cpu_devices)
     recipe = load_recipe(path, function)
@@ -97,3 +98,16 @@ def load_run(
         "source": read_source(path),
     }
     return make_run(recipe, arguments), description
+
+
+def _protect_workers() -> None:
+    """Have data processes import nothing from the current directory.
+
+    `multiprocessing` starts them with `python -c`, which looks there first. It passes on the option
+    -P of this process, and has no public way to add it.
+    """
+    from multiprocessing import util
+
+    options = util._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    if "-P" not in options:
+        util._args_from_interpreter_flags = lambda: [*options, "-P"]  # type: ignore[attr-defined]

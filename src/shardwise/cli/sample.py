@@ -6,7 +6,6 @@ is executed. For any other model the user names its recipe, which is executed.
 
 import argparse
 import dataclasses
-import os
 import sys
 import time
 import unicodedata
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, TextIO
 from shardwise.cli.options import command_parser
 from shardwise.cli.recipes import recorded_recipe
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
+from shardwise.runtime import is_lost
 from shardwise.text import Json
 
 if TYPE_CHECKING:
@@ -323,7 +323,7 @@ def _generate(
         raise CheckpointError(f"{source.path}: {error}.") from error
     except BrokenPipeError:
         # The reader, for example `head`, has seen enough.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        pass
     rate = timer.tokens_per_second(options.num)
     if sys.stderr.isatty():
         speed = f", {rate:,.0f} tokens/s" if rate else ""
@@ -507,6 +507,8 @@ class _Out:
             text = "".join(map(_visible, text))
         self.file.write(text)
         self.file.flush()
+        if is_lost(self.file):
+            raise BrokenPipeError
 
 
 def _visible(character: str) -> str:

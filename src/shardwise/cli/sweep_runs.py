@@ -202,7 +202,8 @@ class Sweep:
             return ExitCode.STOPPED if self._num_forwarded else ExitCode.IN_USE
         command = ["train", self.target, *self.words, *point.words, "--out", str(out)]
         child = subprocess.Popen(
-            [sys.executable, "-c", CHILD, *command],
+            # -P: modules of the current directory must not shadow others.
+            [sys.executable, "-P", "-c", CHILD, *command],
             stdin=subprocess.DEVNULL,
             # Ctrl-C reaches the sweep alone, which forwards it once.
             start_new_session=True,

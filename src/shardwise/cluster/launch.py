@@ -193,7 +193,8 @@ class Launcher:
             suffix = ":bar" if self.console.is_terminal else ""
             environment["SHARDWISE_PROGRESS"] = f"{writing}{suffix}"
         child = subprocess.Popen(
-            [sys.executable, "-m", "shardwise.cli", *options, *self.command],
+            # -P: modules of the current directory must not shadow others.
+            [sys.executable, "-P", "-m", "shardwise.cli", *options, *self.command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -333,7 +334,13 @@ class _Output:
 
 
 def end_with_parent() -> None:
-    """Ask the kernel to send SIGTERM to this process when its parent dies. Linux only."""
+    """Ask the kernel to send SIGHUP to this process when its parent dies. Linux only.
+
+    It sends the signal again for each thread of the parent that outlives the previous one, and
+    SIGHUP may come repeatedly. It is not ignored here, also if `nohup` started the parent: a new
+    session has no terminal to lose.
+    """
     set_parent_death_signal = 1
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGHUP)

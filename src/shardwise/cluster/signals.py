@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM ask a run to stop; they never interrupt it in the middle of something.
+"""Signals ask a run to stop; they never interrupt it in the middle of something.
 
 Python runs signal handlers between bytecodes, and a compilation can take minutes without one. A
 wake-up descriptor and a thread therefore receive signals at once. Before the first step there is
@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import TypeAlias
@@ -19,7 +19,7 @@ from typing import TypeAlias
 from shardwise.errors import ExitCode
 
 EXIT_STOPPED = ExitCode.STOPPED
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Handler: TypeAlias = (
     Callable[[int, FrameType | None], object] | int | signal.Handlers | None
@@ -31,7 +31,9 @@ class Stop:
     """Whether a signal has asked this run to stop.
 
     The first signal is a request. The second ends the process if `may_exit` is set; otherwise it
-    goes to the handler that was installed before.
+    goes to the handler that was installed before. SIGHUP is always a request only, because it
+    often comes twice: from the shell and from the terminal, or when the parent process is killed,
+    once for each of its threads.
 
     Attributes:
         may_exit: the process exists for this run alone, so a signal may end it.
@@ -51,27 +53,35 @@ class Stop:
 
     def take(self, number: int) -> None:
         """Handle a signal. Any thread may call this; it may not return."""
-        if self.may_exit and (self.at_once or self.requested):
+        is_repeated = self.requested and number != signal.SIGHUP
+        if self.may_exit and (self.at_once or is_repeated):
             if self.at_once:
                 text = self.last_words
                 code = int(ExitCode.STOPPED)
             else:
                 text = "stopped at once by a second signal; earlier checkpoints are intact."
                 code = 128 + number
-            for action in self.before_exit:
-                action()
-            print_last_words(text)
-            os._exit(code)
+            try:
+                for action in self.before_exit:
+                    action()
+                print_last_words(text)
+            finally:
+                os._exit(code)
         self.requested = True
 
 
 def print_last_words(text: str) -> None:
-    """Print a final line to stderr, from any thread, right before the process exits."""
+    """Print a final line to stderr, from any thread, right before the process exits.
+
+    A terminal or a pipe that is gone does not matter.
+    """
     if not text:
         return
-    # A progress bar may have hidden the cursor of the terminal.
-    show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""
-    os.write(sys.stderr.fileno(), f"{show_cursor}\nshardwise: {text}\n".encode())
+    # `sys.stderr` may be None, closed, or not a file.
+    with suppress(OSError, ValueError, AttributeError):
+        # A progress bar may have hidden the cursor of the terminal.
+        show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""
+        os.write(sys.stderr.fileno(), f"{show_cursor}\nshardwise: {text}\n".encode())
 
 
 # C holds pointers to these callbacks, so they must not be garbage-collected. The previous one is
@@ -92,7 +102,7 @@ def on_abort(answer: Callable[[], None]) -> None:
 
 @contextmanager
 def stop_on_signals(*, may_exit: bool = False) -> Iterator[Stop]:
-    """Record SIGINT and SIGTERM in a `Stop` for the duration of a `with` block.
+    """Record SIGINT, SIGTERM and SIGHUP in a `Stop` for the duration of a `with` block.
 
     A separate thread listens, so that a long call into C delays nothing. Outside the main thread
     the block changes nothing, because signals belong to whoever runs the main thread.
@@ -131,6 +141,12 @@ def stop_on_signals(*, may_exit: bool = False) -> Iterator[Stop]:
         os.close(reading)
 
 
+def _handled_signals() -> list[signal.Signals]:
+    """Return the signals to handle: not SIGHUP if `nohup` started this process."""
+    is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [n for n in SIGNALS if n != signal.SIGHUP or not is_nohup]
+
+
 def _install_handlers(may_exit: bool) -> dict[int, Handler]:
     """Install Python's side of the handlers, and return the previous ones.
 
@@ -138,13 +154,13 @@ def _install_handlers(may_exit: bool) -> dict[int, Handler]:
     to the previous handler, which is then active again.
     """
     previous: dict[int, Handler] = {
-        number: signal.getsignal(number) for number in SIGNALS
+        number: signal.getsignal(number) for number in _handled_signals()
     }
     received: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        if may_exit or len(received) == 1:
+        if may_exit or len(received) == 1 or number == signal.SIGHUP:
             return
         handler = previous[number]
         signal.signal(number, handler)
@@ -153,14 +169,14 @@ def _install_handlers(may_exit: bool) -> dict[int, Handler]:
         else:
             os.kill(os.getpid(), number)
 
-    for number in SIGNALS:
+    for number in previous:
         signal.signal(number, handle)
     return previous
 
 
 @contextmanager
 def noted_signals() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM in a list, for a parent that passes them on to its children.
+    """Collect SIGINT, SIGTERM and SIGHUP in a list, for a parent that passes them on.
 
     Yields:
         The list of signal numbers, which grows with every signal.
@@ -168,7 +184,7 @@ def noted_signals() -> Iterator[list[int]]:
     received: list[int] = []
     previous = {
         number: signal.signal(number, lambda number, _: received.append(number))
-        for number in SIGNALS
+        for number in _handled_signals()
     }
     try:
         yield received

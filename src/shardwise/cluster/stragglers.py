@@ -27,19 +27,20 @@ class _Pace:
     Attributes:
         waited: seconds spent waiting for data since the run started.
         at: when it was reported, on the monotonic clock of that process.
-        speed: FLOP per second of one of its devices.
+        speed: FLOP per second of one of its devices; None until it is known.
     """
 
     waited: float
     at: float
-    speed: float
+    speed: float | None
 
 
 class Stragglers:
     """Finds processes that keep the others waiting.
 
     Every process reports how long it has waited for data and how fast its device multiplies
-    matrices. The first process compares the reports.
+    matrices. The first process compares the reports. Nothing counts before the first step: a
+    process that starts while another one on its machine still compiles would look slow.
 
     Args:
         group: the processes of the run.
@@ -47,8 +48,10 @@ class Stragglers:
 
     def __init__(self, group: ProcessGroup):
         self.group = group
-        self._reported = self._compared = self._measured = time.monotonic()
-        self._speeds: list[float] = [measure_speed()] if group.count > 1 else []
+        # When the last report, comparison and measurement were; None before the first step.
+        self._reported: float | None = None
+        self._compared = self._measured = 0.0
+        self._speeds: list[float] = []
         self._previous: dict[int, _Pace] = {}
         self._warned: set[str] = set()
 
@@ -61,14 +64,16 @@ class Stragglers:
             waited: seconds that this process has waited for data since the run started.
         """
         now = time.monotonic()
+        if self._reported is None:
+            self._reported = self._compared = now
         if self.group.count == 1 or now - self._reported < REPORT_INTERVAL:
             return []
         self._reported = now
-        if now - self._measured > MEASURE_INTERVAL:
+        # One slow measurement may be chance; two in succession are not.
+        if len(self._speeds) < 2 or now - self._measured > MEASURE_INTERVAL:
             self._speeds.append(measure_speed())
             self._measured = time.monotonic()
-        # One slow measurement may be chance; two in succession are not.
-        speed = max(self._speeds[-2:])
+        speed = max(self._speeds[-2:]) if len(self._speeds) > 1 else None
         pace = {"waited": waited, "at": now, "speed": speed}
         self.group.put(f"pace/{self.group.index}", pace)
         if not self.group.is_first or now - self._compared < COMPARE_INTERVAL:
@@ -111,7 +116,11 @@ class Stragglers:
 
     def _slow(self, paces: dict[int, _Pace]) -> list[str]:
         """Return a warning for each process whose device is slower than the others."""
-        speeds = {index: pace.speed for index, pace in paces.items()}
+        speeds = {
+            index: pace.speed for index, pace in paces.items() if pace.speed is not None
+        }
+        if len(speeds) < self.group.count:
+            return []
         warnings = []
         for index, speed in speeds.items():
             others = _median_without(index, speeds)

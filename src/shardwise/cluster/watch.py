@@ -257,7 +257,8 @@ class Watch:
             # The first process prints the message.
             if not self.group.is_first:
                 self.stop.last_words = ""
-            self.stop.take(signal.SIGTERM)
+            # SIGHUP, because a signal to this process may have arrived since.
+            self.stop.take(signal.SIGHUP)
 
     def _follow_failures(self, left: dict[int, _Departure]) -> None:
         """End this process if another one has failed."""
@@ -416,10 +417,12 @@ class Watch:
         """
         with self._end_lock:
             self.code = code
-            print_last_words(text)
-            if tell:
-                self.leave(code, lost=lost)
-            os._exit(code)
+            try:
+                print_last_words(text)
+                if tell:
+                    self.leave(code, lost=lost)
+            finally:
+                os._exit(code)
 
 
 def _exit_code(error: BaseException) -> int:

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any, Protocol, TypeAlias, TypeGuard
 
 from shardwise.errors import ConfigError, DataError
+from shardwise.runtime import protect_output
 
 # An endlessly repeated dataset has 2**63 - 1 elements, divided by the batch size.
 ENDLESS = 2**40
@@ -168,11 +169,13 @@ class StartWorker:
     first: Callable[[], None] | None
 
     def __call__(self) -> None:
-        """Ignore Ctrl-C, and end when the parent ends."""
+        """Ignore signals of the terminal, and end when the parent ends."""
         if self.first is not None:
             self.first()
-        # Ctrl-C reaches the whole process group; the parent decides what happens.
+        # These signals reach the whole process group; the parent decides what happens.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        protect_output()
         # Workers of a parent that was killed would wait forever for room in their queue.
         threading.Thread(target=_end_with_parent, daemon=True).start()
 

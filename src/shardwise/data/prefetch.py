@@ -16,6 +16,7 @@ from shardwise.data.batches import BatchFunction
 from shardwise.data.reuse import Copied, owned
 from shardwise.data.stream import Batch, Stream
 from shardwise.errors import ConfigError, DataError, Stopped
+from shardwise.runtime import protect_output
 
 THREAD = "shardwise-prefetch"
 # Seconds between two checks for a signal while waiting for a batch.
@@ -251,8 +252,10 @@ class Prefetch:
 
 def _serve(pipe: Connection, batches: BatchFunction) -> None:
     """Read batches in a child process until the parent is gone. It uses no devices."""
-    # Ctrl-C reaches the whole process group; the parent decides what happens.
+    # These signals reach the whole process group; the parent decides what happens.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    protect_output()
     os.environ["JAX_PLATFORMS"] = "cpu"
     if "jax" in sys.modules:
         sys.modules["jax"].config.update("jax_platforms", "cpu")

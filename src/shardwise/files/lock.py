@@ -96,7 +96,7 @@ def _acquire(descriptor: int, directory: Path, kind: int) -> None:
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
-        owner = _describe(_read_owner(descriptor))
+        owner = _describe(_find_owner(descriptor))
         raise DirectoryInUseError(
             f"the run directory {directory} is in use by {owner}. "
             "Wait until it ends, or choose another directory with --out."
@@ -133,6 +133,34 @@ def _read_owner(descriptor: int) -> Json:
     except (ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def _find_owner(descriptor: int) -> Json:
+    """Return what is known about the process that holds the lock.
+
+    The kernel knows its ID, unless it is on another machine. The file may be empty or still have
+    the previous owner, while a process starts or ends.
+    """
+    owner = _read_owner(descriptor)
+    pid = _holder(os.fstat(descriptor))
+    if pid is None or pid == owner.get("pid"):
+        return owner
+    return {"pid": pid, "host": socket.gethostname()}
+
+
+def _holder(file: os.stat_result) -> int | None:
+    """Return the ID of the process that holds a lock on a file, from /proc/locks."""
+    device = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}"
+    try:
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return None
+    # 1: FLOCK  ADVISORY  WRITE 4242 fe:01:131092 0 EOF
+    for _, kind, _, _, pid, place, *_ in map(str.split, lines):
+        # A process of another container has the ID 0.
+        if kind == "FLOCK" and place == f"{device}:{file.st_ino}" and pid != "0":
+            return int(pid)
+    return None
 
 
 def _write(descriptor: int, content: bytes) -> None:

@@ -49,6 +49,35 @@ def test_the_first_signal_is_noted_and_the_second_ends_the_process(number):
     assert process.returncode == 128 + number
 
 
+def test_a_hangup_is_a_request_however_often_it_comes():
+    process = start(False, "time.sleep(60)")
+    for _ in range(3):
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.2)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert "second signal" in process.communicate(timeout=5)[1]
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_a_hangup_stays_ignored_under_nohup():
+    body = "signal.raise_signal(signal.SIGHUP); time.sleep(0.2)"
+    code = CODE.format(at_once=True, body=body)
+    code = f"import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n{code}"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (0, "ready\nrequested False\n"), ended
+
+
+def test_a_signal_ends_a_process_whose_output_is_gone():
+    process = start(False, "time.sleep(60)")
+    process.stdout.close()
+    process.stderr.close()
+    for _ in range(2):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+    assert process.wait(timeout=5) == 128 + signal.SIGTERM
+
+
 def test_the_first_signal_ends_a_call_into_c_while_there_is_nothing_to_lose():
     process = start(True, CALL_INTO_C)
     time.sleep(0.3)

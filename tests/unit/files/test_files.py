@@ -3,9 +3,11 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +51,18 @@ def test_a_held_lock_names_its_owner_and_a_killed_owner_holds_nothing(tmp_path):
     with lock_directory(tmp_path):
         pass
     assert (tmp_path / "lock").read_text() == ""
+
+
+@pytest.mark.skipif(not Path("/proc/locks").exists(), reason="Linux only")
+@pytest.mark.parametrize("content", ["", '{"pid": 1, "host": "far"}', "\x00{"])
+def test_a_held_lock_names_its_owner_whatever_the_file_says(tmp_path, content):
+    process = start_holder(tmp_path)
+    (tmp_path / "lock").write_text(content)
+    message = f"in use by process {process.pid} on {socket.gethostname()}"
+    with pytest.raises(DirectoryInUseError, match=message):
+        check_unlocked(tmp_path)
+    process.kill()
+    process.communicate()
 
 
 def test_the_lock_of_another_machine_needs_force(tmp_path):
