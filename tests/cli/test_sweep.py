@@ -10,14 +10,14 @@ import pytest
 from shardwise.cli import main
 from shardwise.cli.options import shared_parser
 from shardwise.cli.sweep import _forwarded_options
-from shardwise.cli.sweep_grid import (
+from shardwise.errors import ConfigError
+from shardwise.files.lock import lock_directory
+from shardwise.sweep.grid import (
     check_arguments,
     make_points,
     show_value,
     split_words,
 )
-from shardwise.errors import ConfigError
-from shardwise.files.lock import lock_directory
 from tests.helpers.command import run, start
 
 RECIPE = '''

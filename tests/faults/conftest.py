@@ -16,7 +16,9 @@ import harness
 EXPLANATION = """\
 # Faults
 
-This page shows what happens to a run when things break. All experiments run on CPUs. Each one \
+This page shows what happens to a run when things break. All experiments run on CPUs; \
+[Determinism](determinism.md) says
+what was tested on a GPU. Each one \
 starts the real command and
 breaks it from outside or at a named point of the code. Then it compares the result, bit by bit, \
 with an undisturbed run: every

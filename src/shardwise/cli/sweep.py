@@ -14,7 +14,13 @@ from rich.table import Table
 from shardwise.checkpoint.reader import what_is_best
 from shardwise.cli import report
 from shardwise.cli.recipes import split_recipe
-from shardwise.cli.sweep_grid import (
+from shardwise.errors import ConfigError
+from shardwise.files.durable import check_writable, text_digest
+from shardwise.files.lock import lock_directory
+from shardwise.recipe import find_recipe, load_recipe, read_source
+from shardwise.rundir.files import RunFiles
+from shardwise.rundir.summary import Summary, summarize
+from shardwise.sweep.grid import (
     GridPoint,
     check_arguments,
     flat,
@@ -22,13 +28,7 @@ from shardwise.cli.sweep_grid import (
     make_points,
     split_words,
 )
-from shardwise.cli.sweep_runs import Sweep, SweepRecord, describe_exit
-from shardwise.errors import ConfigError
-from shardwise.files.durable import check_writable, text_digest
-from shardwise.files.lock import lock_directory
-from shardwise.recipe import find_recipe, load_recipe, read_source
-from shardwise.rundir.files import RunFiles
-from shardwise.rundir.summary import Summary, summarize
+from shardwise.sweep.runs import Sweep, SweepRecord, describe_exit
 from shardwise.text import NONE, Json, did_you_mean, show_number, show_seconds
 
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwise.checkpoint.reader import read_json
-from shardwise.cli.sweep_grid import GridPoint, flat
 from shardwise.cluster.signals import noted_signals
 from shardwise.errors import ConfigError, DirectoryInUseError, ExitCode, ShardwiseError
 from shardwise.files.durable import write_atomically
 from shardwise.files.lock import check_unlocked
+from shardwise.sweep.grid import GridPoint, flat
 from shardwise.text import Json
 
 FILE = "sweep.json"

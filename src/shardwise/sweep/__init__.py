@@ -1,0 +1,1 @@
+"""Grids of arguments, and the runs of their combinations."""
