@@ -460,7 +460,13 @@ def _eval_step(
         _check_same_dims(batch, example)
     else:
         batch = data.example() if is_plain(data) else next(data.once())
-    step = make_eval_step(spec, run.loss, batch, compute_dtype=run.compute_dtype)
+    step = make_eval_step(
+        spec,
+        run.loss,
+        batch,
+        compute_dtype=run.compute_dtype,
+        deterministic=run.deterministic,
+    )
     sizes = _evaluation_sizes(data)
     if sizes:
         step.check_sizes(sizes)

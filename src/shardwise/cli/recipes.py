@@ -83,7 +83,7 @@ def load_run(
     )
 
     path, function = find_recipe(target)
-    _protect_workers()
+    protect_workers()
     if shared.cpu_devices is not None:
         use_cpu_devices(shared.cpu_devices)
     recipe = load_recipe(path, function)
@@ -100,7 +100,7 @@ def load_run(
     return make_run(recipe, arguments), description
 
 
-def _protect_workers() -> None:
+def protect_workers() -> None:
     """Have data processes import nothing from the current directory.
 
     `multiprocessing` starts them with `python -c`, which looks there first. It passes on the option

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardwise.cli.options import command_parser
-from shardwise.cli.recipes import recorded_recipe
+from shardwise.cli.recipes import protect_workers, recorded_recipe
 from shardwise.cluster.signals import stop_on_signals
 from shardwise.errors import ConfigError, ExitCode
 from shardwise.rundir.files import RunFiles
@@ -78,6 +78,7 @@ def _load(
     count = shared.cpu_devices or _recorded_cpu_devices(about)
     if count is not None:
         use_cpu_devices(count)
+    protect_workers()
     recipe = load_recipe(*find_recipe(options.recipe))
     recorded = _recorded_arguments(about, recipe)
     prog = f"shardwise replay {options.run} --recipe {options.recipe}"

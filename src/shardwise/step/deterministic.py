@@ -16,7 +16,8 @@ set in all of them before XLA compiles.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ import jax
 from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.extend.mlir import ir
+from jax.sharding import Mesh
 
 from shardwise.kernels.lookup import sum_rows
 from shardwise.kernels.platform import platform
@@ -40,11 +42,11 @@ CONFIG_ATTRIBUTES = ("mhlo.backend_config", "backend_config")
 
 @dataclass(frozen=True, eq=False)
 class DeterministicJit:
-    """A jitted function of a state and a batch whose attention is deterministic.
+    """A jitted function of a state and other arguments whose attention is deterministic.
 
     Attributes:
         jitted: the function, jitted with `OPTIONS`.
-        programs: the compiled programs, by the shapes of the batch.
+        programs: the compiled programs, by shapes and shardings of all arguments but the state.
     """
 
     jitted: jax.stages.Wrapped
@@ -56,19 +58,41 @@ class DeterministicJit:
         """Trace the function."""
         return self.jitted.trace(*args)
 
-    def __call__(self, state: PyTree, batch: PyTree) -> PyTree:
-        """Call the function; compile it for batches of a new shape."""
-        key = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(batch))
+    def __call__(self, state: PyTree, *args: PyTree) -> PyTree:
+        """Call the function; compile it for arguments of new shapes."""
+        key = tuple(
+            (leaf.shape, leaf.dtype, getattr(leaf, "sharding", None))
+            for leaf in jax.tree.leaves(args)
+        )
         if key not in self.programs:
-            lowered = self.trace(state, batch).lower()
-            self.programs[key] = force_attention(lowered).compile()
-        return self.programs[key](state, batch)
+            lowered = force_attention(self.trace(state, *args).lower())
+            with explained():
+                self.programs[key] = lowered.compile()
+        return self.programs[key](state, *args)
+
+
+def needs_options(mesh: Mesh, deterministic: bool) -> bool:
+    """Return whether a program must be compiled with `OPTIONS` to be deterministic."""
+    return deterministic and mesh.devices.flat[0].platform == "gpu"
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Add the remedy to an error of the compiler in a deterministic program."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        error.add_note(
+            "This program must be deterministic. If the compiler has no deterministic kernel for "
+            "an operation, train with Run(deterministic=False) or --no-deterministic."
+        )
+        raise
 
 
 def deterministic_jit(
-    function: Callable[[PyTree, PyTree], PyTree], **options: Any
+    function: Callable[..., PyTree], **options: Any
 ) -> DeterministicJit:
-    """Return a function of a state and a batch as a deterministic jitted function.
+    """Return a function of a state and other arguments as a deterministic jitted function.
 
     Args:
         function: the function.

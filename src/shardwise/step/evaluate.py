@@ -32,6 +32,7 @@ from shardwise.optim.parts import evaluation_params
 from shardwise.sharding import batch_spec, num_batch_shards, put
 from shardwise.state import StateSpec, TrainState
 from shardwise.step.access import access_hooks
+from shardwise.step.deterministic import OPTIONS, deterministic_jit, needs_options
 from shardwise.step.train import Means
 from shardwise.tracing.assertions import Failure, describe_failure, functionalize
 from shardwise.tree import Batch, PyTree
@@ -180,6 +181,7 @@ def make_eval_step(
     batch: Batch,
     *,
     compute_dtype: DTypeLike | None = None,
+    deterministic: bool = True,
 ) -> EvalStep:
     """Build the evaluation step. Nothing is compiled.
 
@@ -191,6 +193,7 @@ def make_eval_step(
         loss: `loss(model, batch)`.
         batch: a batch, as arrays or shapes.
         compute_dtype: as for `make_train_step`.
+        deterministic: as for `make_train_step`.
     """
     spec = spec.computing_in(compute_dtype)
     spec, traced = settle_loss(spec, loss, batch, is_training=False)
@@ -217,5 +220,12 @@ def make_eval_step(
             return None, means_of(state, batch, mask, number)
         return functionalize(means_of)(state, batch, mask, number)
 
-    function = jax.jit(step, out_shardings=spec.sharding(PartitionSpec()))
+    replicated = spec.sharding(PartitionSpec())
+    function: Callable[..., PyTree]
+    if needs_options(spec.mesh, deterministic):
+        function = deterministic_jit(
+            step, out_shardings=replicated, compiler_options=OPTIONS
+        )
+    else:
+        function = jax.jit(step, out_shardings=replicated)
     return EvalStep(function, spec, pads=not traced.dependent, traced=traced, loss=loss)

@@ -15,7 +15,7 @@ sharding of their parameter; and the state is returned with the shardings that i
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias, cast
@@ -45,7 +45,9 @@ from shardwise.step.deterministic import (
     OPTIONS,
     DeterministicJit,
     deterministic_jit,
+    explained,
     force_attention,
+    needs_options,
     sum_rows_in_order,
 )
 from shardwise.tracing.assertions import (
@@ -148,8 +150,11 @@ class TrainStep:
             The step with `program` set. It runs the program, and falls back to the jitted function,
             which compiles again, for a batch of another shape.
         """
-        program = (self.lower() if lowered is None else lowered).compile()
+        if lowered is None:
+            lowered = self.lower()
         jitted = self.function
+        with explained() if isinstance(jitted, DeterministicJit) else nullcontext():
+            program = lowered.compile()
 
         def run_program(state: TrainState, batch: Batch) -> StepResult:
             try:
@@ -347,10 +352,12 @@ def compiler_options(
     platform: str, traced: TracedLoss, deterministic: bool = False
 ) -> dict[str, bool | str] | None:
     """Return the XLA options for a step with this loss, or None."""
+    options = dict(COMPILER_OPTIONS.get(platform, {}))
     if platform == "cpu" and not traced.has_barrier:
-        return None
-    options = COMPILER_OPTIONS.get(platform)
-    return {**options, **OPTIONS} if options and deterministic else options
+        options = {}
+    if deterministic:
+        options |= OPTIONS
+    return options or None
 
 
 def make_train_step(
@@ -399,8 +406,7 @@ def make_train_step(
     if accumulate > 1:
         traced, sums = check_accumulate(spec, loss, traced, accumulate, micro_batches)
     platform = spec.mesh.devices.flat[0].platform
-    # CPUs and TPUs are deterministic anyway.
-    is_deterministic = deterministic and platform == "gpu"
+    is_deterministic = needs_options(spec.mesh, deterministic)
     functions = _StepFunctions(
         spec=spec,
         loss=loss,

@@ -3,17 +3,27 @@
 `benchmarks/determinism.py` compares bits on a GPU.
 """
 
+import io
 import json
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from rich.console import Console
 
+from shardwise import Batches, Mean, Run, evaluate, fit
+from shardwise.loop import steps
 from shardwise.precision import sums_in_float32
+from shardwise.run import prepare
+from shardwise.state import init_state
 from shardwise.step import deterministic
+from shardwise.step import evaluate as evaluation
+from shardwise.step import train as training
 from shardwise.step.deterministic import force_attention, sum_rows_in_order
 
 
@@ -114,3 +124,54 @@ def test_cpus_compute_embeddings_as_before():
 
     summed = sums_in_float32(gradient, sum_rows_in_order)
     assert "sum_rows" not in str(jax.make_jaxpr(summed)(jnp.ones((4, 2))))
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch):
+    """Compile steps as on a GPU. A CPU accepts the options and ignores them."""
+    for module in (training, evaluation):
+        monkeypatch.setattr(module, "needs_options", lambda mesh, deterministic: True)
+
+
+X = np.random.default_rng(0).normal(size=(100, 8)).astype("f4")
+DATA = {"x": X, "y": X.sum(1)}
+
+
+def small_run(**changes):
+    settings = {
+        "model": lambda rngs: nnx.Linear(8, 1, rngs=rngs),
+        "loss": lambda model, batch: Mean((model(batch["x"])[:, 0] - batch["y"]) ** 2),
+        "optimizer": optax.adamw(1e-2),
+        "data": Batches(DATA, 24),
+        # The last of these batches is shorter.
+        "eval_data": Batches(DATA, 32),
+        "steps": 5,
+        "mesh": "data=4,fsdp=2",
+        "accumulate": 3,
+    }
+    return Run(**{**settings, **changes})
+
+
+def test_steps_and_evaluations_are_those_of_jit(as_on_gpu, monkeypatch):
+    console = Console(file=io.StringIO())
+    ours = fit(small_run(), console=console)
+    prepared = prepare(small_run())
+    assert isinstance(prepared.step.function, deterministic.DeterministicJit)
+    # Without `compile`, as in a loop of the user.
+    first = init_state(prepared.spec, 0)
+    *_, (_, state, _) = steps(prepared.step, first, prepared.batches, until=5)
+    values = evaluate(prepared.eval_step, state, prepared.eval_batches)
+    monkeypatch.undo()
+    plain = fit(small_run(), console=console)
+    for other in (ours.state, state):
+        jax.tree.map(np.testing.assert_array_equal, other, plain.state)
+    assert ours.eval_metrics == plain.eval_metrics == values
+
+
+def test_an_error_of_the_compiler_names_the_remedy(as_on_gpu, monkeypatch):
+    option = {"xla_cpu_no_such_option": True}
+    monkeypatch.setattr(training, "OPTIONS", option)
+    prepared = prepare(small_run(eval_data=None))
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        prepared.step.compile()
+    assert "deterministic=False" in "".join(caught.value.__notes__)
