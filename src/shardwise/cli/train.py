@@ -129,17 +129,8 @@ def _train(
         print(f"shardwise: {problem}.", file=sys.stderr)
     if run.out is None:
         run = replace(run, out=_default_out(target, watch))
-    run = replace(
-        run,
-        accept=(*run.accept, *shared.accept),
-        trackers=(*run.trackers, *trackers),
-        profile=shared.profile or run.profile,
-        strict=shared.strict or run.strict,
-        audit_every=shared.audit_every or run.audit_every,
-        deterministic=run.deterministic and not shared.no_deterministic,
-    )
     result = fit(
-        run,
+        _with_options(run, shared, trackers),
         describe=description,
         watch=watch,
         force_unlock=shared.force_unlock,
@@ -156,6 +147,21 @@ def _train(
     if watch.group.count == 1:
         print(_next_steps(target, recipe_args, shared, run), file=sys.stderr)
     return answer
+
+
+def _with_options(
+    run: "Run", shared: argparse.Namespace, trackers: tuple["Tracker", ...]
+) -> "Run":
+    """Return the run of a recipe with the options of the command line."""
+    return replace(
+        run,
+        accept=(*run.accept, *shared.accept),
+        trackers=(*run.trackers, *trackers),
+        profile=shared.profile or run.profile,
+        strict=shared.strict or run.strict,
+        audit_every=shared.audit_every or run.audit_every,
+        deterministic=run.deterministic and not shared.no_deterministic,
+    )
 
 
 def _default_out(target: str, watch: "Watch") -> Path:

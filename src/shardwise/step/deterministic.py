@@ -65,8 +65,8 @@ class DeterministicJit:
             for leaf in jax.tree.leaves(args)
         )
         if key not in self.programs:
-            lowered = force_attention(self.trace(state, *args).lower())
-            with explained():
+            lowered = adapt(self, self.trace(state, *args).lower())
+            with explained(self):
                 self.programs[key] = lowered.compile()
         return self.programs[key](state, *args)
 
@@ -77,16 +77,25 @@ def needs_options(mesh: Mesh, deterministic: bool) -> bool:
 
 
 @contextmanager
-def explained() -> Iterator[None]:
-    """Add the remedy to an error of the compiler in a deterministic program."""
+def explained(function: Callable[..., PyTree]) -> Iterator[None]:
+    """Add the remedy to an error of the compiler, if the function must be deterministic."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        error.add_note(
-            "This program must be deterministic. If the compiler has no deterministic kernel for "
-            "an operation, train with Run(deterministic=False) or --no-deterministic."
-        )
+        if isinstance(function, DeterministicJit):
+            error.add_note(
+                "This program must be deterministic. If the compiler has no deterministic kernel "
+                "for an operation, train with Run(deterministic=False) or --no-deterministic."
+            )
         raise
+
+
+def adapt(
+    function: Callable[..., PyTree], lowered: jax.stages.Lowered
+) -> jax.stages.Lowered:
+    """Force the attention of a lowered function, if the function must be deterministic."""
+    is_forced = isinstance(function, DeterministicJit)
+    return force_attention(lowered) if is_forced else lowered
 
 
 def deterministic_jit(

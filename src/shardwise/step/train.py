@@ -15,7 +15,7 @@ sharding of their parameter; and the state is returned with the shardings that i
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias, cast
@@ -36,7 +36,7 @@ from shardwise.module import AccessHook, Pure
 from shardwise.optim.finite import all_finite, representative_leaves, stays_finite
 from shardwise.optim.parts import leaf_changes, live_values, norm
 from shardwise.optim.read import read_chains
-from shardwise.precision import sums_in_float32
+from shardwise.precision import OwnSum, sums_in_float32
 from shardwise.state import StateSpec, TrainState
 from shardwise.step.access import access_hooks
 from shardwise.step.accumulate import accumulated
@@ -44,9 +44,9 @@ from shardwise.step.checks import MicroBatches, check_accumulate, train_layout
 from shardwise.step.deterministic import (
     OPTIONS,
     DeterministicJit,
+    adapt,
     deterministic_jit,
     explained,
-    force_attention,
     needs_options,
     sum_rows_in_order,
 )
@@ -133,12 +133,9 @@ class TrainStep:
         Args:
             traced: the result of `trace`, if the caller has it already.
         """
-        if traced is None:
-            traced = self.trace()
         with _clear_errors():
-            lowered: jax.stages.Lowered = traced.lower()
-        is_forced = isinstance(self.function, DeterministicJit)
-        return force_attention(lowered) if is_forced else lowered
+            lowered: jax.stages.Lowered = (traced or self.trace()).lower()
+        return adapt(self.function, lowered)
 
     def compile(self, lowered: jax.stages.Lowered | None = None) -> "TrainStep":
         """Compile the step ahead of time.
@@ -150,11 +147,9 @@ class TrainStep:
             The step with `program` set. It runs the program, and falls back to the jitted function,
             which compiles again, for a batch of another shape.
         """
-        if lowered is None:
-            lowered = self.lower()
         jitted = self.function
-        with explained() if isinstance(jitted, DeterministicJit) else nullcontext():
-            program = lowered.compile()
+        with explained(jitted):
+            program = (lowered or self.lower()).compile()
 
         def run_program(state: TrainState, batch: Batch) -> StepResult:
             try:
@@ -179,7 +174,7 @@ class _StepFunctions:
         checked: parameters whose updates are checked for non-finite values; None for all.
         is_separate: whether each micro-batch counts as a complete batch, see `Run.micro_batches`.
         has_checks: whether the model or the loss has value assertions.
-        is_deterministic: whether the sums of a GPU have a fixed order.
+        own_sum: computes sums in a fixed order on a GPU; None leaves all sums to XLA.
     """
 
     spec: StateSpec
@@ -194,7 +189,7 @@ class _StepFunctions:
     checked: tuple[str, ...] | None
     is_separate: bool
     has_checks: bool
-    is_deterministic: bool
+    own_sum: OwnSum | None
 
     def objective(
         self,
@@ -254,8 +249,7 @@ class _StepFunctions:
         is_part = self.accumulate > 1 and not self.is_separate
         objective = partial(self.objective, is_part=is_part)
         checked = failure_as_aux(objective, self.has_checks)
-        own_sum = sum_rows_in_order if self.is_deterministic else None
-        gradient = sums_in_float32(jax.grad(checked, has_aux=True), own_sum)
+        gradient = sums_in_float32(jax.grad(checked, has_aux=True), self.own_sum)
         compute = gradient
         if self.accumulate > 1:
             compute = accumulated(
@@ -419,7 +413,7 @@ def make_train_step(
         sums=sums,
         is_separate=micro_batches == "separate",
         has_checks=traced.has_checks,
-        is_deterministic=is_deterministic,
+        own_sum=sum_rows_in_order if is_deterministic else None,
         checked=representative_leaves(
             spec.optimizer, spec.abstract.params, spec.abstract.opt_state
         ),

@@ -197,7 +197,7 @@ def _open_session(
         _print(console, _nothing_to_do(run, start, stop_reason))
     prepared, batches = _own_batches(run, prepared)
     log = RunLog(run, prepared, start, plan, group, watch.start, saver.began)
-    check = DataCheck(group.within("data"), prepared.step.layout, start)
+    feed = _open_feed(run, prepared, batches, start, until, watch, position)
     return Session(
         run=run,
         prepared=prepared,
@@ -207,19 +207,7 @@ def _open_session(
         start=start,
         until=until,
         state=state,
-        feed=Prefetch(
-            batches,
-            start,
-            until,
-            # A `Prefetch` owns its batches already.
-            place=partial(prepared.step.layout.place, copy=False),
-            inspect=check.inspect if prepared.first_batch else None,
-            agree=check.agree if prepared.first_batch else None,
-            is_stopped=watch.is_stopping,
-            threads=run.data_threads,
-            processes=run.data_processes,
-            position=position,
-        ),
+        feed=feed,
         log=log,
         saver=saver,
         sampler=Sampler(run, prepared.spec, group, console),
@@ -233,6 +221,33 @@ def _open_session(
         auditor=Auditor(run, prepared, group, console, log, start),
         evaluations=evaluations,
         stop_reason=stop_reason,
+    )
+
+
+def _open_feed(
+    run: Run,
+    prepared: Prepared,
+    batches: BatchFunction,
+    start: int,
+    until: int,
+    watch: Watch,
+    position: str | None,
+) -> Prefetch:
+    """Return what reads and places batches in the background, from `start` on."""
+    layout = prepared.step.layout
+    check = DataCheck(watch.group.within("data"), layout, start)
+    return Prefetch(
+        batches,
+        start,
+        until,
+        # A `Prefetch` owns its batches already.
+        place=partial(layout.place, copy=False),
+        inspect=check.inspect if prepared.first_batch else None,
+        agree=check.agree if prepared.first_batch else None,
+        is_stopped=watch.is_stopping,
+        threads=run.data_threads,
+        processes=run.data_processes,
+        position=position,
     )
 
 
