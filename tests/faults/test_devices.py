@@ -170,11 +170,11 @@ def audit_message(run):
 
 
 @pytest.mark.faults
-def test_f31_bits_that_change_during_a_run(tmp_path):
+def test_f38_bits_that_change_during_a_run(tmp_path):
     random = np.random.default_rng(31)
     by_audit = 0
     with experiment(
-        "F31",
+        "F38",
         "one bit changed in a running process: weights, moments, gradients, batch",
     ) as row:
         for trial in range(TRIALS):
@@ -202,8 +202,8 @@ def test_f31_bits_that_change_during_a_run(tmp_path):
 
 
 @pytest.mark.faults
-def test_f32_audits_without_a_fault(tmp_path):
-    with experiment("F32", f"{CLEAN_AUDITS} audits of sound devices: no alarm") as row:
+def test_f39_audits_without_a_fault(tmp_path):
+    with experiment("F39", f"{CLEAN_AUDITS} audits of sound devices: no alarm") as row:
         for mesh in MESHES:
             with row.ours.trial(mesh):
                 count = CLEAN_AUDITS // len(MESHES)

@@ -262,12 +262,12 @@ def test_f26_background_saves_that_fail(bench, straight):
     ],
     ids=["quick", "all"],
 )
-def test_f35_log_that_cannot_be_written(bench, straight, count):
+def test_f37_log_that_cannot_be_written(bench, straight, count):
     """Training continues, and the lines are written later. The state is saved in any case."""
     expected = straight(*SHORT)
     cases = [("a while", "6-14:enospc"), ("with I/O errors", "2-9:eio")]
     with experiment(
-        "F35", "metrics cannot be written: for a while, until the end"
+        "F37", "metrics cannot be written: for a while, until the end"
     ) as row:
         for name, visits in cases[:count]:
             with row.ours.trial(name):

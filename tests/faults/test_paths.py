@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 from harness import (
+    PLAIN_SHORT,
     RECIPE,
     SHORT,
     Silent,
@@ -18,6 +19,7 @@ from harness import (
     steps_of,
 )
 
+PLAIN_LONGER = ("--steps", "28", "--save-every", "4")
 NAMES = (
     "lr[1e-3]",
     "[lr=1e-3]",
@@ -37,10 +39,10 @@ NAMES = (
     [NAMES[:1], pytest.param(NAMES, marks=pytest.mark.faults)],
     ids=["quick", "all"],
 )
-def test_f33_unusual_paths(bench, straight, names):
+def test_f35_unusual_paths(bench, straight, names):
     """Plain Orbax cannot read below such a path, so the run is moved before it is compared."""
     expected = straight(*SHORT)
-    with experiment("F33", "special characters in the path of the run") as row:
+    with experiment("F35", "special characters in the path of the run") as row:
         for number, name in enumerate(names):
             with row.ours.trial(repr(name)):
                 out = bench.folder / f"{number}" / name
@@ -60,6 +62,13 @@ def test_f33_unusual_paths(bench, straight, names):
                     moved.with_name(moved.name + ".batches"),
                 )
                 check_exact(moved, expected, 20)
+        if len(names) > 1:
+            with row.plain.trial(repr(names[0])):
+                out = bench.folder / "plain" / names[0]
+                out.parent.mkdir()
+                check_done(bench.plain(out, *PLAIN_SHORT))
+                if bench.plain(out, *PLAIN_LONGER).code:
+                    raise Silent("the run ended with 0, but cannot resume")
         with row.ours.trial("an empty path"):
             check_refused(bench.command("train", RECIPE, "--out", ""), 2, "empty")
         with row.ours.trial("not UTF-8"):
@@ -68,9 +77,9 @@ def test_f33_unusual_paths(bench, straight, names):
 
 
 @pytest.mark.slow
-def test_f34_steps_under_another_number(bench, straight):
+def test_f36_steps_under_another_number(bench, straight, straight_plain):
     expected = straight(*SHORT)
-    with experiment("F34", "a checkpoint renamed or copied to another step") as row:
+    with experiment("F36", "a checkpoint renamed or copied to another step") as row:
         for what, old, new in (
             ("renamed", 20, 24),
             ("copied to an older step", 12, 14),
@@ -97,3 +106,9 @@ def test_f34_steps_under_another_number(bench, straight):
             check_done(bench.train(out.name, *SHORT))
             assert steps_of(out)[-1] == 20
             check_exact(out, expected, 20)
+        with row.plain.trial("renamed"):
+            out = copy_of(straight_plain(*PLAIN_SHORT), bench, "plain renamed")
+            folder = out / "checkpoints"
+            (folder / "20").rename(folder / "24")
+            if bench.plain(out.name, *PLAIN_LONGER).code == 0:
+                raise Silent("step 20 was resumed as step 24")
