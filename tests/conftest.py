@@ -1,6 +1,7 @@
 """Eight virtual CPU devices for every test. Too few is a failure, never a skip."""
 
 import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -10,6 +11,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XDG_CACHE_HOME"] = str(
     Path(tempfile.gettempdir()) / f"shardwise-tests-{os.getuid()}"
 )
+
+# Commands that tests start take SIGHUP, also if `nohup` started the tests: a signal with a handler
+# has its default action in child processes.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 import hypothesis
 import jax

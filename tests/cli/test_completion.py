@@ -60,7 +60,7 @@ complete -p shardwise >/dev/null
     ("words", "offered"),
     [
         (["tr"], ["train"]),
-        (["re"], ["report"]),
+        (["rep"], ["replay", "report"]),
         (["checkpoint", "e"], ["export"]),
         (["checkpoint", "export", "--tr"], ["--trained-only"]),
         (["doctor", "--t"], ["--timeout"]),

@@ -36,7 +36,10 @@ NAMES = (
 
 @pytest.mark.parametrize(
     "names",
-    [NAMES[:1], pytest.param(NAMES, marks=pytest.mark.faults)],
+    [
+        pytest.param(NAMES[:1], marks=pytest.mark.slow),
+        pytest.param(NAMES, marks=pytest.mark.faults),
+    ],
     ids=["quick", "all"],
 )
 def test_f35_unusual_paths(bench, straight, names):

@@ -59,7 +59,14 @@ def quiet():
 
 
 @pytest.mark.parametrize(
-    "mesh", ["data=8", "data=2,fsdp=4", "data=4,model=2", "fsdp=8", "data=1"]
+    "mesh",
+    [
+        "data=8",
+        pytest.param("data=2,fsdp=4", marks=pytest.mark.slow),
+        "data=4,model=2",
+        pytest.param("fsdp=8", marks=pytest.mark.slow),
+        "data=1",
+    ],
 )
 def test_clean_runs_pass_and_compute_the_same(mesh, tmp_path):
     if mesh == "data=1":
