@@ -87,7 +87,7 @@ def quiet_without_tpu(vendors: str = PCI_VENDORS) -> None:
         set_quiet_tpu()
 
 
-class _Output(io.FileIO):
+class _SafeOutput(io.FileIO):
     """A descriptor whose writes never fail.
 
     The terminal may be gone, the reader of a pipe may have ended, or the disk of a log may be full.
@@ -131,7 +131,7 @@ def protect_output() -> None:
 def is_lost(stream: TextIO) -> bool:
     """Return whether text for a stream of `protect_output` was dropped."""
     raw = getattr(getattr(stream, "buffer", None), "raw", None)
-    return isinstance(raw, _Output) and raw.is_lost
+    return isinstance(raw, _SafeOutput) and raw.is_lost
 
 
 def _text_output(descriptor: int, previous: TextIO | None) -> TextIO:
@@ -142,7 +142,7 @@ def _text_output(descriptor: int, previous: TextIO | None) -> TextIO:
         with suppress(OSError, ValueError):
             previous.flush()
     return io.TextIOWrapper(
-        io.BufferedWriter(_Output(descriptor, "w", closefd=False)),
+        io.BufferedWriter(_SafeOutput(descriptor, "w", closefd=False)),
         encoding=getattr(previous, "encoding", None),
         # A character that the terminal does not have must not end a run either.
         errors="backslashreplace" if errors == "strict" else errors,
@@ -166,7 +166,7 @@ def filter_native_output() -> None:
 
 
 def _relay(read_end: int, real: int) -> None:
-    output = _Output(real, "w", closefd=False)
+    output = _SafeOutput(real, "w", closefd=False)
     with os.fdopen(read_end, "rb") as lines:
         for line in lines:
             if not NOISE.match(line):

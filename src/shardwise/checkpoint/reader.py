@@ -262,7 +262,7 @@ def find_damage(directory: Path) -> list[str]:
 
 
 def wrong_number(directory: Path) -> list[str]:
-    """Return a line if `meta.json` of a step is of another step than its directory is named for."""
+    """Return a line if `meta.json` names another step than the directory of a step does."""
     name = directory.resolve().name
     if not name.isdecimal():
         return []
@@ -273,7 +273,7 @@ def wrong_number(directory: Path) -> list[str]:
     if type(step) is int and str(step) == name:
         return []
     shown = step if type(step) is int else "no step"
-    return [f"{directory} is of another step: its meta.json names {shown}"]
+    return [f"{directory} holds another step: its meta.json names {shown}"]
 
 
 def verify_step(directory: Path) -> list[str]:
@@ -309,7 +309,7 @@ def check_content(directory: Path, part: int = 0, parts: int = 1) -> list[str]:
         if not problems and "step" in saved.leaves:
             step = saved.read(["step"])["step"].item()
             if step != expected:
-                problems = [f"{directory}: the saved state is of step {step}"]
+                problems = [f"{directory}: the saved state belongs to step {step}"]
     except CheckpointError as error:
         return [str(error)]
     return problems

@@ -78,7 +78,7 @@ def sum_rows(num_rows: int, indices: Array, rows: Array) -> Array:
     """Return for each index the sum of its rows, in the same order every time, on a GPU.
 
     XLA adds rows with atomic instructions, whose order changes from call to call. Here one program
-    adds all rows of an index, in the order in which they occur.
+    adds all rows with the same index, in the order in which they occur.
 
     Args:
         num_rows: the number V of sums. Other indices than 0 to V - 1 are ignored.
@@ -94,11 +94,11 @@ def sum_rows(num_rows: int, indices: Array, rows: Array) -> Array:
 
 
 def _sum_rows(num_rows: int, indices: Array, rows: Array) -> tuple[Array]:
-    """Return the sums of the rows of one device."""
+    """Return the sums on one device."""
     width = rows.shape[1]
-    # The sort is stable: rows of the same index stay in order.
+    # The sort is stable: rows with the same index stay in order.
     order = jnp.argsort(indices)
-    # The rows of index i are order[starts[i] : starts[i + 1]].
+    # The rows with index i are order[starts[i] : starts[i + 1]].
     starts = jnp.searchsorted(indices[order], jnp.arange(num_rows + 1))
     sums: Array = pl.pallas_call(
         _sum_rows_kernel,
@@ -114,7 +114,7 @@ def _sum_rows(num_rows: int, indices: Array, rows: Array) -> tuple[Array]:
 def _sum_rows_kernel(
     starts_ref: Ref, order_ref: Ref, rows_ref: Ref, sums_ref: Ref
 ) -> None:
-    """Add the rows of one index, a tile at a time."""
+    """Add the rows with one index, a tile at a time."""
     index = pl.program_id(0)
     columns = pl.program_id(1) * TILE_COLUMNS + jnp.arange(TILE_COLUMNS)
     inside = columns < rows_ref.shape[1]

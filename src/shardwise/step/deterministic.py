@@ -150,8 +150,7 @@ def sum_rows_in_order(
     """Return a function that computes an equation with `sum_rows`, if it is such a sum on a GPU.
 
     It is the gradient of a lookup of rows, such as that of `nnx.Embed`: a scatter that adds rows to
-    a matrix. XLA would sort all their values, which takes 20 ms for 65,536 rows of 768 values on an
-    H200.
+    a matrix. XLA would sort all their values, 20 ms for a (65536, 768) array on an H200.
     """
     if platform() != "gpu" or not _adds_rows(equation):
         return None

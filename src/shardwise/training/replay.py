@@ -33,8 +33,14 @@ from shardwise.tree import named_leaves
 TOLERANCES = {"loss": 1e-3, "grad_norm": 1e-2}
 # What must be the same for equal bits.
 SAME_BITS = ("mesh", "devices", "versions", "deterministic", "accumulate")
-# Lines of a table that a text shows at most.
-MAX_LINES = 12
+# How many arrays a text names at most.
+MAX_NAMED = 12
+# What a difference may come from.
+MEANING = (
+    "A faulty device, damaged memory, or a kernel that changed computes other bits. Replay the "
+    "steps again: if the same numbers come out, the recorded ones are wrong; if not, a device of "
+    "this machine is."
+)
 
 
 @dataclass(frozen=True)
@@ -124,11 +130,11 @@ class Replay:
             rows.append(("state", found.recorded_digest, found.computed_digest or ""))
         lines.append(columns(rows))
         if found.arrays:
-            shown = ", ".join(found.arrays[:MAX_LINES])
-            hidden = len(found.arrays) - MAX_LINES
+            shown = ", ".join(found.arrays[:MAX_NAMED])
+            hidden = len(found.arrays) - MAX_NAMED
             more = f" and {hidden} more" if hidden > 0 else ""
             lines.append(f"arrays of the state that differ: {shown}{more}")
-        lines.append(_meaning(found))
+        lines.append(MEANING)
         return "\n".join(lines)
 
     def as_json(self) -> Json:
@@ -144,15 +150,6 @@ class Replay:
             "first_difference": None if found is None else found.step,
             "arrays": [] if found is None else list(found.arrays),
         }
-
-
-def _meaning(found: ReplayedStep) -> str:
-    """Return what a difference may come from."""
-    return (
-        "A faulty device, damaged memory, or a kernel that changed computes other bits. Replay the "
-        "steps again: if the same numbers come out, the recorded ones are wrong; if not, a device "
-        "of this machine is."
-    )
 
 
 def replay(

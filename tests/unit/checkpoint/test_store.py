@@ -233,7 +233,7 @@ def test_a_state_of_another_step_is_not_restored(tmp_path):
     moved = checkpoints.path(30).rename(checkpoints.path(40))
     (moved / "meta.json").write_text(json.dumps({"step": 40}))
     write_manifest(moved)
-    assert checkpoints.verify(40) == [f"{moved}: the saved state is of step 30"]
+    assert checkpoints.verify(40) == [f"{moved}: the saved state belongs to step 30"]
     with pytest.raises(CheckpointError, match="holds the state of step 30"):
         checkpoints.restore(spec, 40)
 
