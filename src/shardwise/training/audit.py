@@ -26,11 +26,12 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from rich.console import Console
 
-from shardwise.cluster.group import ProcessGroup
+from shardwise.cluster.watch import Watch
 from shardwise.console import warn, working
 from shardwise.errors import ConfigError, CorruptionError, ShardwiseError
 from shardwise.files.durable import write_atomically
 from shardwise.run import Prepared, Run
+from shardwise.rundir.phases import Phase
 from shardwise.state import StateSpec, TrainState
 from shardwise.step import StepResult, TrainStep, make_train_step
 from shardwise.step.digests import device_digests, disagreeing
@@ -65,7 +66,7 @@ class Auditor:
     Attributes:
         run: the run.
         prepared: the same run, prepared.
-        group: the processes of the run.
+        watch: coordinates the processes of the run.
         console: where to print.
         log: records steps, and the time of audits.
         step_number: the number of the last step.
@@ -75,7 +76,7 @@ class Auditor:
 
     run: Run
     prepared: Prepared
-    group: ProcessGroup
+    watch: Watch
     console: Console
     log: RunLog
     step_number: int
@@ -107,6 +108,8 @@ class Auditor:
         """Compare the replicas, or compute the step once from a copy of the state."""
         # The time of the step before does not count as that of an audit.
         self.log.finish()
+        # The first audit compiles, so it may take much longer than a step.
+        self.watch.phase(Phase.AUDITING.at(self.step_number))
         self._batch = batch
         if self._replicas is not None:
             digests, specs, names = self._replicas(state, batch, self.count)
@@ -161,7 +164,7 @@ class Auditor:
         n = self.step_number
         report = self._report(n, what, found)
         place = ""
-        if self.run.out is not None and self.group.is_first:
+        if self.run.out is not None and self.watch.group.is_first:
             folder = self.run.out / "audit" / str(n)
             _keep_evidence(folder, report, self._batch)
             place = f" {folder / 'report.json'} lists them."
@@ -181,7 +184,7 @@ class Auditor:
     def _report(self, n: int, what: str, found: Sequence[Difference]) -> Json:
         devices = list(dict.fromkeys(d for x in found for d in x.devices))
         suspects = ", ".join(
-            f"device {device.id} of {self.group.name(device.process_index)}"
+            f"device {device.id} of {self.watch.group.name(device.process_index)}"
             for device in devices
         )
         return {

@@ -218,7 +218,7 @@ def _open_session(
             partial(_print, console),
         ),
         bad_steps=BadSteps(run, prepared, batches, group, console),
-        auditor=Auditor(run, prepared, group, console, log, start),
+        auditor=Auditor(run, prepared, watch, console, log, start),
         evaluations=evaluations,
         stop_reason=stop_reason,
     )

@@ -51,8 +51,8 @@ COLORS = {
 }
 DEFINITIONS = """<details class="defined"><summary>Definitions</summary><dl>
 <dt>goodput</dt><dd>Seconds of useful steps, divided by the time from the beginning of the first
-start to the last sign of life. It excludes startup, compilation, evaluation, saving, waiting for
-data, repeated steps and downtime.</dd>
+start to the last sign of life. It excludes startup, compilation, evaluation, saving, audits,
+waiting for data, repeated steps and downtime.</dd>
 <dt>useful steps</dt><dd>The sum of <code>step_s</code> minus <code>data_s</code> in metrics.jsonl,
 which has each step once: a resumed run removes the records of the steps that it repeats. The first
 step of a start counts as a median step. Skipped updates do not count.</dd>
