@@ -45,3 +45,16 @@ def test_two_processes_stop_early_together_and_stay_stopped_when_resumed(tmp_pat
         json.loads(line)["step"]
         for line in (out / "phases.jsonl").read_text().splitlines()
     ] == [6, 10]
+
+
+@pytest.mark.slow
+def test_two_processes_are_audited_and_replayed_by_one(tmp_path):
+    out = tmp_path / "a"
+    train(out, "--audit-every", "2", "--patience", "4")
+    seconds = json.loads((out / "phases.jsonl").read_text().splitlines()[-1])["seconds"]
+    assert seconds["audit"] > 0
+    done = run("replay", out, "--steps", "3:10", "--recipe", RECIPE, "--cpu-devices", 2)
+    assert done.returncode == 0, done.stderr
+    # One process with two devices may add gradients in another order.
+    assert "devices/processes differ" in done.stdout, done.stdout
+    assert "equal: 8 steps" in done.stdout, done.stdout
