@@ -355,3 +355,14 @@ def test_an_answer_for_programs_holds_nothing_that_json_does_not_have():
         "a": [1.5, None],
         "b": [None, "x", None],
     }
+
+
+@pytest.mark.parametrize("path", [".", "no/such/folder.json"])
+def test_a_file_for_json_that_cannot_be_written_is_refused_first(
+    path, folder, monkeypatch, capsys
+):
+    monkeypatch.chdir(folder)
+    assert main(["doctor", "--no-devices", "--json", path]) == 2
+    shown = capsys.readouterr()
+    assert f"--json {path} cannot be written" in shown.err
+    assert not shown.out

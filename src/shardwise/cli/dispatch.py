@@ -14,6 +14,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from shardwise.cli.options import BY_NAME, COMMANDS, help_text, shared_parser
 from shardwise.errors import ConfigError, ShardwiseError
@@ -104,12 +105,32 @@ def _run(argv: list[str]) -> int:
 
 
 def _run_command(name: str, args: list[str], shared: argparse.Namespace) -> int:
+    writes_json = shared.json is not None and is_first_process(shared)
+    if writes_json:
+        _check_json(shared.json)
     answer, code = importlib.import_module(BY_NAME[name].module).main(args, shared)
-    if shared.json is not None and is_first_process(shared):
-        shared.json.write_text(
-            json.dumps(_finite(answer), indent=2, default=str) + "\n"
-        )
+    if writes_json:
+        text = json.dumps(_finite(answer), indent=2, default=str) + "\n"
+        try:
+            shared.json.write_text(text)
+        except OSError as error:
+            # The command itself has ended well.
+            print(f"shardwise: --json {printable(str(error))}", file=sys.stderr)
     return int(code)
+
+
+def _check_json(path: Path) -> None:
+    """Refuse a file for `--json` that cannot be written, before the command runs."""
+    folder = path.resolve().parent
+    if path.is_dir():
+        problem = "it is a directory"
+    elif not folder.is_dir():
+        problem = f"the directory {folder} does not exist"
+    elif not os.access(path if path.exists() else folder, os.W_OK):
+        problem = "permission denied"
+    else:
+        return
+    raise ConfigError(f"--json {path} cannot be written: {problem}.")
 
 
 def is_first_process(shared: argparse.Namespace) -> bool:
