@@ -117,8 +117,9 @@ class Replay:
         lines = [place, expected]
         found = self.first_difference
         if found is None:
-            digests = f" and {self.num_digests} states" if self.exact else ""
-            lines.append(f"equal: {len(self.steps)} steps{digests}")
+            count = self.num_digests
+            states = f" and {count} state{'s' * (count != 1)}" if self.exact else ""
+            lines.append(f"equal: {len(self.steps)} steps{states}")
             return "\n".join(lines)
         lines.append(f"step {found.step} is the first that differs:")
         rows = [("", "recorded", "computed")]
