@@ -28,8 +28,8 @@ STEPS = 9
 AUDIT_EVERY = 3
 TRIALS = 50
 CLEAN_AUDITS = 1000
-# Bits of float32. A changed lower bit of a moment was once seen to leave no trace: all devices ended
-# with the state of a run without the change.
+# Bits of float32. A changed lower bit of a moment once left no trace: all devices ended with the
+# state of a run without the change.
 BITS = (8, 31)
 MESHES = ("data=8", "data=4,fsdp=2", "fsdp=8", "data=1")
 
