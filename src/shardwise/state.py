@@ -40,7 +40,16 @@ from shardwise.sharding import (
     place_model,
     place_optimizer,
 )
-from shardwise.tree import Batch, KeyPath, Leaf, OptState, Params, PyTree, leaf_name
+from shardwise.tree import (
+    Batch,
+    KeyPath,
+    Leaf,
+    OptState,
+    Params,
+    PyTree,
+    abstract_key,
+    leaf_name,
+)
 
 Result = TypeVar("Result")
 
@@ -74,7 +83,8 @@ class StateSpec:
     """A state without arrays: shapes, dtypes and shardings, and what is needed to create it.
 
     Attributes:
-        factory: the function that builds the model.
+        create: the function from a random key to the state. `abstract_state` has traced it; JAX
+            keeps the trace as long as the function, so `init_state` does not trace it again.
         optimizer: the Optax optimizer.
         mesh: the devices.
         rules: the rules that decided the shardings.
@@ -84,13 +94,12 @@ class StateSpec:
         other: the placement of each variable in `TrainState.other`, by name.
         opt_state: the placement of each leaf of the optimizer state, by name.
         frozen: the placement of each frozen parameter, by name.
-        wrt: which variables are trained.
         is_explicit: whether the model computes with mesh axes of type Explicit, because it names
             shardings of activations itself: `layer(x, out_sharding=P("data"))`,
             `jax.sharding.reshard`. Everything outside of the model has axes of type Auto.
     """
 
-    factory: ModelFactory
+    create: Callable[[jax.Array], TrainState]
     optimizer: optax.GradientTransformation
     mesh: Mesh
     rules: Rules
@@ -100,7 +109,6 @@ class StateSpec:
     other: Mapping[str, Placement]
     opt_state: Mapping[str, Placement]
     frozen: Mapping[str, Placement] = field(default_factory=dict)
-    wrt: Filter = nnx.Param
     is_explicit: bool = False
 
     @property
@@ -275,12 +283,12 @@ def abstract_state(
     # `create` stores the definition here while it is traced: it is not an array.
     definitions: list[ModuleDef] = []
 
-    def create() -> TrainState:
-        definition, state = _create(model, optimizer, jax.random.key(0), wrt)
+    def create(key: jax.Array) -> TrainState:
+        definition, state = _create(model, optimizer, key, wrt)
         definitions.append(definition)
         return state
 
-    shapes = jax.eval_shape(create)
+    shapes = jax.eval_shape(create, abstract_key())
     definition = definitions[-1]
 
     parts = (definition.params, definition.other, definition.frozen)
@@ -301,7 +309,7 @@ def abstract_state(
         _with_shardings(shapes.frozen, frozen, mesh),
     )
     return StateSpec(
-        model,
+        create,
         optimizer,
         mesh,
         rules,
@@ -311,7 +319,6 @@ def abstract_state(
         other,
         opt_state,
         frozen,
-        wrt,
     )
 
 
@@ -340,16 +347,14 @@ def init_state(spec: StateSpec, seed: int) -> TrainState:
     Example:
         >>> state = init_state(abstract_state(model, optax.adamw(1e-3), "data=4,fsdp=2"), seed=0)
     """
-
-    def create(key: jax.Array) -> TrainState:
-        return _create(spec.factory, spec.optimizer, key, spec.wrt)[1]
-
     # On CPUs, XLA vectorizes a shard that is narrower than a vector register in another way than
     # the complete array, and rounds normal draws differently (jax 0.12.0). Level 1 does not
     # vectorize.
     on_cpu = spec.mesh.devices.flat[0].platform == "cpu"
     options = {"xla_backend_optimization_level": 1} if on_cpu else None
-    jitted = jax.jit(create, out_shardings=spec.shardings, compiler_options=options)
+    jitted = jax.jit(
+        spec.create, out_shardings=spec.shardings, compiler_options=options
+    )
     state: TrainState = jitted(jax.random.key(seed))
     return state
 
@@ -360,7 +365,7 @@ def _create(
     key: jax.Array,
     wrt: Filter,
 ) -> tuple[ModuleDef, TrainState]:
-    """Build model and optimizer state. Traced once for shapes, and compiled once for arrays."""
+    """Build model and optimizer state, while tracing."""
     try:
         module = build_module(factory, key)
     except ShardwiseError:

@@ -102,6 +102,12 @@ def is_key(dtype: DType) -> bool:
     return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
 
 
+def abstract_key() -> jax.ShapeDtypeStruct:
+    """Return shape and dtype of a random key, for functions that are traced and not run."""
+    key: jax.ShapeDtypeStruct = jax.eval_shape(jax.random.key, 0)
+    return key
+
+
 def key_bits(shape: tuple[int, ...], dtype: DType) -> jax.ShapeDtypeStruct:
     """Return shape and dtype of the bits of typed random keys, such as `uint32[2]`."""
     keys = jax.ShapeDtypeStruct(shape, dtype)

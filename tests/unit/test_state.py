@@ -30,6 +30,19 @@ class Wide(nnx.Module):
         self.down = nnx.Linear(1024, 256, rngs=rngs)
 
 
+def test_the_trace_that_describes_a_state_also_creates_it():
+    built = []
+
+    def model(rngs):
+        built.append(rngs)
+        return Wide(rngs)
+
+    spec = abstract_state(model, optax.adamw(1e-3), make_mesh("fsdp=4,model=2"))
+    init_state(spec, 0)
+    init_state(spec, 1)
+    assert len(built) == 1
+
+
 def test_no_device_holds_a_complete_copy_of_a_sharded_parameter():
     spec = abstract_state(Wide, optax.adamw(1e-3), make_mesh("fsdp=4,model=2"))
     state = init_state(spec, 0)

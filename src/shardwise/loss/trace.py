@@ -36,7 +36,7 @@ from shardwise.tracing.jaxpr import (
     shape_of,
     without_side_effects,
 )
-from shardwise.tree import Batch, Params, PyTree, named_leaves
+from shardwise.tree import Batch, Params, PyTree, abstract_key, named_leaves
 
 # What JAX says to a model that names shardings of activations on axes of type Auto.
 NOT_EXPLICIT = ("axis names that are of type Auto", "Reshard should only be used")
@@ -190,7 +190,7 @@ def trace_loss(
         arrays = [(jnp.asarray(total), jnp.asarray(weight)) for total, weight in parts]
         return arrays, fixed
 
-    arguments = (_without_shardings(spec.abstract), shapes, jax.random.key(0))
+    arguments = (_without_shardings(spec.abstract), shapes, abstract_key())
     try:
         traced = jax.make_jaxpr(forward)(*arguments)
     except ShardwiseError:

@@ -62,6 +62,7 @@ class Session:
         evaluations: `(step, value)` of the metric that early stopping depends on.
         stop_reason: why the run stops early, or None.
         has_evaluated: whether this start has completed an evaluation.
+        has_digests: whether this start has computed digests of a state.
         is_stopped: whether a signal has stopped the run before its last step.
         metrics: the metrics of the newest step; they may still be computed.
         eval_metrics: the metrics of the last evaluation.
@@ -85,6 +86,7 @@ class Session:
     evaluations: list[tuple[int, float]]
     stop_reason: str | None
     has_evaluated: bool = False
+    has_digests: bool = False
     is_stopped: bool = False
     metrics: Metrics = field(default_factory=dict)
     eval_metrics: dict[str, float] = field(default_factory=dict)
@@ -131,7 +133,7 @@ class Session:
         self.metrics = metrics
         if self.run.digest_every and is_due(n, self.run.digest_every, self.run.steps):
             # Computed before the next step, which takes over the arrays of the state.
-            self.metrics = {**metrics, DIGESTS: tree_digests(state)}
+            self.metrics = {**metrics, DIGESTS: self._digests()}
         # From here on there are updates to lose: a signal waits for the end of the step.
         self.watch.stop.at_once = False
         self._tick(n)
@@ -216,6 +218,17 @@ class Session:
 
     def _tick(self, n: int) -> None:
         self.watch.tick(Phase.STEP.at(n))
+
+    def _digests(self) -> jax.Array:
+        """Return the digests of the newest state, which the devices may still be computing."""
+        if self.has_digests:
+            return tree_digests(self.state)
+        # The first call compiles. That is not part of this step, nor of the pending one.
+        self.has_digests = True
+        self.log.finish()
+        jax.block_until_ready(self.metrics)
+        with self.log.clock.counting_as("compile"):
+            return tree_digests(self.state)
 
     def _evaluate(self, n: int) -> None:
         assert self.prepared.eval_step is not None

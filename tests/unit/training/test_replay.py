@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+import time
 from dataclasses import replace
 
 import jax
@@ -14,7 +15,8 @@ from rich.console import Console
 from shardwise import Batches, Keep, Run, fit, replay
 from shardwise.cli import main
 from shardwise.errors import ConfigError
-from shardwise.training import audit
+from shardwise.step.digests import tree_digests
+from shardwise.training import audit, session
 from tests.unit.training.test_audit import DATA, Net, Transient, flip_weight, loss
 
 RECIPE = """
@@ -71,6 +73,22 @@ def test_digests_are_in_the_log(finished):
     digests = {x["step"]: x["digest"] for x in map(json.loads, lines) if "digest" in x}
     assert list(digests) == [2, 4, 6, 8, 10, 12]
     assert len(set(digests.values())) == 6
+
+
+def test_compiling_the_digests_is_not_step_time(tmp_path, monkeypatch):
+    """The first digests are compiled after step 2. No step takes that long in the log."""
+
+    def slow_digests(state):
+        if int(state.step) == 2:
+            time.sleep(1.5)
+        return tree_digests(state)
+
+    monkeypatch.setattr(session, "tree_digests", slow_digests)
+    result = fit(run_of(tmp_path / "run", steps=4), console=quiet())
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    seconds = {x["step"]: x["step_s"] for x in map(json.loads, lines)}
+    assert all(seconds[n] < 1.4 for n in (2, 3, 4)), seconds
+    assert result.seconds["compile"] > 1.5
 
 
 @pytest.mark.parametrize(
