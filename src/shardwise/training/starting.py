@@ -37,8 +37,6 @@ from shardwise.run import Prepared, Run, describe_run
 from shardwise.rundir.columns import as_number
 from shardwise.state import StateSpec, TrainState, init_state
 from shardwise.text import Json
-from shardwise.weights.frozen import check_frozen, describe_frozen
-from shardwise.weights.load import load_initial
 
 # Seconds until a directory that one process created must be visible to the others.
 SHARED_DIRECTORY_TIMEOUT = 10
@@ -334,6 +332,8 @@ def load_state(
     with working(console, f"loading step {step}"):
         state = checkpoints.restore(spec, step)
     if spec.frozen:
+        from shardwise.weights.frozen import check_frozen
+
         frozen = _initial_state(run, spec, about, console).frozen
         check_frozen(
             checkpoints.metadata(step), about["frozen"], checkpoints.path(step)
@@ -350,9 +350,14 @@ def _initial_state(
     if run.init_from is None:
         state = init_state(spec, run.seed)
     else:
+        # `weights` imports all model families, which most starts do not need.
+        from shardwise.weights.load import load_initial
+
         state, loaded = load_initial(run.init_from, spec, run.seed)
         console.print(loaded.table(), highlight=False)
     if spec.frozen:
+        from shardwise.weights.frozen import describe_frozen
+
         about["frozen"] = describe_frozen(spec, state.frozen, loaded)
     return state
 
