@@ -123,8 +123,8 @@ class Run:
             state, and change only if the loss assigns to them.
         init_from: the weights to start from, for fine-tuning. It has no effect when the run
             resumes. None initializes from `seed`.
-        deterministic: compute the same bits every time on GPUs too, as CPUs and TPUs always do. A
-            step of GPT-2 124M takes about 1 % longer on an H200, see docs/determinism.md. False
+        deterministic: compute the same bits every time on GPUs too, as on CPUs. A step of GPT-2
+            124M takes about 2 % longer on an H200, see docs/determinism.md. False
             takes faster kernels whose sums have no fixed order: two runs, or a run and its resumed
             copy, then differ by rounding.
         digest_every: the number of steps between digests of the state in `metrics.jsonl`, which
