@@ -43,7 +43,7 @@ def make_run(config: GPTConfig, rows: int, length: int, chunks: int = 1) -> Run:
         if chunks == 1:
             return Mean(linear_cross_entropy(*model.features(inputs), labels))
         return Mean(
-            chunked_cross_entropy(*model.features(inputs), labels.reshape(-1), chunks),
+            chunked_cross_entropy(*model.features(inputs), labels, chunks),
             labels.size,
         )
 

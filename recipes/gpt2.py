@@ -82,7 +82,7 @@ def recipe(
         labels = batch["labels"]
         if loss_chunks == 1:
             return Mean(linear_cross_entropy(features, table, labels))
-        total = chunked_cross_entropy(features, table, labels.reshape(-1), loss_chunks)
+        total = chunked_cross_entropy(features, table, labels, loss_chunks)
         return Mean(total, labels.size)
 
     # Replicate these biases in large models: they are small, and hundreds of chips divide none of

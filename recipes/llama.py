@@ -65,7 +65,9 @@ def loss(model: Llama, batch: dict[str, Array], chunks: int = 1) -> Mean:
 
     def nats(chunk: tuple[Array, Array]) -> Array:
         features, labels = chunk
-        return cross_entropy(matmul(constrain(features, "batch"), kernel), labels)
+        return cross_entropy(
+            matmul(constrain(features, "batch", "tokens"), kernel), labels
+        )
 
     def split(x: Array) -> Array:
         """Reshape (B, T, ...) to (chunks, B, T / chunks, ...)."""

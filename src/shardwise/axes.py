@@ -16,6 +16,10 @@ DATA = "data"
 # used.
 FSDP = ("fsdp",)
 
+# Axes that shard the tokens of each sequence. Attention exchanges tokens for heads, or passes keys
+# and values around. Everything else in a transformer works on single tokens.
+CONTEXT = ("context",)
+
 # Axes that shard attention heads, the hidden dimension of an MLP and the vocabulary.
 TENSOR = ("model", "tp", "tensor")
 
@@ -30,4 +34,5 @@ LOGICAL: dict[str, tuple[str, ...] | None] = {
     "mlp": TENSOR,
     "embed": FSDP,
     "layers": None,
+    "tokens": CONTEXT,
 }

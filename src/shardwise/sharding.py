@@ -33,7 +33,7 @@ from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from rich.table import Table
 
-from shardwise.axes import BATCH, FSDP, LOGICAL
+from shardwise.axes import BATCH, CONTEXT, FSDP, LOGICAL
 from shardwise.errors import ConfigError
 from shardwise.text import did_you_mean
 from shardwise.text import show_bytes as show_bytes
@@ -61,10 +61,11 @@ class Rules:
 
     Attributes:
         logical: mesh axes of each logical name that annotations use. Entries are added to
-            `shardwise.axes.LOGICAL` (vocab, heads, mlp, embed, layers) and override them.
+            `shardwise.axes.LOGICAL` (vocab, heads, mlp, embed, layers, tokens) and override them.
         paths: patterns for parameter paths, each with the axes of its dims, as a mapping or as
             pairs. The first match decides. `{"head/*": ()}` replicates.
         batch: mesh axes that shard the examples of a batch.
+        context: mesh axes that shard the tokens of each sequence, which are dim 1 of a batch.
         fsdp: mesh axes over which parameters and optimizer state are stored sharded.
         fsdp_min_size: automatic FSDP does not shard leaves with fewer elements.
 
@@ -76,6 +77,7 @@ class Rules:
     logical: Mapping[str, Axes] = field(default_factory=dict)
     paths: Mapping[str, tuple[Axes, ...]] | tuple[PathRule, ...] = ()
     batch: tuple[str, ...] = BATCH
+    context: tuple[str, ...] = CONTEXT
     fsdp: tuple[str, ...] = FSDP
     fsdp_min_size: int = 2**12
 
@@ -176,7 +178,10 @@ def _idle_axes(
         f"For another name, annotate the model, map one of its logical names "
         f"({', '.join(rules.logical)}) to '{axis}', or add it to Rules.batch."
         for axis, size in mesh.shape.items()
-        if size > 1 and axis not in used and axis not in rules.batch
+        if size > 1
+        and axis not in used
+        and axis not in rules.batch
+        and axis not in rules.context
     ]
 
 
@@ -272,7 +277,7 @@ def _mesh_axes(
 ) -> Iterator[str]:
     """Yield the mesh axes for the names of one dim; known axes that this mesh lacks are skipped."""
     known = {axis for value in rules.logical.values() for axis in _as_tuple(value)}
-    known |= {*rules.batch, *rules.fsdp}
+    known |= {*rules.batch, *rules.context, *rules.fsdp}
     for name in _as_tuple(entry):
         if name in rules.logical and not by_flax:
             yield from (
@@ -530,6 +535,17 @@ def activations_on(mesh: Mesh | AbstractMesh, rules: Rules) -> Iterator[None]:
         _LAYOUT.reset(token)
 
 
+def logical_axes(name: str, mesh: Mesh | AbstractMesh, rules: Rules) -> MeshAxes:
+    """Return the axes of the mesh, of more than one device, that a logical name maps to."""
+    axes = _as_tuple(rules.logical[name])
+    return tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
+
+
+def step_layout() -> tuple[Mesh | AbstractMesh, Rules] | None:
+    """Return mesh and rules of the step that is being traced, or None outside of a step."""
+    return _LAYOUT.get()
+
+
 def batch_spec(mesh: Mesh | AbstractMesh, rules: Rules) -> PartitionSpec:
     """Return the spec of a batch: examples sharded over all batch axes of the mesh."""
     return PartitionSpec(_join(axis for axis in mesh.axis_names if axis in rules.batch))
@@ -540,13 +556,27 @@ def num_batch_shards(mesh: Mesh | AbstractMesh, rules: Rules) -> int:
     return math.prod(size for axis, size in mesh.shape.items() if axis in rules.batch)
 
 
-def put(values: PyTree, sharding: NamedSharding, *, copy: bool = False) -> PyTree:
+def batch_axes(mesh: Mesh | AbstractMesh, rules: Rules) -> MeshAxes:
+    """Return the axes of the mesh, of more than one device, that shard the examples of a batch."""
+    return tuple(
+        axis for axis, size in mesh.shape.items() if axis in rules.batch and size > 1
+    )
+
+
+def context_axes(mesh: Mesh | AbstractMesh, rules: Rules) -> MeshAxes:
+    """Return the axes of the mesh that shard the tokens of each sequence."""
+    return tuple(
+        axis for axis, size in mesh.shape.items() if axis in rules.context and size > 1
+    )
+
+
+def put(values: PyTree, shardings: PyTree, *, copy: bool = False) -> PyTree:
     """Return host arrays as arrays on the mesh.
 
     Args:
         values: arrays that are the same in every process. Each process transfers what its devices
             hold. Arrays that are on the devices of several processes already are resharded.
-        sharding: the sharding of all of them. Arrays without dims are replicated.
+        shardings: the `NamedSharding` of each of them, as a tree like `values`.
         copy: whether to copy NumPy arrays first. JAX reads them later, or shares their memory if
             the devices are CPUs, so without a copy they must not change.
     """
@@ -554,8 +584,7 @@ def put(values: PyTree, sharding: NamedSharding, *, copy: bool = False) -> PyTre
     def own(x: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
         return np.array(x) if copy and isinstance(x, np.ndarray) else x
 
-    shardings = jax.tree.map(lambda x: without_dims_replicated(x, sharding), values)
-    if sharding.is_fully_addressable:
+    if all(leaf.is_fully_addressable for leaf in jax.tree.leaves(shardings)):
         return jax.device_put(jax.tree.map(own, values), shardings)
 
     def put_leaf(x: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
@@ -570,13 +599,6 @@ def put(values: PyTree, sharding: NamedSharding, *, copy: bool = False) -> PyTre
         )
 
     return jax.tree.map(put_leaf, values, shardings)
-
-
-def without_dims_replicated(
-    array: np.ndarray | jax.Array | jax.ShapeDtypeStruct, sharding: NamedSharding
-) -> NamedSharding:
-    """Return `sharding`, or for an array without dims the replicated one on the same mesh."""
-    return sharding if array.ndim else NamedSharding(sharding.mesh, PartitionSpec())
 
 
 def annotation_of(metadata: Mapping[str, object]) -> tuple[Axes, ...] | None:

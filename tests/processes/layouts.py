@@ -10,8 +10,16 @@ from flax import nnx
 from shardwise import Batches, Mean
 from shardwise.models.gpt import GPT, GPTConfig
 
-# "model=8" and the last one have a model axis across processes.
-LAYOUTS = ("data=8", "fsdp=8", "model=8", "data=2,fsdp=2,model=2", "model=2,fsdp=4")
+# The first axis of each is across processes.
+LAYOUTS = (
+    "data=8",
+    "fsdp=8",
+    "model=8",
+    "data=2,fsdp=2,model=2",
+    "model=2,fsdp=4",
+    "data=2,context=4",
+    "context=4,fsdp=2",
+)
 STEPS, BATCH_SIZE, LENGTH = 20, 16, 12
 CONFIG = GPTConfig(
     vocab_size=64, max_length=LENGTH, num_layers=1, num_heads=8, width=32, dropout=0.1

@@ -90,13 +90,14 @@ def check_split(train, count, layout, model, layouts):
     results = [process[layout] for process in train(count, model, layouts)]
     _, batches = data()
     for index, result in enumerate(results):
-        # Each device received exactly its own examples of the global batch.
+        # Each device received exactly its own examples and tokens of the global batch.
         for step in range(STEPS):
             inputs = batches(step)["inputs"]
-            for examples, digest in result["shards"][str(step)].items():
-                first, last = map(int, examples.split("-"))
-                expected = np.ascontiguousarray(inputs[first:last]).tobytes()
-                assert digest == hashlib.sha256(expected).hexdigest(), (step, examples)
+            for part, digest in result["shards"][str(step)].items():
+                first, last, start, stop = map(int, part.split("-"))
+                expected = np.ascontiguousarray(inputs[first:last, start:stop])
+                sha = hashlib.sha256(expected.tobytes()).hexdigest()
+                assert digest == sha, (step, part)
         # No example was read that no device of this process holds.
         needed = sum(last - first for first, last in result["ranges"])
         assert len(result["read"]) == needed * STEPS
@@ -113,8 +114,8 @@ def check_split(train, count, layout, model, layouts):
     assert results[0]["losses"][-1] < results[0]["losses"][0]
 
 
-# The second one has its model axis across the processes.
-QUICK = ("data=8", "model=2,fsdp=4")
+# The last two have a model or context axis across the processes.
+QUICK = ("data=8", "model=2,fsdp=4", "context=2,data=4")
 
 
 @pytest.mark.parametrize("layout", QUICK)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from layouts import BATCH_SIZE, MODELS, STEPS, data, loss, optimizer
+from layouts import BATCH_SIZE, LENGTH, MODELS, STEPS, data, loss, optimizer
 
 from shardwise import (
     Rules,
@@ -47,8 +47,12 @@ def run(model: str, layout: str) -> dict:
         number = len(shards)
         shards[number] = {}
         for shard in placed["inputs"].addressable_shards:
-            rows = range(BATCH_SIZE)[shard.index[0]]
-            shards[number][f"{rows.start}-{rows.stop}"] = digest(np.asarray(shard.data))
+            rows, tokens = (
+                range(size)[index]
+                for size, index in zip((BATCH_SIZE, LENGTH), shard.index, strict=True)
+            )
+            name = f"{rows.start}-{rows.stop}-{tokens.start}-{tokens.stop}"
+            shards[number][name] = digest(np.asarray(shard.data))
         return placed
 
     feed = Prefetch(part_of(batches, layout.ranges), 0, STEPS, place=place)

@@ -1,5 +1,6 @@
 """How a batch in host memory becomes sharded arrays on the mesh, padded where necessary."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -7,10 +8,16 @@ from functools import cached_property
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardwise.errors import DataError
-from shardwise.sharding import put, without_dims_replicated
+from shardwise.errors import ConfigError, DataError
+from shardwise.sharding import (
+    Rules,
+    batch_spec,
+    context_axes,
+    num_batch_shards,
+    put,
+)
 from shardwise.tree import Batch, Leaf, PyTree, leaf_name, named_leaves
 
 
@@ -31,12 +38,28 @@ class BatchLayout:
             shape () are replicated.
         is_local: whether each process supplies only the examples of its devices (`ranges`),
             and not the global batch.
+        context: the mesh axes that shard the tokens of each sequence.
+        length: the number of tokens in a sequence. Arrays with this number of entries in their
+            second dimension are sharded over `context` along it.
     """
 
     rows: int
     padded_rows: int
     sharding: NamedSharding
     is_local: bool = False
+    context: tuple[str, ...] = ()
+    length: int | None = None
+
+    def sharding_of(self, x: Leaf) -> NamedSharding:
+        """Return the sharding of one array of the batch."""
+        mesh = self.sharding.mesh
+        if not x.ndim:
+            return NamedSharding(mesh, PartitionSpec())
+        if self.context and x.ndim > 1 and x.shape[1] == self.length:
+            return NamedSharding(
+                mesh, PartitionSpec(self.sharding.spec[0], self.context)
+            )
+        return self.sharding
 
     def per_process(self) -> "BatchLayout":
         """Return the same layout for batches with only the examples of `ranges`.
@@ -65,12 +88,14 @@ class BatchLayout:
         num_read = self.check(batch)
         check_integers(batch)
         if num_read == self.rows == self.padded_rows:
-            return put(batch, self.sharding, copy=copy)
+            shardings = jax.tree.map(self.sharding_of, batch)
+            return put(batch, shardings, copy=copy)
         positions = self._positions(num_read)
 
         def place_leaf(x: np.ndarray) -> jax.Array:
+            sharding = self.sharding_of(x)
             if not x.ndim:
-                scalar: jax.Array = put(x, self.sharding, copy=copy)
+                scalar: jax.Array = put(x, sharding, copy=copy)
                 return scalar
 
             def read_shard(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -79,7 +104,7 @@ class BatchLayout:
                 return examples[(slice(None), *index[1:])]
 
             shape = (self.padded_rows, *x.shape[1:])
-            return jax.make_array_from_callback(shape, self.sharding, read_shard)
+            return jax.make_array_from_callback(shape, sharding, read_shard)
 
         return jax.tree.map(place_leaf, batch)
 
@@ -157,18 +182,64 @@ class BatchLayout:
         def abstract_leaf(x: Leaf) -> jax.ShapeDtypeStruct:
             shape = (self.padded_rows, *x.shape[1:]) if x.ndim else ()
             dtype = jax.dtypes.canonicalize_dtype(x.dtype)
-            sharding = without_dims_replicated(x, self.sharding)
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding_of(x))
 
         return jax.tree.map(abstract_leaf, as_arrays(batch))
 
     def shardings(self, batch: Batch) -> PyTree:
         """Return the shardings of `batch` after `place`, as `jax.jit` takes them."""
         batch = as_arrays(batch)
-        if all(x.ndim for x in jax.tree.leaves(batch)):
+        if not self.context and all(x.ndim for x in jax.tree.leaves(batch)):
             # One for all leaves, so that the structure of the batch may change.
             return self.sharding
-        return jax.tree.map(lambda x: without_dims_replicated(x, self.sharding), batch)
+        return jax.tree.map(self.sharding_of, batch)
+
+
+def make_layout(
+    batch: Batch, rows: int, padded_rows: int, mesh: Mesh, rules: Rules
+) -> BatchLayout:
+    """Return the layout of batches like `batch` on a mesh.
+
+    The examples are sharded over the batch axes if they divide `padded_rows`, and replicated
+    otherwise. On a mesh with a context axis, the largest second dimension of an array is the number
+    of tokens in a sequence.
+
+    Args:
+        batch: a batch, as arrays or shapes.
+        rows: the number of examples.
+        padded_rows: the number of examples including padding.
+        mesh: the device mesh.
+        rules: the sharding rules.
+
+    Raises:
+        ConfigError: if the context axes do not divide the number of tokens.
+    """
+    is_sharded = padded_rows % num_batch_shards(mesh, rules) == 0
+    spec = batch_spec(mesh, rules) if is_sharded else PartitionSpec(None)
+    layout = BatchLayout(rows, padded_rows, NamedSharding(mesh, spec))
+    context = context_axes(mesh, rules)
+    if not context:
+        return layout
+    lengths = {
+        name: leaf.shape[1]
+        for name, leaf in array_leaves(batch).items()
+        if leaf.ndim > 1
+    }
+    if not lengths:
+        raise ConfigError(
+            f"mesh axis '{context[0]}' shards the tokens of each sequence, which are the second "
+            "dimension of the arrays of a batch, and all arrays of this batch have one dimension. "
+            f"Use a mesh without '{context[0]}'."
+        )
+    name, length = max(lengths.items(), key=lambda item: item[1])
+    size = math.prod(mesh.shape[axis] for axis in context)
+    if length % size:
+        raise ConfigError(
+            f"array '{name}' of the batch has {length} tokens per sequence, which is not divisible "
+            f"by mesh axis '{' x '.join(context)}' (size {size}). Use sequences of "
+            f"{max(length // size, 1) * size} tokens, or another size of the axis."
+        )
+    return replace(layout, context=context, length=length)
 
 
 def batch_shapes(batch: Batch, rows: int | None = None) -> Batch:

@@ -7,6 +7,8 @@ width.
 - TPUs: the Pallas kernel "splash attention" that comes with JAX. JAX's own attention would keep the
   scores, (B, H, T, T), in memory; the kernel keeps one block of them at a time.
 - CPUs: plain JAX with a custom backward pass.
+
+On a mesh that shards tokens, `context_attention` brings all tokens of some heads together first.
 """
 
 import math
@@ -19,7 +21,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from shardwise.axes import BATCH, TENSOR
+from shardwise.axes import BATCH, CONTEXT, TENSOR
+from shardwise.kernels.context import context_attention
 from shardwise.kernels.platform import platform, step_mesh
 
 Array = jax.Array
@@ -59,6 +62,12 @@ def causal_attention(
     Returns:
         The outputs of the heads, (B, T, H, K).
     """
+    out = context_attention(_attention, q, k, v, segment_ids)
+    return _attention(q, k, v, segment_ids) if out is None else out
+
+
+def _attention(q: Array, k: Array, v: Array, segment_ids: Array | None) -> Array:
+    """Return causal attention on devices that hold all tokens of their sequences."""
     where = platform()
     is_half = q.dtype in (jnp.bfloat16, jnp.float16)
     # Outside a step no mesh says how to shard the TPU kernel.
@@ -195,7 +204,7 @@ def tpu_attention(
     segment_ids: Array | None = None,
     *,
     batch: tuple[str, ...] = BATCH,
-    heads: tuple[str, ...] = TENSOR,
+    heads: tuple[str, ...] = (*TENSOR, *CONTEXT),
     block: int = BLOCK,
     interpret: bool = False,
 ) -> Array:

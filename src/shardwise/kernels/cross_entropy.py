@@ -24,6 +24,7 @@ from shardwise.kernels.partitioning import (
     triton,
 )
 from shardwise.kernels.platform import platform, step_mesh
+from shardwise.kernels.tokens import merge_tokens, split_tokens
 from shardwise.tree import DType
 
 Array = jax.Array
@@ -76,9 +77,12 @@ def _vocabulary_is_unsharded() -> bool:
 def _forward_rule(logits: Array, labels: Array) -> tuple[Array, Residuals]:
     """Save the gradient alone on GPUs; elsewhere logits, labels and sums."""
     if platform() == "gpu" and _vocabulary_is_unsharded():
-        nats, gradient = fused_cross_entropy(
-            logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
-        )
+        has_sequences = labels.ndim == 2
+        nats, gradient = fused_cross_entropy(*_as_rows(has_sequences, logits, labels))
+        if has_sequences:
+            return split_tokens(nats, *labels.shape), (
+                split_tokens(gradient, *labels.shape),
+            )
         return nats.reshape(labels.shape), (gradient.reshape(logits.shape),)
     nats, log_total = _forward(logits, labels)
     return nats, (logits, labels, log_total)
@@ -187,10 +191,28 @@ def linear_cross_entropy(features: Array, table: Array, labels: Array) -> Array:
     Returns:
         The losses in nats, (...), float32.
     """
-    tokens = features.reshape(-1, features.shape[-1])
-    token_labels = labels.reshape(-1)
-    loss = _fused_linear if _is_fused(tokens, table) else _plain_linear
-    return loss(tokens, table, token_labels).reshape(labels.shape)
+    has_sequences = features.ndim == 3 and labels.ndim == 2
+    rows, row_labels = _as_rows(has_sequences, features, labels)
+    loss = _fused_linear if _is_fused(rows, table) else _plain_linear
+    nats = loss(rows, table, row_labels)
+    return (
+        split_tokens(nats, *labels.shape)
+        if has_sequences
+        else nats.reshape(labels.shape)
+    )
+
+
+def _as_rows(has_sequences: bool, features: Array, *others: Array) -> list[Array]:
+    """Return features (..., D) and other values (...) of tokens with one row per token.
+
+    Args:
+        has_sequences: whether all arrays begin with (B, T).
+        features: the input of the output layer, or its output.
+        *others: labels, weights.
+    """
+    if has_sequences:
+        return [merge_tokens(x) for x in (features, *others)]
+    return [features.reshape(-1, features.shape[-1]), *(x.reshape(-1) for x in others)]
 
 
 def _is_fused(features: Array, table: Array) -> bool:
@@ -308,11 +330,11 @@ def chunked_cross_entropy(
     sum instead of a loss for each token. The gradient of the table is summed in float32.
 
     Args:
-        features: the input of the output layer, (N, D).
+        features: the input of the output layer, (B, T, D) or (N, D).
         table: the weights of the output layer, (V, D).
-        labels: (N,), integers from 0 to V - 1.
+        labels: (B, T) or (N,), integers from 0 to V - 1.
         chunks: the number of chunks. It must divide N.
-        weights: (N,); ones by default.
+        weights: like `labels`; ones by default.
 
     Returns:
         `(weights * cross_entropy(features @ table.T, labels)).sum()`, float32.
@@ -320,14 +342,16 @@ def chunked_cross_entropy(
     Raises:
         ValueError: if `chunks` does not divide N.
     """
+    if weights is None:
+        weights = jnp.ones(labels.shape, jnp.float32)
+    has_sequences = features.ndim == 3 and labels.ndim == weights.ndim == 2
+    features, labels, weights = _as_rows(has_sequences, features, labels, weights)
     num_tokens = features.shape[0]
     if num_tokens % chunks:
         raise ValueError(
             f"{num_tokens} tokens are not divisible by chunks={chunks}. Use a number of chunks "
             "that divides batch size times length."
         )
-    if weights is None:
-        weights = jnp.ones(labels.shape, jnp.float32)
     return _chunked(features, table, labels, weights, chunks)
 
 

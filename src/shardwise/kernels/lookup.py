@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from shardwise.kernels.partitioning import Ref, interpret, partitioned, pl, triton
 from shardwise.kernels.platform import platform
+from shardwise.kernels.tokens import merge_tokens, split_tokens, token_tiles
 
 Array = jax.Array
 
@@ -24,7 +25,6 @@ TILE_ROWS = 32
 TILE_COLUMNS = 256
 
 
-@jax.custom_vjp
 def look_up(table: Array, indices: Array) -> Array:
     """Look up tokens in an embedding table.
 
@@ -35,6 +35,16 @@ def look_up(table: Array, indices: Array) -> Array:
     Returns:
         An array of shape `(*indices.shape, D)`.
     """
+    if indices.ndim == 2 and token_tiles(*indices.shape) is not None:
+        # The backward pass would gather the gradients of sharded sequences to flatten them.
+        rows = _look_up(table, merge_tokens(indices))
+        return split_tokens(rows, *indices.shape)
+    found: Array = _look_up(table, indices)
+    return found
+
+
+@jax.custom_vjp
+def _look_up(table: Array, indices: Array) -> Array:
     return jnp.take(table, indices, axis=0)
 
 
@@ -61,7 +71,7 @@ def _look_up_backward(
     return sums.astype(table.dtype), None
 
 
-look_up.defvjp(_look_up_forward, _look_up_backward)
+_look_up.defvjp(_look_up_forward, _look_up_backward)
 
 
 def _one_hot_matmul(table: Array, indices: Array, grad: Array) -> Array:

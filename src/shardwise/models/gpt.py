@@ -2,9 +2,10 @@
 
 Shapes: B sequences, T tokens, N = B * T, D width, H heads, K head width, V vocabulary size.
 
-Between the layers, the tokens of all sequences form one matrix (N, D). Only attention needs to know
-the sequences. With three dimensions, XLA could choose between layouts: on GPUs it would transpose
-the activations of every layer, and on CPUs the matmuls of the backward pass would be slower.
+Between the layers, the tokens of all sequences form one matrix (N, D), see `kernels.tokens`. Only
+attention and dropout need to know the sequences. With three dimensions, XLA could choose between
+layouts: on GPUs it would transpose the activations of every layer, and on CPUs the matmuls of the
+backward pass would be slower.
 
 Parameters carry logical axis names ("embed", "heads", "mlp", "vocab") that a mesh may map to its
 axes. Nothing here mentions a mesh or a compute dtype: the run chooses both.
@@ -24,10 +25,14 @@ from shardwise.kernels.activation import gelu_mlp, plain_gelu_mlp
 from shardwise.kernels.attention import causal_attention
 from shardwise.kernels.lookup import look_up
 from shardwise.kernels.norm import ResidualNorm, add_pending_bias
+from shardwise.kernels.tokens import merge_tokens, split_tokens
 from shardwise.models.annotate import annotated
 from shardwise.models.kv_cache import Cache, advance, cached_attention, empty_cache
 
 Array = jax.Array
+
+# The number B of sequences, and the number T of tokens in a sequence.
+BatchShape: TypeAlias = tuple[int, int]
 
 # The result of a layer (N, D) without the bias of its last linear layer, and this bias (D,).
 WithoutBias: TypeAlias = tuple[Array, Array]
@@ -177,16 +182,16 @@ class Attention(nnx.Module):
         )
 
     def __call__(
-        self, x: Array, length: int, segment_ids: Array | None = None
+        self, x: Array, shape: BatchShape, segment_ids: Array | None = None
     ) -> WithoutBias:
-        """Return the attention of tokens `x` (N, D) in sequences of `length` tokens."""
-        return self._project_out(causal_attention(*self.heads(x, length), segment_ids))
+        """Return the attention of tokens `x` (N, D) in sequences of this shape."""
+        return self._project_out(causal_attention(*self.heads(x, shape), segment_ids))
 
     def decode(
-        self, x: Array, length: int, cache: Cache, layer: int | Array
+        self, x: Array, shape: BatchShape, cache: Cache, layer: int | Array
     ) -> tuple[WithoutBias, Cache]:
         """Return the attention of new tokens, and the cache with their keys and values."""
-        mixed, cache = cached_attention(*self.heads(x, length), cache, layer)
+        mixed, cache = cached_attention(*self.heads(x, shape), cache, layer)
         return self._project_out(mixed), cache
 
     def _project_out(self, mixed: Array) -> WithoutBias:
@@ -196,9 +201,9 @@ class Attention(nnx.Module):
         """
         kernel = self.out.kernel[...]
         bias = project(self.qkv.bias[...][2][None], kernel)[0] + self.out.bias[...]
-        return project(mixed.reshape(-1, *mixed.shape[2:]), kernel), bias
+        return project(merge_tokens(mixed), kernel), bias
 
-    def heads(self, x: Array, length: int) -> tuple[Array, Array, Array]:
+    def heads(self, x: Array, shape: BatchShape) -> tuple[Array, Array, Array]:
         """Return queries, keys and values, each (B, T, H, K), of tokens `x` (N, D).
 
         The biases of keys and values are not added. A bias of the keys adds the same number to all
@@ -212,7 +217,7 @@ class Attention(nnx.Module):
         kernels = [kernel[:, i].reshape(len(kernel), -1) for i in range(3)]
         q, k, v = matmuls(x, kernels)
         q, k, v = (
-            y.reshape(-1, length, *bias.shape[1:])
+            split_tokens(y.reshape(-1, *bias.shape[1:]), *shape)
             for y in (q + bias[0].reshape(-1), k, v)
         )
         return q, k, v
@@ -243,6 +248,17 @@ class MLP(nnx.Module):
         return out, self.down.bias[...]
 
 
+def drop_tokens(dropout: nnx.Dropout, x: Array, shape: BatchShape) -> Array:
+    """Apply dropout to tokens (N, D).
+
+    The mask is drawn for sequences (B, T, D): the order of the N tokens depends on the mesh.
+    """
+    if dropout.rate == 0:
+        return x
+    dropped: Array = dropout(split_tokens(x, *shape))
+    return merge_tokens(dropped)
+
+
 class GPTBlock(nnx.Module):
     """A transformer block that leaves its last bias to the norm of the next block.
 
@@ -267,7 +283,7 @@ class GPTBlock(nnx.Module):
         self,
         x: Array,
         pending_bias: Array | None,
-        length: int,
+        shape: BatchShape,
         segment_ids: Array | None = None,
     ) -> tuple[Array, Array | None]:
         """Apply the block.
@@ -275,30 +291,31 @@ class GPTBlock(nnx.Module):
         Args:
             x: the residual stream, (N, D).
             pending_bias: (D,), to be added to all tokens of `x` first.
-            length: the number of tokens in a sequence.
+            shape: the numbers B and T.
             segment_ids: (B, T), as for `GPT`.
 
         Returns:
             The new stream (N, D), and a bias (D,) that the caller has to add, or None.
         """
         x, normalized = self.norm1(x, pending_bias)
-        x, normalized = self.norm2(
-            *self._add(x, *self.attn(normalized, length, segment_ids))
-        )
-        return self._add(x, *self.mlp(normalized))
+        branch, bias = self.attn(normalized, shape, segment_ids)
+        x, normalized = self.norm2(*self._add(x, branch, bias, shape))
+        return self._add(x, *self.mlp(normalized), shape)
 
-    def _add(self, x: Array, branch: Array, bias: Array) -> tuple[Array, Array | None]:
+    def _add(
+        self, x: Array, branch: Array, bias: Array, shape: BatchShape
+    ) -> tuple[Array, Array | None]:
         """Add a branch to the stream. With dropout, the bias must be added to the branch first."""
         if self.dropout.rate == 0:
             return x + branch, bias
-        return x + self.dropout(branch + bias), None
+        return x + drop_tokens(self.dropout, branch + bias, shape), None
 
     def decode(
-        self, x: Array, length: int, cache: Cache, layer: int | Array
+        self, x: Array, shape: BatchShape, cache: Cache, layer: int | Array
     ) -> tuple[Array, Cache]:
         """Apply the block to new tokens (N, D), without dropout."""
         x, normalized = self.norm1(x)
-        (mixed, bias), cache = self.attn.decode(normalized, length, cache, layer)
+        (mixed, bias), cache = self.attn.decode(normalized, shape, cache, layer)
         x, normalized = self.norm2(x + mixed, bias)
         branch, bias = self.mlp(normalized)
         return x + branch + bias, cache
@@ -374,8 +391,9 @@ class GPT(nnx.Module):
             Logits (B, T, V).
         """
         features, table = self.features(tokens, segment_ids, positions)
-        logits = jax.lax.dot_general(features, table, (((1,), (1,)), ((), ())))
-        return logits.reshape(*tokens.shape, -1)
+        rows = merge_tokens(features)
+        logits = jax.lax.dot_general(rows, table, (((1,), (1,)), ((), ())))
+        return split_tokens(logits, *tokens.shape)
 
     def features(
         self,
@@ -393,35 +411,42 @@ class GPT(nnx.Module):
             positions: (B, T), as for `__call__`.
 
         Returns:
-            The input of the output layer, (N, D), and its weights, (V, D).
+            The input of the output layer, (B, T, D), and its weights, (V, D).
 
         Raises:
             ValueError: if the sequences are longer than `max_length`.
         """
         batch_size, length = tokens.shape
+        shape = batch_size, length
         if length > self.config.max_length:
             raise ValueError(
                 f"a sequence has {length} tokens, but max_length={self.config.max_length} of the "
                 "model allows fewer. Use shorter sequences, or a model with a larger max_length."
             )
         table = self.tokens[...]
-        x = look_up(table, tokens.reshape(-1))
+        x = look_up(table, merge_tokens(tokens))
         if positions is None:
-            x = x + jnp.tile(self.positions[...][:length], (batch_size, 1))
+            x = x + self._repeated(self.positions[...][:length], shape)
         else:
-            x = x + look_up(self.positions[...], positions.reshape(-1))
-        x, pending_bias = self._apply_blocks(self.dropout(x), length, segment_ids)
-        return self.norm(x, pending_bias)[1], table
+            x = x + look_up(self.positions[...], merge_tokens(positions))
+        x = drop_tokens(self.dropout, x, shape)
+        x, pending_bias = self._apply_blocks(x, shape, segment_ids)
+        return split_tokens(self.norm(x, pending_bias)[1], *shape), table
+
+    def _repeated(self, positions: Array, shape: BatchShape) -> Array:
+        """Return the embeddings of the positions of one sequence (T, D) for all tokens (N, D)."""
+        width = positions.shape[1]
+        return merge_tokens(jnp.broadcast_to(positions, (*shape, width)))
 
     def _apply_blocks(
-        self, x: Array, length: int, segment_ids: Array | None
+        self, x: Array, shape: BatchShape, segment_ids: Array | None
     ) -> tuple[Array, Array | None]:
         """Return the residual stream after all blocks, and a bias that is not added yet."""
 
         def apply_block(
             block: GPTBlock, x: Array, pending_bias: Array | None
         ) -> tuple[Array, Array | None]:
-            return block(x, pending_bias, length, segment_ids)
+            return block(x, pending_bias, shape, segment_ids)
 
         run_block = REMAT[self.config.remat](apply_block)
         if self.config.scan_layers:
@@ -471,16 +496,16 @@ class GPT(nnx.Module):
             The logits (B, V) of the token after the last new one, and the updated cache.
         """
         batch_size, length = tokens.shape
+        shape = batch_size, length
         positions = jnp.minimum(
             cache.length + jnp.arange(length), self.config.max_length - 1
         )
-        x = look_up(self.tokens[...], tokens.reshape(-1)) + jnp.tile(
-            look_up(self.positions[...], positions), (batch_size, 1)
-        )
+        x = look_up(self.tokens[...], merge_tokens(tokens))
+        x = x + self._repeated(look_up(self.positions[...], positions), shape)
         if self.config.scan_layers:
             decode = nnx.scan(
                 lambda block, layer, carry: block.decode(
-                    carry[0], length, carry[1], layer
+                    carry[0], shape, carry[1], layer
                 ),
                 in_axes=(0, 0, nnx.Carry),
                 out_axes=nnx.Carry,
@@ -490,10 +515,9 @@ class GPT(nnx.Module):
             )
         else:
             for layer, block in enumerate(self._layers()):
-                x, cache = block.decode(x, length, cache, layer)
-        sequences = x.reshape(batch_size, length, -1)
+                x, cache = block.decode(x, shape, cache, layer)
         last = jax.lax.dynamic_index_in_dim(
-            sequences, count - 1, axis=1, keepdims=False
+            split_tokens(x, *shape), count - 1, axis=1, keepdims=False
         )
         return self.norm(last)[1] @ self.tokens[...].T, advance(cache, count)
 

@@ -237,10 +237,10 @@ class LlamaBlock(nnx.Module):
 
     def __call__(self, x: Array, cos: Array, sin: Array) -> Array:
         """Apply the block to (B, T, D). `cos` and `sin` come from `rotations`."""
-        x = self._named(constrain(x, "batch"), "input")
+        x = self._named(constrain(x, "batch", "tokens"), "input")
         x = x + self._named(self._attention(self.norm1(x), cos, sin), "out")
         x = x + self._named(self._mlp(self.norm2(x)), "down")
-        return constrain(x, "batch")
+        return constrain(x, "batch", "tokens")
 
     def _named(self, x: Array, name: Kept) -> Array:
         """Name a value for the policy of `remat`.

@@ -35,11 +35,11 @@ def accumulated(
         count: the number of micro-batches.
         is_separate: whether each micro-batch counts as a complete batch, see `Run.micro_batches`.
     """
-    sharding = spec.sharding(PartitionSpec(None, *layout.sharding.spec))
 
     def split(x: jax.Array) -> jax.Array:
         if not x.ndim:
             return jnp.broadcast_to(x, (count,))
+        sharding = spec.sharding(PartitionSpec(None, *layout.sharding_of(x).spec))
         x = x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)
         x = with_sharding_constraint(x, sharding)
         return x

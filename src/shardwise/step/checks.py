@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
-from shardwise.data.layout import BatchLayout, num_rows
+from shardwise.data.layout import BatchLayout, make_layout, num_rows
 from shardwise.errors import ConfigError
 from shardwise.findings import Finding
 from shardwise.loss import Loss, TracedLoss, trace_loss
@@ -14,7 +14,7 @@ from shardwise.loss.trace import (
     weight_is_trained,
 )
 from shardwise.loss.value import Kind
-from shardwise.sharding import batch_spec, num_batch_shards
+from shardwise.sharding import num_batch_shards
 from shardwise.state import StateSpec
 
 # What accumulation does with a loss that combines examples, see `Run.micro_batches`.
@@ -36,7 +36,7 @@ def train_layout(
     padded = -(-rows // multiple) * multiple
     if padded != rows:
         _check_padding(spec, loss, traced, padded, shards, accumulate)
-    return BatchLayout(rows, padded, spec.sharding(batch_spec(spec.mesh, spec.rules)))
+    return make_layout(traced.shapes, rows, padded, spec.mesh, spec.rules)
 
 
 def check_accumulate(

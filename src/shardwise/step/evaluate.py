@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from shardwise.data.layout import BatchLayout, num_rows
+from shardwise.data.layout import BatchLayout, make_layout, num_rows
 from shardwise.errors import CheckError, ConfigError, DataError
 from shardwise.loss import (
     Loss,
@@ -29,7 +29,7 @@ from shardwise.loss.value import Kind
 from shardwise.metrics import Mask
 from shardwise.module import Pure
 from shardwise.optim.parts import evaluation_params
-from shardwise.sharding import batch_spec, num_batch_shards, put
+from shardwise.sharding import num_batch_shards, put
 from shardwise.state import StateSpec, TrainState
 from shardwise.step.access import access_hooks
 from shardwise.step.deterministic import OPTIONS, deterministic_jit, needs_options
@@ -139,13 +139,9 @@ class EvalStep:
             self._traced_with(other), self._traced_with(padded)
         ):
             padded = size
-        is_sharded = padded % shards == 0
-        spec = (
-            batch_spec(self.spec.mesh, self.spec.rules)
-            if is_sharded
-            else PartitionSpec()
+        return make_layout(
+            self.traced.shapes, size, padded, self.spec.mesh, self.spec.rules
         )
-        return BatchLayout(size, padded, self.spec.sharding(spec))
 
     def on(
         self, state: TrainState, batch: Batch, layout: BatchLayout, number: int = 0

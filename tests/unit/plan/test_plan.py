@@ -334,9 +334,7 @@ def test_the_loss_in_chunks_needs_less_memory():
     def chunked(model, batch):
         labels = batch["labels"]
         features = model.features(batch["inputs"])
-        return Mean(
-            chunked_cross_entropy(*features, labels.reshape(-1), 8), labels.size
-        )
+        return Mean(chunked_cross_entropy(*features, labels, 8), labels.size)
 
     config = replace(
         PRESETS["byte"], max_length=32, width=32, vocab_size=8192, num_layers=1

@@ -1,0 +1,266 @@
+"""A context axis shards the tokens of each sequence, and never changes the math.
+
+Models train 20 float32 steps with dropout, packed documents, grouped key heads and accumulation, on
+one device and on meshes with a context axis.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardwise import (
+    Mean,
+    Rules,
+    Run,
+    abstract_state,
+    evaluate,
+    init_state,
+    make_eval_step,
+    make_mesh,
+    make_train_step,
+    steps,
+)
+from shardwise.errors import ConfigError
+from shardwise.kernels.attention import causal_attention
+from shardwise.kernels.context import ring_attention
+from shardwise.kernels.tokens import token_tiles
+from shardwise.models.gpt import GPT, GPTConfig
+from shardwise.models.llama import Llama, LlamaConfig
+from shardwise.models.loss import chunked_cross_entropy, linear_cross_entropy
+from shardwise.run import prepare
+from shardwise.sharding import activations_on
+
+ROWS, LENGTH = 8, 32
+LAYOUTS = [
+    "context=8",
+    "data=2,context=4",
+    "data=4,context=2",
+    "fsdp=2,context=4",
+    "context=4,model=2",
+    "context=2,model=4",
+    "data=2,context=2,model=2",
+    "fsdp=2,context=2,model=2",
+    "data=2,fsdp=2,context=2",
+    "context=2,data=2,fsdp=2",
+]
+GPT_CONFIG = GPTConfig(64, LENGTH, 2, 4, 32, dropout=0.1)
+LLAMA_CONFIG = LlamaConfig(64, 2, 4, 2, 32, 96)
+
+
+def batches(n):
+    """Return random tokens, of which 16 occur, in sequences of up to three documents."""
+    rng = np.random.default_rng(n)
+    tokens = rng.integers(0, 16, (ROWS, LENGTH + 1)).astype(np.int32)
+    segments = np.sort(rng.integers(0, 3, (ROWS, LENGTH)), axis=1).astype(np.int32)
+    starts = np.argmax(segments[:, :, None] == segments[:, None, :], axis=2)
+    return {
+        "inputs": tokens[:, :-1],
+        "labels": tokens[:, 1:],
+        "segment_ids": segments,
+        "positions": (np.arange(LENGTH) - starts).astype(np.int32),
+        "weight": rng.uniform(0.5, 1, ROWS).astype(np.float32),
+    }
+
+
+@dataclass(frozen=True)
+class Case:
+    model: Any
+    loss: Any
+    accumulate: int = 2
+    micro_batches: str = "exact"
+
+
+def gpt_loss(model, batch):
+    features, table = model.features(
+        batch["inputs"], batch["segment_ids"], batch["positions"]
+    )
+    nats = linear_cross_entropy(features, table, batch["labels"])
+    weights = jnp.broadcast_to(batch["weight"][:, None], nats.shape)
+    return Mean(nats * weights, weights)
+
+
+def chunked_loss(model, batch):
+    features, table = model.features(batch["inputs"])
+    labels = batch["labels"]
+    return Mean(chunked_cross_entropy(features, table, labels, 4), labels.size)
+
+
+def logits_loss(model, batch):
+    logits = model(batch["inputs"])
+    return Mean(
+        optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
+    )
+
+
+class Plain(nnx.Module):
+    """A model of plain Flax layers that knows nothing about a mesh, without attention."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(64, 32, rngs=rngs)
+        self.positions = nnx.Param(jax.random.normal(rngs.params(), (LENGTH, 32)))
+        self.mlp = nnx.Linear(32, 32, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.head = nnx.Linear(32, 64, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens) + self.positions[jnp.arange(tokens.shape[1])]
+        # The mean of all earlier tokens: the only operation across tokens.
+        counts = jnp.arange(1, tokens.shape[1] + 1)[:, None]
+        x = x + jnp.cumsum(nnx.gelu(self.mlp(x)), axis=1) / counts
+        return self.head(self.dropout(x))
+
+
+CASES = {
+    "gpt": Case(lambda rngs: GPT(GPT_CONFIG, rngs), gpt_loss),
+    "gpt-scan": Case(
+        lambda rngs: GPT(replace(GPT_CONFIG, scan_layers=True, remat="block"), rngs),
+        gpt_loss,
+    ),
+    "gpt-chunks": Case(lambda rngs: GPT(GPT_CONFIG, rngs), chunked_loss, accumulate=1),
+    "llama": Case(lambda rngs: Llama(LLAMA_CONFIG, rngs), logits_loss),
+    "plain": Case(Plain, logits_loss),
+}
+
+
+def make_step(case, mesh, accumulate=None):
+    spec = abstract_state(case.model, optax.adamw(3e-3), mesh, Rules(fsdp_min_size=64))
+    return make_train_step(
+        spec,
+        case.loss,
+        batches(0),
+        accumulate=accumulate or case.accumulate,
+        micro_batches=case.micro_batches,
+    )
+
+
+def train(case, mesh):
+    """Return losses and gradient norms of 20 steps, and the validation loss."""
+    step = make_step(case, mesh)
+    values = []
+    for _, state, metrics in steps(step, init_state(step.spec, 3), batches, until=20):
+        last = state
+        values.append((metrics["loss"], metrics["grad_norm"]))
+    eval_step = make_eval_step(step.spec, case.loss, batches(0))
+    validation = evaluate(eval_step, last, [batches(100), batches(101)])
+    return np.array(jax.device_get(values)), validation["loss"]
+
+
+def check(case, layouts):
+    expected, validation = train(case, make_mesh("data=1", jax.devices()[:1]))
+    assert expected[-5:, 0].mean() < expected[:5, 0].mean()
+    for text in layouts:
+        values, sharded_validation = train(case, make_mesh(text))
+        loss, norm = np.abs(values / expected - 1).max(axis=0)
+        print(f"{text:26s} loss {loss:.1e}, gradient norm {norm:.1e}")
+        # A norm is a sum of squares of thousands of gradients.
+        assert loss < 2e-6, text
+        assert norm < 2e-5, text
+        assert sharded_validation == pytest.approx(validation, rel=2e-6), text
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        # Four heads on two context devices exchange heads, on four with a model axis they do not.
+        ("gpt", "data=2,context=2,model=2"),
+        pytest.param("llama", "context=4,model=2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_context_axis_trains_the_same(name, layout):
+    check(CASES[name], [layout])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_every_context_layout_trains_the_same(name):
+    check(CASES[name], LAYOUTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("gpt", "data=2,context=4"),
+        pytest.param("llama", "fsdp=2,context=4", marks=pytest.mark.slow),
+    ],
+)
+def test_the_work_is_divided(name, layout):
+    """A device does an eighth of the arithmetic. Flattened sequences would be computed by all."""
+    case = replace(CASES[name], accumulate=1)
+    one, many = (
+        make_step(case, mesh).compile().program.cost_analysis()["flops"]
+        for mesh in (make_mesh("data=1", jax.devices()[:1]), make_mesh(layout))
+    )
+    assert many * 8 < 1.15 * one
+
+
+@pytest.mark.parametrize(
+    "size", [4, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 8))]
+)
+def test_ring_attention_is_that_of_one_device(size):
+    mesh = make_mesh(f"data={8 // size},context={size}")
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (
+        jax.random.normal(key, (8, 64, heads, 16))
+        for key, heads in zip(keys, (4, 2, 2), strict=True)
+    )
+    segments = jnp.sort(jax.random.randint(keys[0], (8, 64), 0, 5), axis=1)
+
+    def total(attention, *heads):
+        out = attention(*heads, segments)
+        return (out * jnp.cos(jnp.arange(out.size).reshape(out.shape))).sum()
+
+    def ring(*args):
+        tiles = token_tiles(8, 64)
+        return ring_attention(*args, tiles, heads=())
+
+    def on_mesh(*heads):
+        with activations_on(mesh, Rules()):
+            return jax.value_and_grad(partial(total, ring), (0, 1, 2))(*heads)
+
+    reference = jax.value_and_grad(partial(total, causal_attention), (0, 1, 2))
+    expected = jax.jit(reference)(q, k, v)
+    sharding = NamedSharding(mesh, PartitionSpec("data", "context"))
+    found = jax.jit(on_mesh)(*jax.device_put((q, k, v), sharding))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_tokens_that_cannot_be_divided_are_refused():
+    def data(n):
+        return {"inputs": np.zeros((8, 30), np.int32), "labels": np.zeros(8, np.int32)}
+
+    run = Run(
+        model=lambda rngs: nnx.Embed(64, 8, rngs=rngs),
+        loss=lambda model, batch: Mean(model(batch["inputs"]).mean((1, 2))),
+        optimizer=optax.sgd(0.1),
+        data=data,
+        steps=1,
+        mesh="data=2,context=4",
+    )
+    with pytest.raises(
+        ConfigError, match=r"'inputs' of the batch has 30 tokens.*size 4.*28 tokens"
+    ):
+        prepare(run)
+    flat = replace(
+        run,
+        data=lambda n: {"x": np.zeros(8, np.int32)},
+        loss=lambda model, batch: Mean(model(batch["x"]).mean(1)),
+    )
+    with pytest.raises(ConfigError, match="all arrays of this batch have one dim"):
+        prepare(flat)
+
+
+def test_arrays_without_tokens_are_not_sharded_over_context():
+    step = make_step(CASES["gpt"], make_mesh("data=2,context=4"))
+    placed = step.place(batches(0))
+    specs = {name: tuple(array.sharding.spec) for name, array in placed.items()}
+    assert specs["inputs"] == specs["positions"] == ("data", "context")
+    assert specs["weight"] == ("data",)
