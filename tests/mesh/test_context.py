@@ -22,6 +22,7 @@ from shardwise import (
     Run,
     abstract_state,
     evaluate,
+    fit,
     init_state,
     make_eval_step,
     make_mesh,
@@ -199,6 +200,33 @@ def test_the_work_is_divided(name, layout):
         for mesh in (make_mesh("data=1", jax.devices()[:1]), make_mesh(layout))
     )
     assert many * 8 < 1.15 * one
+
+
+class Flattened(Plain):
+    """Reshapes sequences to one matrix, which cannot stay sharded over context."""
+
+    def __call__(self, tokens):
+        x = self.embed(tokens).reshape(-1, 32)
+        for _ in range(3):
+            x = x + nnx.gelu(self.mlp(x))
+        return self.head(x).reshape(*tokens.shape, -1)
+
+
+@pytest.mark.parametrize(("model", "is_idle"), [(Plain, False), (Flattened, True)])
+def test_an_axis_that_divides_no_arithmetic_is_refused(model, is_idle):
+    run = Run(
+        model=model,
+        loss=logits_loss,
+        optimizer=optax.adamw(3e-3),
+        data=batches,
+        steps=2,
+        mesh="data=2,context=4",
+    )
+    if not is_idle:
+        fit(run)
+        return
+    with pytest.raises(ConfigError, match=r"'context' \(size 4\).*4\.\d times"):
+        fit(run)
 
 
 @pytest.mark.parametrize(

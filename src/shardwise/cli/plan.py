@@ -24,7 +24,7 @@ from shardwise.cli.recipes import split_recipe
 from shardwise.cluster.signals import Stop, stop_on_signals
 from shardwise.errors import ConfigError, ExitCode
 from shardwise.mesh import make_mesh, mesh_text, parse_mesh, show_sizes, use_cpu_devices
-from shardwise.plan.compile import plan_cache, plan_run
+from shardwise.plan.compile import find_idle_axes, plan_cache, plan_run
 from shardwise.plan.largest_batch import largest_batch
 from shardwise.plan.plan import OptionValue, Plan
 from shardwise.plan.search import Candidate, Search, Status, find_meshes, search
@@ -284,6 +284,8 @@ class Planner:
         ):
             plan = self.compile(candidate)
         show_plan(self.console, plan)
+        for finding in find_idle_axes(plan, self.recipe.run(candidate).rules):
+            self.console.print(finding.line(), highlight=False, soft_wrap=True)
         if not plan.fits:
             show_remedies(self.console, plan, self._compiled_remedies(candidate))
         return Choice(candidate, plan)

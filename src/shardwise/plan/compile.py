@@ -29,6 +29,7 @@ from shardwise.errors import ConfigError
 from shardwise.files.cache import cache_folder, make_private
 from shardwise.files.durable import text_digest, write_atomically
 from shardwise.files.paths import AnyPath, local_path
+from shardwise.findings import Finding
 from shardwise.flops import count_kernels
 from shardwise.hardware import Chip
 from shardwise.mesh import make_mesh, mesh_text
@@ -37,7 +38,7 @@ from shardwise.plan.plan import Buffer, Memory, OptionValue, Plan, PlannedLeaf, 
 from shardwise.plan.roofline import Estimate, estimate
 from shardwise.plan.target import Target, find_target, local_target
 from shardwise.run import Prepared, Run, package_version, prepare
-from shardwise.sharding import Placement, show_spec
+from shardwise.sharding import Placement, Rules, context_axes, show_spec
 from shardwise.step import TrainStep
 from shardwise.text import show_bytes
 from shardwise.tree import named_leaves, num_bytes
@@ -55,6 +56,9 @@ MEMORY_KINDS = {
     "state.step": "other",
     "batch": "batch",
 }
+
+# A context axis is idle if the devices repeat the arithmetic at least this often, times its size.
+IDLE = 0.9
 
 # Units whose items are entries of a sequence, not complete examples.
 SEQUENCE_UNITS = ("tokens", "bytes", "characters")
@@ -146,9 +150,11 @@ def compile_run(run: Run, prepared: Prepared) -> tuple[Plan, Prepared]:
         return make_plan(
             run, prepared, target, compiled, time.perf_counter() - start
         ), prepared
-    # The compiler prints the final program only for GPUs. A TPU program can only be read from the
-    # dump of its compilation, which a run does without.
-    is_readable = target.chip is not None and target.platform == "gpu"
+    # A TPU program can only be read from the dump of its compilation, which a run does without. For
+    # CPUs nothing but `find_idle_axes` needs it.
+    is_readable = (target.chip is not None and target.platform == "gpu") or (
+        target.platform == "cpu" and any(context_axes(prepared.spec.mesh, run.rules))
+    )
     assert step.program is not None
     program = parse(step.program.as_text() or "", kernels) if is_readable else None
     compiled = Compiled(program, _reported_memory(step.program, prepared), [])
@@ -171,6 +177,40 @@ def check_fits(plan: Plan) -> None:
         f"has {show_bytes(plan.limit)}.\n`shardwise plan` with the same arguments shows the "
         "largest buffers and what would make it fit. --no-plan skips this check."
     )
+
+
+def find_idle_axes(plan: Plan, rules: Rules) -> tuple[Finding, ...]:
+    """Return the context axes of a plan whose devices all do the same work.
+
+    Arithmetic that an axis of size n does not divide is done n times. Recomputed activations and
+    masked scores count as well, but add less than that.
+    """
+    if not plan.model_flops:
+        return ()
+    repeated = plan.flops * plan.num_devices / plan.model_flops
+    return tuple(
+        Finding(
+            "idle-axis",
+            f"the devices of mesh axis '{axis}' (size {size}) repeat each other's work: together "
+            f"the devices compute {repeated:.1f} times the arithmetic of the model",
+            "An operation of the model cannot stay sharded over tokens, for example "
+            "x.reshape(-1, width) of sequences (B, T, width). Keep the dimensions B and T, or "
+            f"use a mesh without '{axis}'.",
+        )
+        for axis, size in plan.mesh.items()
+        if axis in rules.context and size > 1 and repeated > IDLE * size
+    )
+
+
+def check_divided(plan: Plan, rules: Rules) -> None:
+    """Raise if a context axis of the mesh divides no arithmetic.
+
+    Raises:
+        ConfigError: the finding of `find_idle_axes`.
+    """
+    findings = find_idle_axes(plan, rules)
+    if findings:
+        raise ConfigError("\n".join(finding.line() for finding in findings))
 
 
 def plan_cache() -> Path | None:

@@ -36,7 +36,7 @@ from shardwise.errors import (
     Stopped,
 )
 from shardwise.loop import steps
-from shardwise.plan.compile import check_fits, compile_run
+from shardwise.plan.compile import check_divided, check_fits, compile_run
 from shardwise.plan.plan import Plan
 from shardwise.run import Prepared, Run, prepare
 from shardwise.rundir.phases import Phase
@@ -298,6 +298,7 @@ def _compile(run: Run, prepared: Prepared, console: Console) -> tuple[Plan, Prep
     with working(console, Phase.COMPILING):
         plan, prepared = compile_run(run, prepared)
     check_fits(plan)
+    check_divided(plan, run.rules)
     _print(console, f"plan: {plan.line()}")
     return plan, prepared
 
