@@ -25,6 +25,8 @@ from .data import text_lines as text_lines
 from .errors import ShardwiseError as ShardwiseError
 from .explanation.explain import Explanation as Explanation
 from .explanation.explain import explain as explain
+from .kernels.attention import attention as attention
+from .kernels.attention import attention_fn as attention_fn
 from .loop import evaluate as evaluate
 from .loop import steps as steps
 from .mesh import make_mesh as make_mesh

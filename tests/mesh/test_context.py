@@ -4,8 +4,9 @@ Models train 20 float32 steps with dropout, packed documents, grouped key heads 
 one device and on meshes with a context axis.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -21,6 +22,8 @@ from shardwise import (
     Rules,
     Run,
     abstract_state,
+    attention,
+    attention_fn,
     evaluate,
     fit,
     init_state,
@@ -30,9 +33,7 @@ from shardwise import (
     steps,
 )
 from shardwise.errors import ConfigError
-from shardwise.kernels.attention import causal_attention
-from shardwise.kernels.context import ring_attention
-from shardwise.kernels.tokens import token_tiles
+from shardwise.kernels.mask import Mask
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.models.llama import Llama, LlamaConfig
 from shardwise.models.loss import chunked_cross_entropy, linear_cross_entropy
@@ -229,36 +230,115 @@ def test_an_axis_that_divides_no_arithmetic_is_refused(model, is_idle):
         fit(run)
 
 
-@pytest.mark.parametrize(
-    "size", [4, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 8))]
-)
-def test_ring_attention_is_that_of_one_device(size):
-    mesh = make_mesh(f"data={8 // size},context={size}")
+MASKS = {
+    "causal": {},
+    "window": {"window": 9},
+    "both sides": {"causal": False},
+    "window on both sides": {"causal": False, "window": 9},
+}
+
+
+def heads(batch_size=8, length=64):
+    """Return queries of 4 heads, keys and values of 2, and the documents of the tokens."""
     keys = jax.random.split(jax.random.key(0), 3)
     q, k, v = (
-        jax.random.normal(key, (8, 64, heads, 16))
-        for key, heads in zip(keys, (4, 2, 2), strict=True)
+        jax.random.normal(key, (batch_size, length, count, 16))
+        for key, count in zip(keys, (4, 2, 2), strict=True)
     )
-    segments = jnp.sort(jax.random.randint(keys[0], (8, 64), 0, 5), axis=1)
+    segments = jax.random.randint(keys[0], (batch_size, length), 0, 5)
+    return q, k, v, jnp.sort(segments, axis=1)
 
-    def total(attention, *heads):
-        out = attention(*heads, segments)
+
+def value_and_gradients(function, mesh=None):
+    """Return a number that depends on all outputs of attention, and its gradients."""
+    *arrays, segments = heads()
+
+    def total(*arrays):
+        out = function(*arrays, segments)
         return (out * jnp.cos(jnp.arange(out.size).reshape(out.shape))).sum()
 
-    def ring(*args):
-        tiles = token_tiles(8, 64)
-        return ring_attention(*args, tiles, heads=())
+    def compute(*arrays):
+        with nullcontext() if mesh is None else activations_on(mesh, Rules()):
+            return jax.value_and_grad(total, (0, 1, 2))(*arrays)
 
-    def on_mesh(*heads):
-        with activations_on(mesh, Rules()):
-            return jax.value_and_grad(partial(total, ring), (0, 1, 2))(*heads)
+    if mesh is not None:
+        sharding = NamedSharding(mesh, PartitionSpec("data", "context"))
+        arrays = jax.device_put(arrays, sharding)
+    return jax.tree.leaves(jax.jit(compute)(*arrays))
 
-    reference = jax.value_and_grad(partial(total, causal_attention), (0, 1, 2))
-    expected = jax.jit(reference)(q, k, v)
-    sharding = NamedSharding(mesh, PartitionSpec("data", "context"))
-    found = jax.jit(on_mesh)(*jax.device_put((q, k, v), sharding))
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+# Four heads are exchanged on 2 and 4 devices. On 8 devices there is a ring.
+QUICK = {(4, "causal"), (8, "window"), (8, "both sides")}
+
+
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in product((2, 4, 8), MASKS)
+    ],
+)
+def test_attention_is_that_of_jax(size, name):
+    options = MASKS[name]
+    mesh = make_mesh(f"data={8 // size},context={size}")
+    mask = Mask(**options)
+
+    def reference(q, k, v, segments):
+        return jax.nn.dot_product_attention(
+            q,
+            k,
+            v,
+            mask=segments[:, None, :, None] == segments[:, None, None, :],
+            is_causal=mask.causal,
+            local_window_size=mask.local_window,
+            implementation="xla",
+        )
+
+    def ours(q, k, v, segments):
+        return attention(q, k, v, segment_ids=segments, **options)
+
+    expected = value_and_gradients(reference)
+    for found in (value_and_gradients(ours), value_and_gradients(ours, mesh)):
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+class Encoder(nnx.Module):
+    """Flax's own attention layer, with dropout of the attention weights."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(64, 32, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            num_heads=4,
+            in_features=32,
+            dropout_rate=0.1,
+            decode=False,
+            attention_fn=attention_fn,
+            rngs=rngs,
+        )
+        self.head = nnx.Linear(32, 64, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        return self.head(x + self.attention(x, mask=nnx.make_causal_mask(tokens)))
+
+
+@pytest.mark.slow
+def test_flax_attention_with_dropout_and_a_mask():
+    check(Case(Encoder, logits_loss), ["data=2,context=4"])
+
+
+def test_too_few_heads_for_dropout_are_refused():
+    run = Run(
+        model=Encoder,
+        loss=logits_loss,
+        optimizer=optax.sgd(0.1),
+        data=batches,
+        steps=1,
+        mesh="context=8",
+    )
+    with pytest.raises(ConfigError, match="the 4 heads of attention are not divisible"):
+        fit(run)
 
 
 def test_tokens_that_cannot_be_divided_are_refused():

@@ -1,4 +1,4 @@
-"""Causal attention with the kernel that suits the platform that it is traced for.
+"""Attention with the kernel that suits the platform that it is traced for.
 
 Shapes: B sequences, T tokens, H query heads, G key and value heads (H is a multiple of G), K head
 width.
@@ -18,11 +18,13 @@ from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from shardwise.axes import BATCH, CONTEXT, TENSOR
 from shardwise.kernels.context import context_attention
+from shardwise.kernels.mask import Mask
 from shardwise.kernels.platform import platform, step_mesh
 
 Array = jax.Array
@@ -62,32 +64,116 @@ def causal_attention(
     Returns:
         The outputs of the heads, (B, T, H, K).
     """
-    out = context_attention(_attention, q, k, v, segment_ids)
-    return _attention(q, k, v, segment_ids) if out is None else out
+    return attention(q, k, v, segment_ids=segment_ids)
 
 
-def _attention(q: Array, k: Array, v: Array, segment_ids: Array | None) -> Array:
-    """Return causal attention on devices that hold all tokens of their sequences."""
+def attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    segment_ids: Array | None = None,
+) -> Array:
+    """Return attention, on any mesh, also if a context axis shards the tokens.
+
+    On a context axis, heads are exchanged for tokens with an all-to-all. If there are fewer heads
+    than devices in the context and tensor axes, keys and values travel around a ring instead.
+
+    Args:
+        query: (B, T, H, K).
+        key: (B, T, G, K). H is a multiple of G.
+        value: (B, T, G, K).
+        causal: whether a token attends to itself and earlier tokens only.
+        window: a token attends to itself and `window - 1` tokens before it, and also after it if
+            not `causal`. None does not limit it.
+        segment_ids: (B, T), the document of each token when several documents are packed into a
+            sequence. Tokens attend to their own document only.
+
+    Returns:
+        The outputs of the heads, (B, T, H, K).
+
+    Raises:
+        ValueError: if `window` is less than 1.
+        ConfigError: if the mesh cannot divide heads or tokens.
+
+    Example:
+        >>> q = k = v = jnp.ones((2, 16, 4, 8))
+        >>> attention(q, k, v).shape
+        (2, 16, 4, 8)
+    """
+    if window is not None and window < 1:
+        raise ValueError(f"window={window}; it must be at least 1, or None.")
+    mask = Mask(causal, window)
+    kernel = partial(_attention, mask=mask)
+    out = context_attention(kernel, query, key, value, segment_ids, mask)
+    return kernel(query, key, value, segment_ids) if out is None else out
+
+
+def attention_fn(query: Array, key: Array, value: Array, **options: object) -> Array:
+    """Return attention for `nnx.MultiHeadAttention(attention_fn=shardwise.attention_fn)`.
+
+    It is `nnx.dot_product_attention`, with the tokens that a context axis shards brought together.
+
+    Args:
+        query: (B, T, H, K).
+        key: (B, T, H, K).
+        value: (B, T, H, K).
+        **options: the options of `nnx.dot_product_attention`.
+
+    Raises:
+        ConfigError: if the mesh cannot divide heads or tokens.
+    """
+
+    def kernel(q: Array, k: Array, v: Array, _: Array | None) -> Array:
+        out: Array = nnx.dot_product_attention(q, k, v, **options)  # type: ignore[arg-type]
+        return out
+
+    is_plain = all(options.get(name) is None for name in ("bias", "mask", "module"))
+    has_dropout = options.get("dropout_rate") and not options.get("deterministic")
+    mask = (
+        Mask(bool(options.get("is_causal"))) if is_plain and not has_dropout else None
+    )
+    out = None
+    # Queries and keys of different lengths are not sharded alike.
+    if query.ndim == 4 and query.shape[1] == key.shape[1]:
+        out = context_attention(kernel, query, key, value, None, mask)
+    return kernel(query, key, value, None) if out is None else out
+
+
+def _attention(
+    q: Array, k: Array, v: Array, segment_ids: Array | None, *, mask: Mask
+) -> Array:
+    """Return attention on devices that hold all tokens of their sequences."""
     where = platform()
     is_half = q.dtype in (jnp.bfloat16, jnp.float16)
     # Outside a step no mesh says how to shard the TPU kernel.
     if where == "tpu" and step_mesh() is not None and q.shape[1] % LANES == 0:
-        return tpu_attention(q, k, v, segment_ids)
-    if where == "cpu":
+        return tpu_attention(q, k, v, segment_ids, mask=mask)
+    if where == "cpu" and mask == Mask():
         k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
         # `count_flops` recognizes this call by its name.
         out: Array = jax.jit(cpu_attention)(q, k, v, segment_ids)
         return out
-    mask = None
+    same_document = None
     if segment_ids is not None:
-        mask = (
+        same_document = (
             segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
         )  # (B, 1, T, T)
+    # cuDNN has no windows that reach forward.
+    is_supported = is_half and (mask.causal or mask.window is None)
     implementation: Literal["cudnn"] | None = (
-        "cudnn" if where == "gpu" and is_half else None
+        "cudnn" if where == "gpu" and is_supported else None
     )
     out = jax.nn.dot_product_attention(
-        q, k, v, mask=mask, is_causal=True, implementation=implementation
+        q,
+        k,
+        v,
+        mask=same_document,
+        is_causal=mask.causal,
+        local_window_size=mask.local_window,
+        implementation=implementation,
     )
     named: Array = checkpoint_name(out, "attention")
     return named
@@ -207,8 +293,9 @@ def tpu_attention(
     heads: tuple[str, ...] = (*TENSOR, *CONTEXT),
     block: int = BLOCK,
     interpret: bool = False,
+    mask: Mask = Mask(),  # noqa: B008
 ) -> Array:
-    """Return causal attention, computed by the splash attention kernel for TPUs.
+    """Return attention, computed by the splash attention kernel for TPUs.
 
     XLA cannot partition a kernel, so it runs inside `jax.shard_map`: each device works on its own
     sequences and heads. The name `"attention"` covers all values that the backward pass needs in
@@ -224,6 +311,7 @@ def tpu_attention(
         heads: the mesh axes that shard the heads.
         block: the number of queries, and of keys, that the kernel works on at once.
         interpret: interpret the kernel on any device, slowly, in order to test it.
+        mask: which keys a query attends to.
 
     Returns:
         The outputs of the heads, (B, T, H, K).
@@ -247,7 +335,7 @@ def tpu_attention(
         # There are fewer key heads than devices, so each device gets a copy of the one it needs.
         copies = head_shards // math.gcd(head_shards, k.shape[2])
         k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v))
-    kernel = partial(_splash_attention, block=block, interpret=interpret)
+    kernel = partial(_splash_attention, mask=mask, block=block, interpret=interpret)
     if not batch_axes and not head_axes:
         return kernel(q, k, v, segment_ids)
     spec = PartitionSpec(batch_axes or None, None, head_axes or None, None)
@@ -269,6 +357,7 @@ def _splash_attention(
     v: Array,
     segment_ids: Array | None,
     *,
+    mask: Mask,
     block: int,
     interpret: bool,
 ) -> Array:
@@ -291,9 +380,14 @@ def _splash_attention(
         block_q_dq=size,
         block_kv_dq=size,
     )
-    mask = masks.MultiHeadMask([masks.CausalMask((length, length))] * num_heads)
+    shape = length, length
+    head_mask: masks.Mask
+    if mask.local_window is not None:
+        head_mask = masks.LocalMask(shape, mask.local_window, 0)
+    else:
+        head_mask = masks.CausalMask(shape) if mask.causal else masks.FullMask(shape)
     kernel = splash.make_splash_mha_single_device(
-        mask=mask,
+        mask=masks.MultiHeadMask([head_mask] * num_heads),
         block_sizes=block_sizes,
         residual_checkpoint_name="attention",
         interpret=interpret,
@@ -305,6 +399,6 @@ def _splash_attention(
     )  # (B, H, T, K)
     ids = () if segment_ids is None else (splash.SegmentIds(segment_ids, segment_ids),)
     # From this name, a plan knows that the kernel skips the scores above the diagonal.
-    with jax.named_scope("causal"):
+    with jax.named_scope("causal" if mask.causal else "full"):
         out: Array = jax.vmap(kernel)(q, k, v, *ids)
         return out.swapaxes(1, 2)[..., :width]

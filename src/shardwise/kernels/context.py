@@ -1,4 +1,4 @@
-"""Causal attention on a mesh whose context axis shards the tokens of each sequence.
+"""Attention on a mesh whose context axis shards the tokens of each sequence.
 
 Two ways, both for tokens in their natural order:
 
@@ -23,6 +23,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.lax import axis_index, ppermute, with_sharding_constraint
 from jax.sharding import PartitionSpec
 
+from shardwise.errors import ConfigError
+from shardwise.kernels.mask import Mask
 from shardwise.kernels.tokens import TokenTiles, token_tiles
 from shardwise.sharding import MeshAxes, logical_axes, step_layout
 
@@ -38,9 +40,14 @@ MASKED_SCORE = -1e30
 
 
 def context_attention(
-    kernel: Kernel, q: Array, k: Array, v: Array, segment_ids: Array | None
+    kernel: Kernel,
+    q: Array,
+    k: Array,
+    v: Array,
+    segment_ids: Array | None,
+    mask: Mask | None,
 ) -> Array | None:
-    """Return causal attention over sharded tokens, or None if no mesh axis shards tokens.
+    """Return attention over sharded tokens, or None if no mesh axis shards tokens.
 
     Args:
         kernel: computes attention over all tokens, for some of the heads.
@@ -48,10 +55,12 @@ def context_attention(
         k: keys, (B, T, G, K).
         v: values, (B, T, G, K).
         segment_ids: (B, T), the document of each token; None if all are of one document.
+        mask: the mask that `kernel` applies. None if it does anything else that `ring_attention`
+            cannot do.
 
     Raises:
-        ValueError: if there are too few heads for `exchange_heads`, and the tokens cannot be
-            divided evenly for `ring_attention`.
+        ConfigError: if there are too few heads for `exchange_heads`, and `ring_attention` cannot
+            compute it either.
     """
     tiles = token_tiles(*q.shape[:2])
     layout = step_layout()
@@ -64,15 +73,22 @@ def context_attention(
         shards = head_shards * tiles.num_context
         k, v = (_with_copies(x, shards) for x in (k, v))
         return exchange_heads(kernel, q, k, v, segment_ids, tiles, heads)
+    fact = (
+        f"the {q.shape[2]} heads of attention are not divisible by the {head_shards} x "
+        f"{tiles.num_context} devices of the mesh axes {(*heads, *tiles.context)}"
+    )
+    if mask is None:
+        raise ConfigError(
+            f"{fact}. Attention with dropout, a bias or an array as mask needs that: use a "
+            "smaller context axis, or shardwise.attention with causal, window and segment_ids."
+        )
     if q.shape[1] % (2 * tiles.num_context):
-        raise ValueError(
-            f"attention has {q.shape[2]} heads, fewer than the {head_shards} x "
-            f"{tiles.num_context} devices of the mesh axes {(*heads, *tiles.context)}, and "
-            f"sequences of {q.shape[1]} tokens are not divisible by 2 x {tiles.num_context}. Use "
-            "sequences of another length, or a smaller context axis."
+        raise ConfigError(
+            f"{fact}, and sequences of {q.shape[1]} tokens are not divisible by 2 x "
+            f"{tiles.num_context}. Use sequences of another length, or a smaller context axis."
         )
     k, v = (_with_copies(x, head_shards) for x in (k, v))
-    return ring_attention(q, k, v, segment_ids, tiles, heads)
+    return ring_attention(q, k, v, segment_ids, mask, tiles, heads)
 
 
 def _with_copies(x: Array, shards: int) -> Array:
@@ -121,6 +137,7 @@ def ring_attention(
     k: Array,
     v: Array,
     segment_ids: Array | None,
+    mask: Mask,
     tiles: TokenTiles,
     heads: MeshAxes,
 ) -> Array:
@@ -135,6 +152,7 @@ def ring_attention(
         k: keys, (B, T, G, K).
         v: values, (B, T, G, K).
         segment_ids: (B, T), or None.
+        mask: which keys a query attends to.
         tiles: how tokens are sharded.
         heads: the mesh axes that shard heads.
     """
@@ -144,7 +162,7 @@ def ring_attention(
     if segment_ids is None:
         segment_ids = jnp.zeros(q.shape[:2], jnp.int32)
     ring = jax.shard_map(
-        partial(_ring, axes=tiles.context, size=tiles.num_context),
+        partial(_ring, mask=mask, axes=tiles.context, size=tiles.num_context),
         in_specs=(spec, spec, spec, tokens),
         out_specs=spec,
         check_vma=False,
@@ -154,7 +172,14 @@ def ring_attention(
 
 
 def _ring(
-    q: Array, k: Array, v: Array, segments: Array, *, axes: MeshAxes, size: int
+    q: Array,
+    k: Array,
+    v: Array,
+    segments: Array,
+    *,
+    mask: Mask,
+    axes: MeshAxes,
+    size: int,
 ) -> Array:
     """Return the outputs for the tokens of this device."""
     dtype = q.dtype
@@ -164,46 +189,60 @@ def _ring(
     )
     device = axis_index(axes)
     half = q.shape[1] // 2
-    # The chunk from the front comes before the chunk from the back, so the local order is causal.
-    order = jnp.arange(2 * half)
-    is_visible = (order[:, None] >= order) & _same_document(segments, segments)
-    result = _attend(q, k, v, is_visible)
     neighbors = [(i, (i + 1) % size) for i in range(size)]
+    front, back, both = slice(None, half), slice(half, None), slice(None)
+
+    def attend(source: Array, queries: slice, keys: slice, *arrays: Array) -> Partial:
+        """Return attention of some queries to some keys of device `source`."""
+        k, v, key_segments = (x[:, keys] for x in arrays)
+        is_visible = mask.visible(
+            _positions(device, size, half)[queries],
+            _positions(source, size, half)[keys],
+        )
+        is_visible = is_visible & _same_document(segments[:, queries], key_segments)
+        return _attend(q[:, queries], k, v, is_visible)
 
     def pass_on(
         carry: tuple[Partial, Array, Array, Array], count: Array
     ) -> tuple[tuple[Partial, Array, Array, Array], None]:
-        (out, log_total), k, v, key_segments = carry
-        k, v, key_segments = (
-            ppermute(x, axes, neighbors) for x in (k, v, key_segments)
-        )
+        (out, log_total), *arrays = carry
+        arrays = [ppermute(x, axes, neighbors) for x in arrays]
+        source = (device - count) % size
 
         def from_earlier_device() -> Partial:
             """Both chunks of queries see the front chunk of the keys."""
-            is_visible = _same_document(segments, key_segments[:, :half])
-            new = _attend(q, k[:, :half], v[:, :half], is_visible)
+            new = attend(source, both, front, *arrays)
             return _combine((out, log_total), new)
 
         def from_later_device() -> Partial:
             """The back chunk of the queries sees both chunks of the keys."""
-            is_visible = _same_document(segments[:, half:], key_segments)
-            new = _attend(q[:, half:], k, v, is_visible)
-            back, back_total = _combine((out[:, half:], log_total[..., half:]), new)
+            new = attend(source, back, both, *arrays)
+            combined = _combine((out[:, back], log_total[..., back]), new)
             return (
-                jnp.concatenate([out[:, :half], back], axis=1),
-                jnp.concatenate([log_total[..., :half], back_total], axis=2),
+                jnp.concatenate([out[:, front], combined[0]], axis=1),
+                jnp.concatenate([log_total[..., front], combined[1]], axis=2),
             )
 
-        source = (device - count) % size
-        result = jax.lax.cond(source < device, from_earlier_device, from_later_device)
+        if mask.causal:
+            is_earlier = source < device
+            result = jax.lax.cond(is_earlier, from_earlier_device, from_later_device)
+        else:
+            result = _combine((out, log_total), attend(source, both, both, *arrays))
+        k, v, key_segments = arrays
         return (result, k, v, key_segments), None
 
+    start = (attend(device, both, both, k, v, segments), k, v, segments)
     # The backward pass computes the scores of each step again, and keeps none of them.
-    start = (result, k, v, segments)
     ((out, _), *_), _ = jax.lax.scan(
         jax.checkpoint(pass_on), start, jnp.arange(1, size)
     )
     return _to_natural_order(out.astype(dtype), axes, size)
+
+
+def _positions(device: Array, size: int, half: int) -> Array:
+    """Return the positions of the tokens that a device works on, see `_to_front_and_back`."""
+    chunks = jnp.stack([device, 2 * size - 1 - device])
+    return (chunks[:, None] * half + jnp.arange(half)).reshape(-1)
 
 
 def _same_document(query_segments: Array, key_segments: Array) -> Array:

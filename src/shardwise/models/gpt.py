@@ -248,7 +248,7 @@ class MLP(nnx.Module):
         return out, self.down.bias[...]
 
 
-def drop_tokens(dropout: nnx.Dropout, x: Array, shape: BatchShape) -> Array:
+def _drop_tokens(dropout: nnx.Dropout, x: Array, shape: BatchShape) -> Array:
     """Apply dropout to tokens (N, D).
 
     The mask is drawn for sequences (B, T, D): the order of the N tokens depends on the mesh.
@@ -308,7 +308,7 @@ class GPTBlock(nnx.Module):
         """Add a branch to the stream. With dropout, the bias must be added to the branch first."""
         if self.dropout.rate == 0:
             return x + branch, bias
-        return x + drop_tokens(self.dropout, branch + bias, shape), None
+        return x + _drop_tokens(self.dropout, branch + bias, shape), None
 
     def decode(
         self, x: Array, shape: BatchShape, cache: Cache, layer: int | Array
@@ -429,7 +429,7 @@ class GPT(nnx.Module):
             x = x + self._repeated(self.positions[...][:length], shape)
         else:
             x = x + look_up(self.positions[...], merge_tokens(positions))
-        x = drop_tokens(self.dropout, x, shape)
+        x = _drop_tokens(self.dropout, x, shape)
         x, pending_bias = self._apply_blocks(x, shape, segment_ids)
         return split_tokens(self.norm(x, pending_bias)[1], *shape), table
 
