@@ -10,9 +10,10 @@ For a parameter, the first of these decides:
 3. Nothing: the parameter is replicated.
 
 Unless a rule by path decided, automatic FSDP then shards the largest dim over the FSDP axes of the
-mesh, if the leaf does not use these axes yet. Leaves of the optimizer follow their parameter, by
-path and dim by dim, which covers factored, masked and partitioned states without knowing any of
-them. Whatever cannot be done as requested is an error with numbers, never silent replication.
+mesh, if the leaf does not use these axes yet. Context axes shard the same dim as well. Leaves of
+the optimizer follow their parameter, by path and dim by dim, which covers factored, masked and
+partitioned states without knowing any of them. Whatever cannot be done as requested is an error
+with numbers, never silent replication.
 """
 
 import difflib
@@ -66,7 +67,8 @@ class Rules:
             pairs. The first match decides. `{"head/*": ()}` replicates.
         batch: mesh axes that shard the examples of a batch.
         context: mesh axes that shard the tokens of each sequence, which are dim 1 of a batch.
-        fsdp: mesh axes over which parameters and optimizer state are stored sharded.
+        fsdp: mesh axes over which parameters and optimizer state are stored sharded. On a mesh that
+            has one, context axes store them sharded as well.
         fsdp_min_size: automatic FSDP does not shard leaves with fewer elements.
 
     Example:
@@ -207,6 +209,7 @@ def _place(path: str, leaf: ModelLeaf, mesh: Mesh, rules: Rules) -> Placement:
                 dims = _resolve(what, leaf.shape, axes, rule, mesh, rules)
                 return _placement(path, leaf.shape, leaf.dtype, dims, rule, mesh)
     dims, reason = _add_fsdp(path, leaf.shape, dims, mesh, rules)
+    dims = _add_context(leaf.shape, dims, mesh, rules)
     if reason or not reasons:
         reasons.append(reason or "no rule")
     return _placement(path, leaf.shape, leaf.dtype, dims, ", ".join(reasons), mesh)
@@ -347,6 +350,24 @@ def _add_fsdp(
     return sharded, f"automatic FSDP on dim {best}"
 
 
+def _add_context(
+    shape: Shape, dims: list[MeshAxes], mesh: Mesh, rules: Rules
+) -> list[MeshAxes]:
+    """Shard the dim that FSDP axes shard over the context axes as well, if they divide it.
+
+    All devices of a context axis use the same parameters, so each can store a part of them.
+    """
+    used = {axis for names in dims for axis in names}
+    context = tuple(axis for axis in context_axes(mesh, rules) if axis not in used)
+    sharded = []
+    for size, names in zip(shape, dims, strict=True):
+        axes = (*names, *context)
+        is_fsdp = any(mesh.shape[name] > 1 for name in names if name in rules.fsdp)
+        is_divisible = size % math.prod(mesh.shape[axis] for axis in axes) == 0
+        sharded.append(axes if is_fsdp and is_divisible else names)
+    return sharded
+
+
 def place_optimizer(
     opt_state: PyTree, params: Mapping[str, Placement], mesh: Mesh, rules: Rules
 ) -> dict[str, Placement]:
@@ -443,18 +464,23 @@ def _followed_dims(
 
 
 def at_use(spec: PartitionSpec, rules: Rules) -> PartitionSpec:
-    """Return the spec with which the loss uses a parameter: replicated over all batch axes.
+    """Return the spec with which the loss uses a parameter: replicated over the axes of the batch.
 
-    This keeps activations sharded over the batch axes. If a parameter stayed sharded over an axis
-    that also shards the batch, the partitioner would have to choose, and it often moves the
+    This keeps activations sharded over batch and context axes. If a parameter stayed sharded over
+    an axis that also shards the batch, the partitioner would have to choose, and it often moves the
     activations, which are larger.
     """
-    entries = []
-    for entry in spec:
-        entries.append(
-            _join(axis for axis in _as_tuple(entry) if axis not in rules.batch)
+    return _without(spec, (*rules.batch, *rules.context))
+
+
+def _without(spec: PartitionSpec, axes: MeshAxes) -> PartitionSpec:
+    """Return the spec without some axes."""
+    return PartitionSpec(
+        *(
+            _join(axis for axis in _as_tuple(entry) if axis not in axes)
+            for entry in spec
         )
-    return PartitionSpec(*entries)
+    )
 
 
 def constrain(x: jax.Array, *names: Axes) -> jax.Array:
@@ -479,14 +505,14 @@ def constrain(x: jax.Array, *names: Axes) -> jax.Array:
     mesh, rules = layout
     entries = [None if name == "batch" else name for name in names]
     dims = _resolve("an activation", x.shape, entries, "constraint", mesh, rules)
-    spec = at_use(PartitionSpec(*(_join(axes) for axes in dims)), rules)
-    batch_axes = batch_spec(mesh, rules)[0]
+    spec = _without(PartitionSpec(*(_join(axes) for axes in dims)), rules.batch)
+    examples = batch_spec(mesh, rules)[0]
     if has_explicit_axes() and x.shape[0] % num_batch_shards(mesh, rules):
         # Explicit axes shard evenly. Such a batch is only traced, and padded before it is used.
-        batch_axes = None
+        examples = None
     spec = PartitionSpec(
         *(
-            batch_axes if name == "batch" else axes
+            examples if name == "batch" else axes
             for name, axes in zip(names, spec, strict=False)
         )
     )

@@ -366,6 +366,20 @@ def test_tokens_that_cannot_be_divided_are_refused():
         prepare(flat)
 
 
+def test_context_axes_store_parameters_sharded_where_fsdp_does():
+    """All context devices use the same parameters, so each stores a part of them."""
+    model = CASES["llama"].model
+    for text, axes in (
+        ("fsdp=2,context=4", ("fsdp", "context")),
+        ("data=2,context=4", None),
+    ):
+        spec = abstract_state(model, optax.adamw(1e-3), make_mesh(text))
+        stored = spec.params["blocks/up"].spec
+        assert not any(stored) if axes is None else stored[1] == axes, text
+        assert not any(spec.at_use("blocks/up").spec)
+        assert spec.opt_state["0/mu/blocks/up"].spec == stored
+
+
 def test_arrays_without_tokens_are_not_sharded_over_context():
     step = make_step(CASES["gpt"], make_mesh("data=2,context=4"))
     placed = step.place(batches(0))
