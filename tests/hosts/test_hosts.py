@@ -54,7 +54,7 @@ def logged(out):
     }
 
 
-def check_same_run(out, alone, held_out):
+def check_same_run(out, alone):
     """Check that losses agree within rounding error and that batches are bit-identical.
 
     All hosts write to the same log of batches.
@@ -63,12 +63,12 @@ def check_same_run(out, alone, held_out):
     assert ours.keys() == theirs.keys()
     assert len(ours) == 21
     differences = {key: abs(ours[key] - theirs[key]) / abs(theirs[key]) for key in ours}
-    for name, bound in (("loss", 2e-6), ("eval_loss", held_out)):
+    for name in ("loss", "eval_loss"):
         worst = max(
             difference for (_, kind), difference in differences.items() if kind == name
         )
         print(f"  largest relative difference of {name}: {worst:.1e}")
-        assert worst <= bound
+        assert worst <= 2e-6
     assert batches(out) == batches(alone)
     assert leaves(out, 20).keys() == leaves(alone, 20).keys()
     check_clean(out)
@@ -147,27 +147,22 @@ def alone(all_hosts):
     ("mesh", "count"),
     [
         (("data=4",), 2),
-        (("data=4", *SGD), 2),
         (("fsdp=4",), 2),
         (("data=2,model=2", *RULE), 2),
         (("data=4",), 4),
         (("data=2,model=2", *RULE), 4),
     ],
-    ids=lambda value: (
-        " ".join(map(str, value[:3:2]))
-        if isinstance(value, tuple)
-        else f"{value} hosts"
-    ),
+    ids=lambda value: value[0] if isinstance(value, tuple) else f"{value} hosts",
 )
 def test_hosts_train_the_same_run(hosts, alone, mesh, count):
     """Compare several hosts with one process.
 
-    In this model the gradients of biases before a batch norm are rounding errors. Adam turns them
-    into full steps, which the validation loss with its running statistics shows: one process on 1,
-    2 and 4 devices differs by 6e-6 too. With SGD the validation loss agrees as well as the others.
+    In this model the gradients of biases before a batch norm are rounding errors. Adam would turn
+    them into full steps: on some CPUs one process on 2 and on 4 devices differs by 1e-4, too.
     """
-    out = hosts.train("run", "--mesh", *mesh, *SHORT, hosts=count, devices=4 // count)
-    check_same_run(out, alone(*mesh), held_out=2e-6 if "sgd" in mesh else 1e-4)
+    args = (*mesh, *SGD)
+    out = hosts.train("run", "--mesh", *args, *SHORT, hosts=count, devices=4 // count)
+    check_same_run(out, alone(*args))
 
 
 def test_only_data_crosses_hosts(hosts):
