@@ -121,6 +121,9 @@ class Plain(nnx.Module):
 
 
 CASES = {
+    "gpt-small": Case(
+        lambda rngs: GPT(replace(GPT_CONFIG, num_layers=1), rngs), gpt_loss
+    ),
     "gpt": Case(lambda rngs: GPT(GPT_CONFIG, rngs), gpt_loss),
     "gpt-scan": Case(
         lambda rngs: GPT(replace(GPT_CONFIG, scan_layers=True, remat="block"), rngs),
@@ -172,7 +175,7 @@ def check(case, layouts):
     ("name", "layout"),
     [
         # Four heads on two context devices exchange heads, on four with a model axis they do not.
-        ("gpt", "data=2,context=2,model=2"),
+        ("gpt-small", "data=2,context=2,model=2"),
         pytest.param("llama", "context=4,model=2", marks=pytest.mark.slow),
     ],
 )
@@ -189,7 +192,7 @@ def test_every_context_layout_trains_the_same(name):
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("gpt", "data=2,context=4"),
+        ("gpt-small", "data=2,context=4"),
         pytest.param("llama", "fsdp=2,context=4", marks=pytest.mark.slow),
     ],
 )
