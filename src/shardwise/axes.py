@@ -16,8 +16,8 @@ DATA = "data"
 # used.
 FSDP = ("fsdp",)
 
-# Axes that shard the tokens of each sequence. Attention exchanges tokens for heads, or passes keys
-# and values around. Everything else in a transformer works on single tokens.
+# Axes that shard the tokens of each sequence. For attention they shard heads instead, or keys and
+# values are passed around. Everything else in a transformer works on single tokens.
 CONTEXT = ("context",)
 
 # Axes that shard attention heads, the hidden dimension of an MLP and the vocabulary.

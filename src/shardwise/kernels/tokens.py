@@ -1,6 +1,6 @@
-"""The tokens of all sequences as the rows of one matrix, and back.
+"""The tokens of all sequences as one matrix, and back.
 
-Between the attention layers of a transformer no token depends on another one, so the order of the
+Between the attention layers of a transformer no token depends on another one, so the order of its
 rows does not matter. On a mesh with a context axis, a device holds a part of each of its sequences,
 and in natural order these tokens are not adjacent rows. There the rows are ordered by device first,
 so that every token stays where it is.
