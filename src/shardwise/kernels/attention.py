@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 
 from shardwise.axes import BATCH, CONTEXT, TENSOR
 from shardwise.kernels.context import context_attention
-from shardwise.kernels.mask import Mask
+from shardwise.kernels.mask import MASKED_SCORE, Mask, same_document
 from shardwise.kernels.platform import platform, step_mesh
 
 Array = jax.Array
@@ -38,9 +38,6 @@ BLOCK = 512
 # Blocks of queries on CPUs. With 4 blocks, 3/8 of all scores are not computed, because those keys
 # come after the last query of the block.
 QUERY_BLOCKS = 4
-
-# The score of a key that a query must not attend to.
-MASKED_SCORE = -1e30
 
 # For each block of queries: exponentials of the scores, their sums, and the output of the block.
 _Blocks: TypeAlias = list[tuple[Array, Array, Array]]
@@ -156,11 +153,7 @@ def _attention(
         # `count_flops` recognizes this call by its name.
         out: Array = jax.jit(cpu_attention)(q, k, v, segment_ids)
         return out
-    same_document = None
-    if segment_ids is not None:
-        same_document = (
-            segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
-        )  # (B, 1, T, T)
+    is_same = None if segment_ids is None else same_document(segment_ids, segment_ids)
     # cuDNN has no windows that reach forward.
     is_supported = is_half and (mask.causal or mask.window is None)
     implementation: Literal["cudnn"] | None = (
@@ -170,7 +163,7 @@ def _attention(
         q,
         k,
         v,
-        mask=same_document,
+        mask=is_same,
         is_causal=mask.causal,
         local_window_size=mask.local_window,
         implementation=implementation,

@@ -24,7 +24,7 @@ from jax.lax import axis_index, ppermute, with_sharding_constraint
 from jax.sharding import PartitionSpec
 
 from shardwise.errors import ConfigError
-from shardwise.kernels.mask import Mask
+from shardwise.kernels.mask import MASKED_SCORE, Mask, same_document
 from shardwise.kernels.tokens import TokenTiles, token_tiles
 from shardwise.sharding import MeshAxes, logical_axes, step_layout
 
@@ -34,9 +34,6 @@ Kernel: TypeAlias = Callable[[Array, Array, Array, Array | None], Array]
 # The output of attention to some keys, (B, T, H, K), float32, and the logarithm of the sum of
 # exponentials of their scores, (B, H, T).
 Partial: TypeAlias = tuple[Array, Array]
-
-# The score of a key that a query must not attend to.
-MASKED_SCORE = -1e30
 
 
 def context_attention(
@@ -199,7 +196,7 @@ def _ring(
             _positions(device, size, half)[queries],
             _positions(source, size, half)[keys],
         )
-        is_visible = is_visible & _same_document(segments[:, queries], key_segments)
+        is_visible = is_visible & same_document(segments[:, queries], key_segments)
         return _attend(q[:, queries], k, v, is_visible)
 
     def pass_on(
@@ -243,11 +240,6 @@ def _positions(device: Array, size: int, half: int) -> Array:
     """Return the positions of the tokens that a device works on, see `_to_front_and_back`."""
     chunks = jnp.stack([device, 2 * size - 1 - device])
     return (chunks[:, None] * half + jnp.arange(half)).reshape(-1)
-
-
-def _same_document(query_segments: Array, key_segments: Array) -> Array:
-    """Return which keys are in the document of each query, (B, 1, queries, keys)."""
-    return query_segments[:, None, :, None] == key_segments[:, None, None, :]
 
 
 def _attend(q: Array, k: Array, v: Array, is_visible: Array) -> Partial:

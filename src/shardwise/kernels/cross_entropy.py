@@ -79,11 +79,9 @@ def _forward_rule(logits: Array, labels: Array) -> tuple[Array, Residuals]:
     if platform() == "gpu" and _vocabulary_is_unsharded():
         has_sequences = labels.ndim == 2
         nats, gradient = fused_cross_entropy(*_as_rows(has_sequences, logits, labels))
-        if has_sequences:
-            return split_tokens(nats, *labels.shape), (
-                split_tokens(gradient, *labels.shape),
-            )
-        return nats.reshape(labels.shape), (gradient.reshape(logits.shape),)
+        shape = labels.shape
+        gradient = _from_rows(has_sequences, gradient, shape)
+        return _from_rows(has_sequences, nats, shape), (gradient,)
     nats, log_total = _forward(logits, labels)
     return nats, (logits, labels, log_total)
 
@@ -195,11 +193,7 @@ def linear_cross_entropy(features: Array, table: Array, labels: Array) -> Array:
     rows, row_labels = _as_rows(has_sequences, features, labels)
     loss = _fused_linear if _is_fused(rows, table) else _plain_linear
     nats = loss(rows, table, row_labels)
-    return (
-        split_tokens(nats, *labels.shape)
-        if has_sequences
-        else nats.reshape(labels.shape)
-    )
+    return _from_rows(has_sequences, nats, labels.shape)
 
 
 def _as_rows(has_sequences: bool, features: Array, *others: Array) -> list[Array]:
@@ -213,6 +207,13 @@ def _as_rows(has_sequences: bool, features: Array, *others: Array) -> list[Array
     if has_sequences:
         return [merge_tokens(x) for x in (features, *others)]
     return [features.reshape(-1, features.shape[-1]), *(x.reshape(-1) for x in others)]
+
+
+def _from_rows(has_sequences: bool, x: Array, shape: tuple[int, ...]) -> Array:
+    """Undo `_as_rows`: return values with one row per token in the shape of the labels."""
+    if has_sequences:
+        return split_tokens(x, *shape)
+    return x.reshape(*shape, *x.shape[1:])
 
 
 def _is_fused(features: Array, table: Array) -> bool:

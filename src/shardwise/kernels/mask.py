@@ -1,4 +1,4 @@
-"""Which keys a query may attend to, by the positions of both in their sequence."""
+"""Which keys a query may attend to, by positions and by documents."""
 
 from dataclasses import dataclass
 
@@ -6,6 +6,19 @@ import jax
 import jax.numpy as jnp
 
 Array = jax.Array
+
+# The score of a key that a query must not attend to.
+MASKED_SCORE = -1e30
+
+
+def same_document(query_segments: Array, key_segments: Array) -> Array:
+    """Return which keys are in the document of each query, (B, 1, queries, keys).
+
+    Args:
+        query_segments: the document of each query, (B, queries).
+        key_segments: the document of each key, (B, keys).
+    """
+    return query_segments[:, None, :, None] == key_segments[:, None, None, :]
 
 
 @dataclass(frozen=True)

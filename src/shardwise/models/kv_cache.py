@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from shardwise.kernels.attention import MASKED_SCORE
+from shardwise.kernels.mask import MASKED_SCORE
 from shardwise.tree import DType
 
 Array = jax.Array
