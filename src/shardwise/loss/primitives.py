@@ -17,7 +17,7 @@ LINEAR = names_in(
     add sub neg add_any convert_element_type reduce_sum reshape broadcast_in_dim transpose
     squeeze slice copy copy_p real imag reduce_precision sharding_constraint name
     optimization_barrier stop_gradient concatenate select_n psum split expand_dims cumsum
-    pad rev dynamic_slice gather reshard mesh_cast
+    pad rev dynamic_slice gather reshard mesh_cast stack unstack
     """
 )
 # Linear in one operand, if the others are FREE.

@@ -262,6 +262,13 @@ def _split(equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
     return _moved(equation, operands[0], operands[0].dim)
 
 
+def _unstack(equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
+    value, axis = operands[0], equation.params["axis"]
+    if axis == value.dim:
+        return coupled(equation)
+    return _moved(equation, value, value.dim - (axis < value.dim))
+
+
 def _concatenate(equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
     rows = _common_rows(operands)
     if rows is None:
@@ -423,6 +430,7 @@ RULES: dict[str, Rule] = {
     "stack": _stack,
     "pad": _pad,
     "split": _split,
+    "unstack": _unstack,
     "rev": _rev,
     "fft": _fft,
     "optimization_barrier": _same_dim,

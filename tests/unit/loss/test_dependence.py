@@ -73,6 +73,7 @@ def top_k_of_examples(x):
 
 # Each entry depends on its own example alone.
 INDEPENDENT = {
+    "unstacked": lambda m, b: Mean(jnp.unstack(log_probs(m, b), axis=1)[0]),
     "entries": lambda m, b: Mean(nats(m, b)),
     "masked entries": lambda m, b: Mean(nats(m, b) * b["mask"], b["mask"]),
     "dropout": lambda m, b: Mean(nats(m, b, dropout=True)),
@@ -137,6 +138,7 @@ STATISTICS = {
     "root": lambda m, b: jnp.sqrt((nats(m, b) ** 2).mean()),
 }
 COUPLED = {
+    "unstacked examples": lambda m, b: jnp.unstack(nats(m, b))[0],
     "contrastive": lambda m, b: Mean(
         optax.softmax_cross_entropy_with_integer_labels(
             m(b["x"]) @ b["x"].T, jnp.arange(len(b["x"]))
