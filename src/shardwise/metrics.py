@@ -11,6 +11,7 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.typing import ArrayLike
 
 from shardwise.errors import ConfigError
@@ -112,6 +113,19 @@ class Mean:
             return self.weight
         aligned = jnp.reshape(self.weight, (*jnp.shape(self.weight), *(1,) * missing))
         return jnp.broadcast_to(aligned, jnp.shape(self.total))
+
+
+class BatchMean(nnx.Variable[jax.Array]):
+    """A variable that the forward pass updates with a mean over the batch.
+
+    With accumulation, all micro-batches read the value from before the step, and the new value is
+    the mean of those that they compute. That is the result of the complete batch if the update is
+    linear in the examples. Other variables pass from one micro-batch to the next.
+
+    Example:
+        >>> self.center = BatchMean(jnp.zeros(width))  # doctest: +SKIP
+        >>> self.center[...] += 0.01 * (x.mean(0) - self.center[...])  # doctest: +SKIP
+    """
 
 
 def _masked_sum(x: ArrayLike, mask: Mask | None) -> jax.Array:

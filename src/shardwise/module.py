@@ -18,6 +18,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from shardwise.errors import ConfigError
+from shardwise.metrics import BatchMean
 from shardwise.precision import AccessHook as AccessHook
 from shardwise.precision import cast_hook, compute_in
 from shardwise.sharding import ModelLeaf, model_leaf, recorded_axis_rules
@@ -80,6 +81,7 @@ class ModuleDef:
         adapters: for each weight with adapters, by name, the description that `lora` stores with
             it.
         fixed: the part of `other` that keeps its values, because it belongs to frozen modules.
+        averaged: the part of `other` that is averaged over micro-batches, see `BatchMean`.
         arrays: leaves that are arrays outside of a variable, such as `self.table = np.arange(8.0)`.
         compute_dtype: the dtype in which the module computes, see `precision.compute_in`. None
             leaves it to the layers and to the dtypes of parameters and inputs.
@@ -92,6 +94,7 @@ class ModuleDef:
     frozen: Mapping[KeyPath, ModelLeaf] = field(default_factory=dict)
     adapters: Mapping[str, Json] = field(default_factory=dict)
     fixed: frozenset[KeyPath] = frozenset()
+    averaged: frozenset[KeyPath] = frozenset()
     arrays: frozenset[KeyPath] = frozenset()
     compute_dtype: DType | None = None
 
@@ -195,6 +198,10 @@ class ModuleDef:
                 for path in self.other
             }
         )
+
+    def is_averaged(self) -> Pure:
+        """Return for each variable of `self.other` whether it is averaged over micro-batches."""
+        return nest({_parts(path): path in self.averaged for path in self.other})
 
     def read_fixed(self, module: nnx.Module) -> dict[str, jax.Array]:
         """Return the values that a forward pass must not change, by name in `TrainState`."""
@@ -317,13 +324,16 @@ def split_module(
             f"the model {type(module).__name__} has {missing}, so there is nothing to train."
         )
     fixed = frozenset(path for path in other if _metadata(variables[path]).get("fixed"))
+    averaged = frozenset(
+        path for path in other if isinstance(variables[path], BatchMean)
+    )
     arrays = frozenset(
         path
         for path, variable in variables.items()
         if not isinstance(variable, nnx.Variable)
     )
     definition = ModuleDef(
-        graphdef, params, other, tuple(rngs), frozen, adapters, fixed, arrays
+        graphdef, params, other, tuple(rngs), frozen, adapters, fixed, averaged, arrays
     )
 
     def values(leaves: Iterable[KeyPath]) -> Pure:

@@ -26,7 +26,7 @@ def accumulated(
 
     Example i goes to micro-batch `i % count`, so that no example moves to another device. Each
     micro-batch has its own random streams, and starts from the batch statistics that the one before
-    it has left.
+    it has left, except `BatchMean` variables, which are averaged.
 
     Args:
         gradient: the gradient of the total of a micro-batch, or of its mean if `is_separate`.
@@ -44,6 +44,8 @@ def accumulated(
         x = with_sharding_constraint(x, sharding)
         return x
 
+    is_averaged = spec.definition.is_averaged()
+
     def compute(
         params: Params,
         frozen: Params,
@@ -56,16 +58,28 @@ def accumulated(
         def add_micro_batch(
             carry: PyTree, micro_batch: PyTree
         ) -> tuple[PyTree, Failure | None]:
-            sums, other = carry
+            sums, variables = carry
             index, (batch, mask) = micro_batch
             micro_key = jax.random.fold_in(key, index)
-            grads, ((means, other), failure) = gradient(
-                params, frozen, other, batch, mask, micro_key, step
+            read = jax.tree.map(
+                lambda averaged, start, now: start if averaged else now,
+                is_averaged,
+                other,
+                variables,
+            )
+            grads, ((means, new), failure) = gradient(
+                params, frozen, read, batch, mask, micro_key, step
+            )
+            variables = jax.tree.map(
+                lambda averaged, old, new: old + new / count if averaged else new,
+                is_averaged,
+                variables,
+                new,
             )
             if is_separate:
                 weight = means["loss"].weight
                 grads = jax.tree.map(lambda g: g * weight.astype(g.dtype), grads)
-            return (jax.tree.map(jnp.add, sums, (grads, means)), other), failure
+            return (jax.tree.map(jnp.add, sums, (grads, means)), variables), failure
 
         micro_batches = (jnp.arange(count), jax.tree.map(split, (batch, mask)))
         first = jax.tree.map(lambda x: x[0], micro_batches[1])
@@ -76,14 +90,19 @@ def accumulated(
             lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (grads, means)
         )
         zero_grads = with_sharding_constraint(zeros[0], spec.shardings.params)
-        ((grads, means), other), failures = jax.lax.scan(
+        start = jax.tree.map(
+            lambda averaged, x: jnp.zeros_like(x) if averaged else x,
+            is_averaged,
+            other,
+        )
+        ((grads, means), variables), failures = jax.lax.scan(
             add_micro_batch,
-            ((zero_grads, zeros[1]), other),
+            ((zero_grads, zeros[1]), start),
             micro_batches,
         )
         weight = means["loss"].weight
         grads = jax.tree.map(lambda g: g / weight.astype(g.dtype), grads)
         failure = None if failures is None else first_failure(failures)
-        return grads, ((means, other), failure)
+        return grads, ((means, variables), failure)
 
     return compute
