@@ -32,8 +32,12 @@ from .loop import steps as steps
 from .mesh import make_mesh as make_mesh
 from .mesh import mesh_text as mesh_text
 from .mesh import use_cpu_devices as use_cpu_devices
+from .metrics import BatchMean as BatchMean
 from .metrics import EarlyStop as EarlyStop
 from .metrics import Mean as Mean
+from .models.moe import MoE as MoE
+from .models.moe import Routing as Routing
+from .models.moe import moe as moe
 from .plan.compile import plan_run as plan_run
 from .plan.plan import Plan as Plan
 from .plan.target import find_target as find_target

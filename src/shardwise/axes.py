@@ -5,9 +5,13 @@ place that knows which name has which role. To add a role, add its names here; `
 `kernels` and `plan` read them from here.
 """
 
+# Axes that shard the experts of a mixture-of-experts layer. They shard the batch as well: every
+# other layer treats them like data axes.
+EXPERT = ("expert",)
+
 # Axes that shard the examples of a batch. When a mesh spans several machines, the first of these
 # crosses the slow network between them, because batch axes communicate least.
-BATCH = ("replica", "data", "dp", "batch", "fsdp")
+BATCH = ("replica", "data", "dp", "batch", "fsdp", *EXPERT)
 
 # The batch axis that shardwise suggests and tries first.
 DATA = "data"
@@ -35,4 +39,5 @@ LOGICAL: dict[str, tuple[str, ...] | None] = {
     "embed": FSDP,
     "layers": None,
     "tokens": CONTEXT,
+    "experts": EXPERT,
 }

@@ -34,6 +34,8 @@ from shardwise.tree import PyTree
 DELIBERATE = (str(Path(flax.__file__).parent), PACKAGE)
 # Kernels compute in the dtypes that their caller passes, so the caller decides.
 TRANSPARENT = (JAX, f"{PACKAGE}/kernels")
+# The functions of `kernels.experts` that apply experts to tokens.
+EXPERTS = ("_apply_experts", "_apply_experts_with_capacity")
 
 
 def count_flops(function: Callable[..., PyTree], *args: PyTree) -> float:
@@ -176,6 +178,9 @@ def _equation_matmuls(
         or params.get("name") == "cpu_attention"
     ):
         yield _matmul(_attention_flops(equation), equation, source)
+    # Each token passes through the experts that it chose, whatever the implementation computes.
+    elif params.get("name") in EXPERTS:
+        yield _matmul(_expert_flops(equation), equation, source)
     elif name == "mpmd_map":
         if flops := _mosaic_kernel_flops(equation):
             yield _matmul(flops, equation, source)
@@ -242,6 +247,14 @@ def _attention_flops(equation: core.JaxprEqn) -> float:
     """Two matmuls, `q @ k.T` and `scores @ v`, with q of shape (B, T, H, K) and k (B, S, H, K)."""
     q_shape, k_shape = map(shape_of, equation.invars[:2])
     return 4.0 * math.prod(q_shape) * k_shape[1]
+
+
+def _expert_flops(equation: core.JaxprEqn) -> float:
+    """The matmuls of the chosen experts, with choices (B, T, k) and kernels (E, D, F)."""
+    choice_shape = shape_of(equation.invars[1])
+    kernels = [shape_of(kernel) for kernel in equation.invars[3:]]
+    per_choice = sum(math.prod(shape[1:]) for shape in kernels)
+    return 2.0 * math.prod(choice_shape) * per_choice
 
 
 def _mosaic_kernel_flops(equation: core.JaxprEqn) -> float:

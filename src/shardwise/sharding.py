@@ -10,10 +10,10 @@ For a parameter, the first of these decides:
 3. Nothing: the parameter is replicated.
 
 Unless a rule by path decided, automatic FSDP then shards the largest dim over the FSDP axes of the
-mesh, if the leaf does not use these axes yet. Context axes shard the same dim as well. Leaves of
-the optimizer follow their parameter, by path and dim by dim, which covers factored, masked and
-partitioned states without knowing any of them. Whatever cannot be done as requested is an error
-with numbers, never silent replication.
+mesh, if the leaf does not use these axes yet. Context and expert axes shard the same dim as well.
+Leaves of the optimizer follow their parameter, by path and dim by dim, which covers factored,
+masked and partitioned states without knowing any of them. Whatever cannot be done as requested is
+an error with numbers, never silent replication.
 """
 
 import difflib
@@ -23,7 +23,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias, cast
 
 import jax
@@ -62,18 +62,19 @@ class Rules:
 
     Attributes:
         logical: mesh axes of each logical name that annotations use. Entries are added to
-            `shardwise.axes.LOGICAL` (vocab, heads, mlp, embed, layers, tokens) and override them.
+            `shardwise.axes.LOGICAL` (vocab, heads, mlp, embed, layers, tokens, experts) and
+            override them.
         paths: patterns for parameter paths, each with the axes of its dims, as a mapping or as
             pairs. The first match decides. `{"head/*": ()}` replicates.
         batch: mesh axes that shard the examples of a batch.
         context: mesh axes that shard the tokens of each sequence, which are dim 1 of a batch.
         fsdp: mesh axes over which parameters and optimizer state are stored sharded. On a mesh that
-            has one, context axes store them sharded as well.
+            has one, context and expert axes store them sharded as well.
         fsdp_min_size: automatic FSDP does not shard leaves with fewer elements.
 
     Example:
         >>> Rules(paths={"blocks/*/up/kernel": (None, "model"), "head/*": ()})
-        >>> Rules(logical={"experts": "expert"})
+        >>> Rules(logical={"joined_kv": "model"})
     """
 
     logical: Mapping[str, Axes] = field(default_factory=dict)
@@ -107,6 +108,8 @@ class Placement:
         spec: the partition spec.
         reason: the rule or annotation that decided, as text.
         bytes_per_device: bytes on each device.
+        stays: the axes of experts that the model or a rule asked for. The leaf stays sharded over
+            them where it is used.
     """
 
     path: str
@@ -115,6 +118,7 @@ class Placement:
     spec: PartitionSpec
     reason: str
     bytes_per_device: int
+    stays: MeshAxes = ()
 
 
 @dataclass(frozen=True)
@@ -207,12 +211,22 @@ def _place(path: str, leaf: ModelLeaf, mesh: Mesh, rules: Rules) -> Placement:
             if any(matches(pattern, name) for name in (path, *leaf.other_paths)):
                 rule = f"rule '{pattern}'"
                 dims = _resolve(what, leaf.shape, axes, rule, mesh, rules)
-                return _placement(path, leaf.shape, leaf.dtype, dims, rule, mesh)
+                placed = _placement(path, leaf.shape, leaf.dtype, dims, rule, mesh)
+                return replace(placed, stays=_expert_axes(dims, mesh, rules))
+    stays = _expert_axes(dims, mesh, rules)
     dims, reason = _add_fsdp(path, leaf.shape, dims, mesh, rules)
-    dims = _add_context(leaf.shape, dims, mesh, rules)
+    dims = _add_replicas(leaf.shape, dims, mesh, rules)
     if reason or not reasons:
         reasons.append(reason or "no rule")
-    return _placement(path, leaf.shape, leaf.dtype, dims, ", ".join(reasons), mesh)
+    why = ", ".join(reasons)
+    placed = _placement(path, leaf.shape, leaf.dtype, dims, why, mesh)
+    return replace(placed, stays=stays)
+
+
+def _expert_axes(dims: Iterable[MeshAxes], mesh: Mesh, rules: Rules) -> MeshAxes:
+    """Return the axes of experts among those of some dims."""
+    experts = logical_axes("experts", mesh, rules)
+    return tuple(axis for names in dims for axis in names if axis in experts)
 
 
 def _resolve(
@@ -350,18 +364,20 @@ def _add_fsdp(
     return sharded, f"automatic FSDP on dim {best}"
 
 
-def _add_context(
+def _add_replicas(
     shape: Shape, dims: list[MeshAxes], mesh: Mesh, rules: Rules
 ) -> list[MeshAxes]:
-    """Shard the dim that FSDP axes shard over the context axes as well, if they divide it.
+    """Shard the dim that FSDP axes shard over context and expert axes too, if they divide it.
 
-    All devices of a context axis use the same parameters, so each can store a part of them.
+    All devices of such an axis use the same parameters, except the experts, so each can store a
+    part of them.
     """
     used = {axis for names in dims for axis in names}
-    context = tuple(axis for axis in context_axes(mesh, rules) if axis not in used)
+    replicas = (*context_axes(mesh, rules), *logical_axes("experts", mesh, rules))
+    unused = tuple(axis for axis in dict.fromkeys(replicas) if axis not in used)
     sharded = []
     for size, names in zip(shape, dims, strict=True):
-        axes = (*names, *context)
+        axes = (*names, *unused)
         is_fsdp = any(mesh.shape[name] > 1 for name in names if name in rules.fsdp)
         is_divisible = size % math.prod(mesh.shape[axis] for axis in axes) == 0
         sharded.append(axes if is_fsdp and is_divisible else names)
@@ -463,14 +479,16 @@ def _followed_dims(
     return followed
 
 
-def at_use(spec: PartitionSpec, rules: Rules) -> PartitionSpec:
+def at_use(placement: Placement, rules: Rules) -> PartitionSpec:
     """Return the spec with which the loss uses a parameter: replicated over the axes of the batch.
 
     This keeps activations sharded over batch and context axes. If a parameter stayed sharded over
     an axis that also shards the batch, the partitioner would have to choose, and it often moves the
-    activations, which are larger.
+    activations, which are larger. Only the experts of a layer stay where they are: their tokens
+    come to them, see `kernels.experts`.
     """
-    return _without(spec, (*rules.batch, *rules.context))
+    gathered = {*rules.batch, *rules.context} - set(placement.stays)
+    return _without(placement.spec, tuple(gathered))
 
 
 def _without(spec: PartitionSpec, axes: MeshAxes) -> PartitionSpec:

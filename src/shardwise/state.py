@@ -124,7 +124,7 @@ class StateSpec:
     def at_use(self, path: str) -> NamedSharding:
         """Return the sharding of a parameter where the loss uses it, see `sharding.at_use`."""
         placement = self.frozen[path] if path in self.frozen else self.params[path]
-        return self.sharding(at_use(placement.spec, self.rules))
+        return self.sharding(at_use(placement, self.rules))
 
     def computing_in(self, dtype: DTypeLike | None) -> "StateSpec":
         """Return the description of a state whose model computes in `dtype`.

@@ -1,6 +1,7 @@
 """Sharding rules: which rule applies to a leaf, and the errors if none can."""
 
 import io
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from shardwise.errors import ConfigError
 from shardwise.mesh import make_mesh
 from shardwise.sharding import (
     ModelLeaf,
+    Placement,
     Rules,
     activations_on,
     annotation_of,
@@ -224,8 +226,10 @@ def test_axis_that_shards_nothing_is_refused():
 def test_examples_are_sharded_and_used_parameters_replicated_over_batch_axes():
     mesh = make_mesh("replica=2,fsdp=2,model=2")
     assert batch_spec(mesh, Rules()) == P(("replica", "fsdp"))
-    assert at_use(P("fsdp", "model"), Rules()) == P(None, "model")
-    assert at_use(P(("fsdp", "model"), None), Rules()) == P("model", None)
+    placed = Placement("w", (8, 8), F32, P("fsdp", "model"), "", 0)
+    assert at_use(placed, Rules()) == P(None, "model")
+    placed = replace(placed, spec=P(("fsdp", "model"), None))
+    assert at_use(placed, Rules()) == P("model", None)
 
 
 @given(

@@ -112,6 +112,8 @@ UNCHANGED = (
 # Kernels whose body is not looked at. They are taken to treat examples alike, if inputs and outputs
 # have their examples along the same dim.
 KERNELS = ("pallas_call", "mpmd_map", "shard_map", "dot_product_attention_fwd")
+# Jitted functions of shardwise that are such kernels, by name.
+KERNEL_FUNCTIONS = ("_apply_experts", "_apply_experts_with_capacity")
 
 
 class _Analysis:
@@ -185,7 +187,7 @@ class _Analysis:
         name, place = equation.primitive.name, cause_of(equation).place
         called = _called_jaxpr(equation)
         is_shared = called is not None and is_defined_in_jax(_open(called))
-        if name.startswith("custom_vjp") and _is_users(equation):
+        if name.startswith("custom_vjp") and _is_users(called):
             self.has_custom_gradient = True
         found = (self.fixed_keys, self.broadcasts)
         before = [len(causes) for causes in found]
@@ -238,7 +240,7 @@ class _Analysis:
         rule = RULES.get(name)
         if rule is not None:
             return rule(equation, operands)
-        if name.startswith(KERNELS):
+        if _is_kernel(equation):
             return kernel(equation, operands)
         if name == "ffi_call" or any(inner_jaxprs(equation.params)):
             return unknown(equation)
@@ -249,10 +251,21 @@ class _Analysis:
         return results
 
 
+def _is_kernel(equation: core.JaxprEqn) -> bool:
+    """Return whether an equation is taken to treat examples alike."""
+    if equation.primitive.name.startswith(KERNELS):
+        return True
+    called = equation.params.get("jaxpr")
+    return (
+        equation.params.get("name") in KERNEL_FUNCTIONS
+        and isinstance(called, core.ClosedJaxpr)
+        and not _is_users(called)
+    )
+
+
 def _called_jaxpr(equation: core.JaxprEqn) -> core.Jaxpr | core.ClosedJaxpr | None:
     """Return the jaxpr of a call, such as `jit`, `remat` or a custom gradient."""
-    name = equation.primitive.name
-    if name in RULES or name.startswith(KERNELS):
+    if equation.primitive.name in RULES or _is_kernel(equation):
         return None
     jaxprs = [
         value
@@ -268,9 +281,8 @@ def _open(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> core.Jaxpr:
     return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
 
 
-def _is_users(equation: core.JaxprEqn) -> bool:
+def _is_users(called: core.Jaxpr | core.ClosedJaxpr | None) -> bool:
     """Return whether the function of a call is defined in the user's code."""
-    called = _called_jaxpr(equation)
     if not isinstance(called, core.ClosedJaxpr):
         return False
     # "name at file.py:3"

@@ -75,7 +75,9 @@ class _Access:
         dtype = self.dtype if is_parameter else None
         cast_dtype = dtype_at_use(variable, value.dtype, dtype)
         stored, shape = self.placement.spec, self.placement.shape
-        used = at_use(stored, self.spec.rules) if is_parameter else PartitionSpec()
+        used = PartitionSpec()
+        if is_parameter:
+            used = at_use(self.placement, self.spec.rules)
         used_sharding = self.spec.sharding(_spec_of_slice(used, shape, value.shape))
         stored_sharding = self.spec.sharding(_spec_of_slice(stored, shape, value.shape))
 
