@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from shardwise.module import AccessHook, path_name
 from shardwise.precision import dtype_at_use
-from shardwise.sharding import Placement, at_use, reshard
+from shardwise.sharding import Placement, at_use, mapped_axes, reshard, without
 from shardwise.state import StateSpec
 
 
@@ -74,7 +74,9 @@ class _Access:
         is_parameter = self.is_parameter or isinstance(variable, nnx.Param)
         dtype = self.dtype if is_parameter else None
         cast_dtype = dtype_at_use(variable, value.dtype, dtype)
-        stored, shape = self.placement.spec, self.placement.shape
+        # Inside of a pipeline, the parameters were gathered before its loop.
+        stored = without(self.placement.spec, mapped_axes())
+        shape = self.placement.shape
         used = at_use(stored, self.spec.rules) if is_parameter else PartitionSpec()
         used_sharding = self.spec.sharding(_spec_of_slice(used, shape, value.shape))
         stored_sharding = self.spec.sharding(_spec_of_slice(stored, shape, value.shape))
