@@ -34,6 +34,7 @@ from .mesh import mesh_text as mesh_text
 from .mesh import use_cpu_devices as use_cpu_devices
 from .metrics import EarlyStop as EarlyStop
 from .metrics import Mean as Mean
+from .models.stack import Stack as Stack
 from .plan.compile import plan_run as plan_run
 from .plan.plan import Plan as Plan
 from .plan.target import find_target as find_target
