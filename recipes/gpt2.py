@@ -40,6 +40,7 @@ def recipe(
     batch_size: int = 32,
     length: int = 1024,
     accumulate: int = 1,
+    microbatches: int = 0,
     lr: float = 6e-4,
     clip: float = 1.0,
     compute_dtype: str | None = "bfloat16",
@@ -60,6 +61,7 @@ def recipe(
         batch_size: Sequences per step.
         length: Tokens per sequence.
         accumulate: Number of micro-batches per step.
+        microbatches: Parts of a batch in a pipeline (mesh axis `stage`). 0 chooses 4 per stage.
         lr: Peak learning rate.
         clip: Largest norm of all gradients. 0 does not clip.
         compute_dtype: Dtype of the computation. None uses that of the parameters.
@@ -102,6 +104,7 @@ def recipe(
         rules=Rules(paths=replicated),
         seed=seed,
         accumulate=accumulate,
+        microbatches=microbatches,
         compute_dtype=compute_dtype,
         save_every=save_every,
         out=out,

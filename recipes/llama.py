@@ -126,6 +126,7 @@ def recipe(
     batch_size: int = 8,
     length: int = 128,
     accumulate: int = 1,
+    microbatches: int = 0,
     lr: float = 3e-4,
     clip: float = 1.0,
     compute_dtype: str | None = "bfloat16",
@@ -153,6 +154,7 @@ def recipe(
         batch_size: Sequences per step.
         length: Tokens per sequence.
         accumulate: Number of micro-batches per step.
+        microbatches: Parts of a batch in a pipeline (mesh axis `stage`). 0 chooses 4 per stage.
         lr: Peak learning rate.
         clip: Largest norm of all gradients. 0 does not clip.
         compute_dtype: Dtype of the computation. None uses that of the parameters.
@@ -195,6 +197,7 @@ def recipe(
         init_from=None if init_from is None else InitFrom(init_from, cast=True),
         seed=seed,
         accumulate=accumulate,
+        microbatches=microbatches,
         compute_dtype=compute_dtype,
         save_every=save_every,
         out=out,

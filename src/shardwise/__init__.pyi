@@ -38,6 +38,7 @@ from .metrics import Mean as Mean
 from .models.moe import MoE as MoE
 from .models.moe import Routing as Routing
 from .models.moe import moe as moe
+from .models.stack import Stack as Stack
 from .plan.compile import plan_run as plan_run
 from .plan.plan import Plan as Plan
 from .plan.target import find_target as find_target

@@ -9,9 +9,13 @@ place that knows which name has which role. To add a role, add its names here; `
 # other layer treats them like data axes.
 EXPERT = ("expert",)
 
+# Axes that divide the layers of a stack into the stages of a pipeline. Outside of the stack, for
+# example in an embedding or a loss, they shard examples.
+STAGE = ("stage",)
+
 # Axes that shard the examples of a batch. When a mesh spans several machines, the first of these
 # crosses the slow network between them, because batch axes communicate least.
-BATCH = ("replica", "data", "dp", "batch", "fsdp", *EXPERT)
+BATCH = (*STAGE, "replica", "data", "dp", "batch", "fsdp", *EXPERT)
 
 # The batch axis that shardwise suggests and tries first.
 DATA = "data"

@@ -58,6 +58,7 @@ from shardwise.tree import Params, named_leaves
 MINIMUM = {
     "steps": 1,
     "accumulate": 1,
+    "microbatches": 0,
     "digest_every": 0,
     "audit_every": 0,
     "eval_every": 0,
@@ -114,6 +115,9 @@ class Run:
             such as batch statistics or a contrastive loss. "exact" refuses it, because the result
             would change. "separate" computes it within each micro-batch, and averages. Such a loss
             should not be a sum over the batch: return `Mean(total, weight)` instead.
+        microbatches: the number of parts that a pipeline divides the batch into, on a mesh with a
+            stage axis; a multiple of the stages. More of them leave less idle time and make
+            matmuls smaller; the result does not change. 0 chooses up to 4 per stage.
         compute_dtype: the dtype in which the model computes, for example "bfloat16". The model
             reads its parameters in it, and layers of Flax without a `dtype` cast their inputs to
             it. The batch, the parameters and the optimizer state keep their own dtypes. None uses
@@ -195,6 +199,7 @@ class Run:
     seed: int = 0
     accumulate: int = 1
     micro_batches: Literal["exact", "separate"] = "exact"
+    microbatches: int = 0
     compute_dtype: str | None = None
     wrt: Filter = nnx.Param
     init_from: InitFrom | None = None
@@ -355,6 +360,7 @@ def _train_step(run: Run, spec: StateSpec, example: Batch) -> TrainStep:
         seed=run.seed,
         accumulate=run.accumulate,
         micro_batches=run.micro_batches,
+        microbatches=run.microbatches or None,
         compute_dtype=run.compute_dtype,
         norms=run.norms,
         deterministic=run.deterministic,
@@ -557,9 +563,15 @@ def describe_run(run: Run, prepared: Prepared) -> Json:
         "compute_dtype": run.compute_dtype,
         **_describe_determinism(run, prepared.spec),
         "accumulate": run.accumulate,
+        **_describe_pipeline(prepared.step.spec),
         "mesh": mesh_text(prepared.spec.mesh),
         **_environment(),
     }
+
+
+def _describe_pipeline(spec: StateSpec) -> Json:
+    """Return the number of microbatches, which only meshes with a stage axis have."""
+    return {} if spec.microbatches is None else {"microbatches": spec.microbatches}
 
 
 def _describe_determinism(run: Run, spec: StateSpec) -> Json:

@@ -11,6 +11,7 @@ For a parameter, the first of these decides:
 
 Unless a rule by path decided, automatic FSDP then shards the largest dim over the FSDP axes of the
 mesh, if the leaf does not use these axes yet. Context and expert axes shard the same dim as well.
+Stage axes shard the layers of a stack (`models.stack`), whatever decided about the other dims.
 Leaves of the optimizer follow their parameter, by path and dim by dim, which covers factored,
 masked and partitioned states without knowing any of them. Whatever cannot be done as requested is
 an error with numbers, never silent replication.
@@ -34,7 +35,7 @@ from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from rich.table import Table
 
-from shardwise.axes import BATCH, CONTEXT, FSDP, LOGICAL
+from shardwise.axes import BATCH, CONTEXT, FSDP, LOGICAL, STAGE
 from shardwise.errors import ConfigError
 from shardwise.text import did_you_mean
 from shardwise.text import show_bytes as show_bytes
@@ -52,6 +53,8 @@ FlaxRules: TypeAlias = tuple[tuple[str, Axes], ...]
 
 # The metadata of a variable that holds the rules of `nnx.logical_axis_rules` at its creation.
 CONTEXT_RULES = "logical_axis_rules"
+# The metadata of a variable whose first dim counts the layers of a stack.
+STACKED = "stacked"
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ class Rules:
             pairs. The first match decides. `{"head/*": ()}` replicates.
         batch: mesh axes that shard the examples of a batch.
         context: mesh axes that shard the tokens of each sequence, which are dim 1 of a batch.
+        stage: mesh axes that divide the layers of a stack into the stages of a pipeline. They
+            should be in `batch` too, so that they divide the work outside of the stack as well.
         fsdp: mesh axes over which parameters and optimizer state are stored sharded. On a mesh that
             has one, context and expert axes store them sharded as well.
         fsdp_min_size: automatic FSDP does not shard leaves with fewer elements.
@@ -81,6 +86,7 @@ class Rules:
     paths: Mapping[str, tuple[Axes, ...]] | tuple[PathRule, ...] = ()
     batch: tuple[str, ...] = BATCH
     context: tuple[str, ...] = CONTEXT
+    stage: tuple[str, ...] = STAGE
     fsdp: tuple[str, ...] = FSDP
     fsdp_min_size: int = 2**12
 
@@ -132,6 +138,7 @@ class ModelLeaf:
         has_flax_rules: whether Flax has rules for the variable. They are applied to `annotation`
             already, so that its names are mesh axes.
         other_paths: the other paths of a variable that the model uses in several places.
+        is_stacked: whether its first dim counts the layers of a stack.
     """
 
     shape: Shape
@@ -139,6 +146,7 @@ class ModelLeaf:
     annotation: tuple[Axes, ...] | None = None
     has_flax_rules: bool = False
     other_paths: tuple[str, ...] = ()
+    is_stacked: bool = False
 
 
 def place_model(
@@ -211,9 +219,15 @@ def _place(path: str, leaf: ModelLeaf, mesh: Mesh, rules: Rules) -> Placement:
             if any(matches(pattern, name) for name in (path, *leaf.other_paths)):
                 rule = f"rule '{pattern}'"
                 dims = _resolve(what, leaf.shape, axes, rule, mesh, rules)
+                stays = _expert_axes(dims, mesh, rules)
+                dims = _add_stage(path, leaf, dims, mesh, rules)
                 placed = _placement(path, leaf.shape, leaf.dtype, dims, rule, mesh)
-                return replace(placed, stays=_expert_axes(dims, mesh, rules))
+                return replace(placed, stays=stays)
     stays = _expert_axes(dims, mesh, rules)
+    is_staged = leaf.is_stacked and bool(stage_axes(mesh, rules))
+    if is_staged:
+        dims = _add_stage(path, leaf, dims, mesh, rules)
+        reasons.append("layers by stage")
     dims, reason = _add_fsdp(path, leaf.shape, dims, mesh, rules)
     dims = _add_replicas(leaf.shape, dims, mesh, rules)
     if reason or not reasons:
@@ -294,7 +308,7 @@ def _mesh_axes(
 ) -> Iterator[str]:
     """Yield the mesh axes for the names of one dim; known axes that this mesh lacks are skipped."""
     known = {axis for value in rules.logical.values() for axis in _as_tuple(value)}
-    known |= {*rules.batch, *rules.context, *rules.fsdp}
+    known |= {*rules.batch, *rules.context, *rules.stage, *rules.fsdp}
     for name in _as_tuple(entry):
         if name in rules.logical and not by_flax:
             yield from (
@@ -382,6 +396,30 @@ def _add_replicas(
         is_divisible = size % math.prod(mesh.shape[axis] for axis in axes) == 0
         sharded.append(axes if is_fsdp and is_divisible else names)
     return sharded
+
+
+def _add_stage(
+    path: str, leaf: ModelLeaf, dims: list[MeshAxes], mesh: Mesh, rules: Rules
+) -> list[MeshAxes]:
+    """Shard the layers of a stack over the stage axes.
+
+    Raises:
+        ConfigError: if the axes do not divide the layers.
+    """
+    stage = stage_axes(mesh, rules)
+    used = {axis for names in dims for axis in names}
+    if not leaf.is_stacked or not stage or used & {*stage}:
+        return dims
+    first = (*stage, *dims[0])
+    size = math.prod(mesh.shape[axis] for axis in first)
+    if leaf.shape[0] % size:
+        axis_names = " x ".join(map(repr, first))
+        raise ConfigError(
+            f"parameter '{path}' belongs to a stack of {leaf.shape[0]} layers, which is not "
+            f"divisible by mesh axis {axis_names} (size {size}). Use "
+            f"{'*'.join(first)}={_choices(leaf.shape[0], size)}, or another number of layers."
+        )
+    return [first, *dims[1:]]
 
 
 def place_optimizer(
@@ -488,11 +526,16 @@ def at_use(placement: Placement, rules: Rules) -> PartitionSpec:
     come to them, see `kernels.experts`.
     """
     gathered = {*rules.batch, *rules.context} - set(placement.stays)
-    return _without(placement.spec, tuple(gathered))
+    return without(placement.spec, tuple(gathered))
 
 
-def _without(spec: PartitionSpec, axes: MeshAxes) -> PartitionSpec:
-    """Return the spec without some axes."""
+def without(spec: PartitionSpec, axes: MeshAxes) -> PartitionSpec:
+    """Return the spec without some axes.
+
+    Args:
+        spec: a partition spec.
+        axes: the mesh axes to remove.
+    """
     return PartitionSpec(
         *(
             _join(axis for axis in _as_tuple(entry) if axis not in axes)
@@ -523,7 +566,7 @@ def constrain(x: jax.Array, *names: Axes) -> jax.Array:
     mesh, rules = layout
     entries = [None if name == "batch" else name for name in names]
     dims = _resolve("an activation", x.shape, entries, "constraint", mesh, rules)
-    spec = _without(PartitionSpec(*(_join(axes) for axes in dims)), rules.batch)
+    spec = without(PartitionSpec(*(_join(axes) for axes in dims)), rules.batch)
     examples = batch_spec(mesh, rules)[0]
     if has_explicit_axes() and x.shape[0] % num_batch_shards(mesh, rules):
         # Explicit axes shard evenly. Such a batch is only traced, and padded before it is used.
@@ -579,6 +622,50 @@ def activations_on(mesh: Mesh | AbstractMesh, rules: Rules) -> Iterator[None]:
         _LAYOUT.reset(token)
 
 
+# Mesh axes that a `vmap` around the current trace distributes. JAX's caches of traces depend on it.
+_MAPPED = jax.make_user_context(default_value=())
+
+
+@contextmanager
+def mapped_over(axes: MeshAxes) -> Iterator[None]:
+    """Set the mesh axes that a `vmap` with `spmd_axis_name` distributes, while it is traced.
+
+    Arrays inside of the `vmap` are the parts of single devices along these axes, so no constraint
+    may name them.
+    """
+    layout = _LAYOUT.get()
+    assert layout is not None, "only a step has a mesh"
+    mesh, rules = layout
+
+    def others(names: Axes) -> MeshAxes:
+        return tuple(axis for axis in _as_tuple(names) if axis not in axes)
+
+    inner = replace(
+        rules,
+        logical={name: others(names) for name, names in rules.logical.items()},
+        batch=others(rules.batch),
+        context=others(rules.context),
+        stage=others(rules.stage),
+        fsdp=others(rules.fsdp),
+    )
+    token = _LAYOUT.set((mesh, inner))
+    try:
+        with _MAPPED(axes):
+            yield
+    finally:
+        _LAYOUT.reset(token)
+
+
+def mapped_axes() -> MeshAxes:
+    """Return the mesh axes that a `vmap` around the current trace distributes."""
+    axes: MeshAxes = _MAPPED.value
+    return axes
+
+
+# The number of microbatches in the pipelines of the step that is being traced, or None.
+num_microbatches = jax.make_user_context(default_value=None)
+
+
 def logical_axes(name: str, mesh: Mesh | AbstractMesh, rules: Rules) -> MeshAxes:
     """Return the axes of the mesh, of more than one device, that a logical name maps to."""
     axes = _as_tuple(rules.logical[name])
@@ -612,6 +699,18 @@ def context_axes(mesh: Mesh | AbstractMesh, rules: Rules) -> MeshAxes:
     return tuple(
         axis for axis, size in mesh.shape.items() if axis in rules.context and size > 1
     )
+
+
+def stage_axes(mesh: Mesh | AbstractMesh, rules: Rules) -> MeshAxes:
+    """Return the axes of the mesh that divide the layers of a stack into stages."""
+    return tuple(
+        axis for axis, size in mesh.shape.items() if axis in rules.stage and size > 1
+    )
+
+
+def num_stages(mesh: Mesh | AbstractMesh, rules: Rules) -> int:
+    """Return the number of stages of a pipeline; 1 without a stage axis."""
+    return math.prod(mesh.shape[axis] for axis in stage_axes(mesh, rules))
 
 
 def put(values: PyTree, shardings: PyTree, *, copy: bool = False) -> PyTree:
@@ -698,11 +797,12 @@ def model_leaf(
         mapping = _combine(own, context)
     except ConfigError as error:
         raise ConfigError(f"variable '{path}': {error}") from error
+    is_stacked = bool(metadata.get(STACKED))
     if names is None or not mapping:
-        return ModelLeaf(shape, dtype, names)
+        return ModelLeaf(shape, dtype, names, is_stacked=is_stacked)
     # Flax maps whole entries, so a tuple of names stays as it is.
     mapped = tuple(mapping.get(cast(str, name), name) for name in names)
-    return ModelLeaf(shape, dtype, mapped, has_flax_rules=True)
+    return ModelLeaf(shape, dtype, mapped, has_flax_rules=True, is_stacked=is_stacked)
 
 
 def _flax_rules(value: object) -> FlaxRules:

@@ -27,6 +27,7 @@ from shardwise.module import (
     ModuleDef,
     Pure,
     build_module,
+    describe_model,
     path_name,
     split_module,
 )
@@ -37,9 +38,12 @@ from shardwise.sharding import (
     at_use,
     batch_spec,
     num_batch_shards,
+    num_microbatches,
     place_model,
     place_optimizer,
+    stage_axes,
 )
+from shardwise.text import Json
 from shardwise.tree import (
     Batch,
     KeyPath,
@@ -97,6 +101,7 @@ class StateSpec:
         is_explicit: whether the model computes with mesh axes of type Explicit, because it names
             shardings of activations itself: `layer(x, out_sharding=P("data"))`,
             `jax.sharding.reshard`. Everything outside of the model has axes of type Auto.
+        microbatches: the number of microbatches in a pipeline; None chooses it.
     """
 
     create: Callable[[jax.Array], TrainState]
@@ -110,6 +115,7 @@ class StateSpec:
     opt_state: Mapping[str, Placement]
     frozen: Mapping[str, Placement] = field(default_factory=dict)
     is_explicit: bool = False
+    microbatches: int | None = None
 
     @property
     def shardings(self) -> TrainState:
@@ -183,7 +189,11 @@ class StateSpec:
             return function(model, other, batch, key, step)
 
         args = (*arrays, batch, key, step)
-        with is_analyzed(not is_compiled), activations_on(self.mesh, self.rules):
+        with (
+            is_analyzed(not is_compiled),
+            num_microbatches(self.microbatches),
+            activations_on(self.mesh, self.rules),
+        ):
             if not self.is_explicit:
                 return on_model(*args)
 
@@ -293,6 +303,8 @@ def abstract_state(
 
     parts = (definition.params, definition.other, definition.frozen)
     leaves = {path_name(path): leaf for part in parts for path, leaf in part.items()}
+    if stage_axes(mesh, rules) and not any(leaf.is_stacked for leaf in leaves.values()):
+        raise _no_stack_error(definition, shapes, mesh, rules)
     placements = place_model(leaves, mesh, rules)
     params, other, frozen = (
         {path_name(path): placements[path_name(path)] for path in part}
@@ -319,6 +331,40 @@ def abstract_state(
         other,
         opt_state,
         frozen,
+    )
+
+
+def _no_stack_error(
+    definition: ModuleDef, shapes: TrainState, mesh: Mesh, rules: Rules
+) -> ConfigError:
+    """Return the error for a mesh with stages and a model without a stack of layers.
+
+    Args:
+        definition: the static part of the model.
+        shapes: the abstract state.
+        mesh: the mesh.
+        rules: the rules with the names of stage axes.
+    """
+    description: Json = {}
+
+    def describe(state: TrainState, key: jax.Array) -> None:
+        arrays = (state.params, state.other, key)
+        module = definition.merge(*arrays, frozen=state.frozen)
+        description.update(describe_model(module))
+
+    jax.eval_shape(describe, shapes, abstract_key())
+    axis = stage_axes(mesh, rules)[0]
+    fact = (
+        f"mesh axis '{axis}' (size {mesh.shape[axis]}) divides a stack of layers, and "
+        f"{description['class']} has none."
+    )
+    if "scan_layers" in description.get("config", {}):
+        return ConfigError(f"{fact} Use scan_layers=True, or a mesh without '{axis}'.")
+    return ConfigError(
+        f"{fact} Change three lines of it, or use a mesh without '{axis}':\n"
+        "  from shardwise import Stack\n"
+        "  self.layers = Stack(Layer, num_layers, rngs)  # instead of a list of Layer(rngs)\n"
+        "  x = self.layers(x)  # instead of a loop over the list"
     )
 
 

@@ -32,6 +32,12 @@ def show_plan(console: Console, plan: Plan) -> None:
         f"{show_bytes(plan.bytes)} of memory traffic per device, {plan.items:,} {plan.unit}, "
         f"{show_matmuls(plan.matmul_flops, plan.matmul_lines)}",
     )
+    if plan.microbatches:
+        _print_line(
+            console,
+            f"pipeline: {plan.microbatches} microbatches; a stage has none for {plan.bubble:.0%} "
+            "of the time",
+        )
     if plan.times is not None:
         _print_line(console, _estimate_line(plan, plan.times))
     else:

@@ -24,7 +24,7 @@ from shardwise.kernels.partitioning import (
     pl,
     triton,
 )
-from shardwise.kernels.platform import platform
+from shardwise.kernels.platform import has_gpu_kernels
 
 Array = jax.Array
 
@@ -48,7 +48,7 @@ def bias_gelu(x: Array, bias: Array) -> Array:
     Returns:
         An array (N, F) of the dtype of `x`.
     """
-    if platform() == "gpu" and x.dtype in (jnp.bfloat16, jnp.float16):
+    if has_gpu_kernels() and x.dtype in (jnp.bfloat16, jnp.float16):
         return fused_bias_gelu(x, bias)
     y: Array = plain_bias_gelu(x, bias)
     return y
@@ -73,7 +73,7 @@ def gelu_mlp(x: Array, up: Array, bias: Array, down: Array) -> Array:
         An array (N, D).
     """
     if (
-        platform() == "gpu"
+        has_gpu_kernels()
         and hopper.is_available()
         and hopper.supports_matmul(x, up.shape[1])
     ):

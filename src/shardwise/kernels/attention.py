@@ -26,6 +26,7 @@ from shardwise.axes import BATCH, CONTEXT, TENSOR
 from shardwise.kernels.context import context_attention
 from shardwise.kernels.mask import MASKED_SCORE, Mask, same_document
 from shardwise.kernels.platform import platform, step_mesh
+from shardwise.sharding import step_layout
 
 Array = jax.Array
 
@@ -282,7 +283,7 @@ def tpu_attention(
     v: Array,
     segment_ids: Array | None = None,
     *,
-    batch: tuple[str, ...] = BATCH,
+    batch: tuple[str, ...] | None = None,
     heads: tuple[str, ...] = (*TENSOR, *CONTEXT),
     block: int = BLOCK,
     interpret: bool = False,
@@ -300,7 +301,7 @@ def tpu_attention(
         k: keys, (B, T, G, K).
         v: values, (B, T, G, K).
         segment_ids: as for `causal_attention`.
-        batch: the mesh axes that shard the sequences.
+        batch: the mesh axes that shard the sequences; None for those of the step.
         heads: the mesh axes that shard the heads.
         block: the number of queries, and of keys, that the kernel works on at once.
         interpret: interpret the kernel on any device, slowly, in order to test it.
@@ -318,6 +319,9 @@ def tpu_attention(
             "requires. Pad the sequences."
         )
     mesh = jax.sharding.get_abstract_mesh()
+    if batch is None:
+        layout = step_layout()
+        batch = BATCH if layout is None else layout[1].batch
     batch_axes = tuple(axis for axis in batch if mesh.shape.get(axis, 1) > 1)
     head_axes = tuple(axis for axis in heads if mesh.shape.get(axis, 1) > 1)
     if q.shape[0] % math.prod(mesh.shape[axis] for axis in batch_axes):

@@ -27,7 +27,7 @@ from shardwise.kernels.partitioning import (
     pl,
     triton,
 )
-from shardwise.kernels.platform import platform
+from shardwise.kernels.platform import has_gpu_kernels, platform
 
 Array = jax.Array
 
@@ -62,7 +62,7 @@ class ResidualNorm(nnx.LayerNorm):
         assert self.scale is not None
         assert self.bias is not None
         weights = self.scale[...], self.bias[...], self.epsilon
-        if platform() == "gpu" and x.shape[1] <= MAX_WIDTH:
+        if has_gpu_kernels() and x.shape[1] <= MAX_WIDTH:
             return fused_layer_norm(x, pending_bias, *weights)
         layer_norm = cpu_layer_norm if platform() == "cpu" else plain_layer_norm
         return layer_norm(add_pending_bias(x, pending_bias), *weights)

@@ -3,6 +3,8 @@
 import jax
 from jax.sharding import AbstractMesh
 
+from shardwise.sharding import mapped_axes
+
 # Whether the current trace is only analyzed, and not compiled. JAX's caches of traces depend on it.
 is_analyzed = jax.make_user_context(default_value=False)
 
@@ -15,6 +17,14 @@ def platform() -> str:
     """
     mesh = step_mesh()
     return jax.default_backend() if mesh is None else mesh.abstract_device.platform
+
+
+def has_gpu_kernels() -> bool:
+    """Return whether the current trace can use the GPU kernels of `kernels.partitioning`.
+
+    In a pipeline it cannot: JAX has no `vmap` of `custom_partitioning`.
+    """
+    return platform() == "gpu" and not mapped_axes()
 
 
 def step_mesh() -> AbstractMesh | None:

@@ -28,6 +28,7 @@ from shardwise.kernels.norm import ResidualNorm, add_pending_bias
 from shardwise.kernels.tokens import merge_tokens, split_tokens
 from shardwise.models.annotate import annotated
 from shardwise.models.kv_cache import Cache, advance, cached_attention, empty_cache
+from shardwise.models.stack import is_pipelined, run_layers, stack_layers
 
 Array = jax.Array
 
@@ -361,13 +362,7 @@ class GPT(nnx.Module):
         self.dropout = nnx.Dropout(c.dropout, rngs=rngs)
         self.blocks: GPTBlock | nnx.List[GPTBlock]
         if c.scan_layers:
-            stack = nnx.vmap(
-                partial(GPTBlock, c),
-                in_axes=0,
-                out_axes=0,
-                transform_metadata={nnx.PARTITION_NAME: None},
-            )
-            self.blocks = nnx.split_rngs(splits=c.num_layers)(stack)(rngs)
+            self.blocks = stack_layers(partial(GPTBlock, c), c.num_layers, rngs)
         else:
             self.blocks = nnx.List([GPTBlock(c, rngs) for _ in range(c.num_layers)])
         self.norm = ResidualNorm(c.width, epsilon=1e-5, rngs=rngs)
@@ -443,20 +438,36 @@ class GPT(nnx.Module):
     ) -> tuple[Array, Array | None]:
         """Return the residual stream after all blocks, and a bias that is not added yet."""
 
-        def apply_block(
-            block: GPTBlock, x: Array, pending_bias: Array | None
-        ) -> tuple[Array, Array | None]:
-            return block(x, pending_bias, shape, segment_ids)
+        def block_function(shape: BatchShape, segment_ids: Array | None) -> _ApplyBlock:
+            def apply_block(
+                block: GPTBlock, x: Array, pending_bias: Array | None
+            ) -> tuple[Array, Array | None]:
+                return block(x, pending_bias, shape, segment_ids)
 
-        run_block = REMAT[self.config.remat](apply_block)
+            return REMAT[self.config.remat](apply_block)
+
+        run_block = block_function(shape, segment_ids)
+        if self.config.scan_layers and is_pipelined():
+
+            def apply_to_sequences(
+                block: GPTBlock, x: Array, segment_ids: Array | None
+            ) -> Array:
+                shape = x.shape[0], x.shape[1]
+                run_block = block_function(shape, segment_ids)
+                rows = add_pending_bias(*run_block(block, merge_tokens(x), None))
+                return split_tokens(rows, *shape)
+
+            # A pipeline divides sequences, not their tokens.
+            sequences = split_tokens(x, *shape)
+            args = (self._stack(), apply_to_sequences, sequences, segment_ids)
+            return merge_tokens(run_layers(*args)), None
         if self.config.scan_layers:
 
             def apply_layer(block: GPTBlock, x: Array) -> Array:
                 # Left to the next norm, the bias would be added in a separate pass over memory.
                 return add_pending_bias(*run_block(block, x, None))
 
-            scan = nnx.scan(apply_layer, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-            return scan(self._stack(), x), None
+            return run_layers(self._stack(), apply_layer, x), None
         pending_bias: Array | None = None
         for block in self._layers():
             x, pending_bias = run_block(block, x, pending_bias)

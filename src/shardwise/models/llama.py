@@ -20,6 +20,7 @@ from shardwise.kernels.attention import causal_attention
 from shardwise.kernels.lookup import look_up
 from shardwise.models.annotate import annotated
 from shardwise.models.kv_cache import Cache, advance, cached_attention, empty_cache
+from shardwise.models.stack import run_layers, stack_layers
 from shardwise.sharding import constrain
 
 Array = jax.Array
@@ -316,13 +317,7 @@ class Llama(nnx.Module):
         self.tokens = _weight(c, rngs, (c.vocab_size, c.width), ("vocab", "embed"))
         self.blocks: LlamaBlock | nnx.List[LlamaBlock]
         if c.scan_layers:
-            stack = nnx.vmap(
-                partial(LlamaBlock, c),
-                in_axes=0,
-                out_axes=0,
-                transform_metadata={nnx.PARTITION_NAME: None},
-            )
-            self.blocks = nnx.split_rngs(splits=c.num_layers)(stack)(rngs)
+            self.blocks = stack_layers(partial(LlamaBlock, c), c.num_layers, rngs)
         else:
             self.blocks = nnx.List([LlamaBlock(c, rngs) for _ in range(c.num_layers)])
         self.norm = RMSNorm(c)
@@ -350,9 +345,7 @@ class Llama(nnx.Module):
 
         run_block = _remat(c)(apply_block)
         if c.scan_layers:
-            x = nnx.scan(run_block, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(
-                self._stack(), x
-            )
+            x = run_layers(self._stack(), run_block, x)
         else:
             for block in self._layers():
                 x = run_block(block, x)

@@ -33,12 +33,13 @@ from shardwise.findings import Finding
 from shardwise.flops import count_kernels
 from shardwise.hardware import Chip
 from shardwise.mesh import make_mesh, mesh_text
+from shardwise.models.stack import bubble
 from shardwise.plan.hlo import Program, parse
 from shardwise.plan.plan import Buffer, Memory, OptionValue, Plan, PlannedLeaf, Times
 from shardwise.plan.roofline import Estimate, estimate
 from shardwise.plan.target import Target, find_target, local_target
 from shardwise.run import Prepared, Run, package_version, prepare
-from shardwise.sharding import Placement, Rules, context_axes, show_spec
+from shardwise.sharding import Placement, Rules, context_axes, num_stages, show_spec
 from shardwise.step import TrainStep
 from shardwise.text import show_bytes
 from shardwise.tree import named_leaves, num_bytes
@@ -188,6 +189,8 @@ def find_idle_axes(plan: Plan, rules: Rules) -> tuple[Finding, ...]:
     if not plan.model_flops:
         return ()
     repeated = plan.flops * plan.num_devices / plan.model_flops
+    # Stages of a pipeline compute in every tick, also without a microbatch of their own.
+    repeated *= 1 - plan.bubble
     return tuple(
         Finding(
             "idle-axis",
@@ -503,9 +506,13 @@ class _KnownFields(TypedDict):
     matmul_lines: dict[str, str]
     peak_flops: float | None
     leaves: list[PlannedLeaf]
+    microbatches: int
+    bubble: float
 
 
 def _known_fields(run: Run, prepared: Prepared) -> _KnownFields:
+    microbatches = prepared.step.spec.microbatches or 0
+    stages = num_stages(prepared.spec.mesh, run.rules)
     return {
         "batch": _batch_shapes(prepared.step),
         "items": _num_items(run, prepared.step),
@@ -518,6 +525,8 @@ def _known_fields(run: Run, prepared: Prepared) -> _KnownFields:
         "leaves": [
             _planned_leaf(placement) for placement in prepared.spec.params.values()
         ],
+        "microbatches": microbatches,
+        "bubble": bubble(stages, microbatches) if microbatches else 0.0,
     }
 
 

@@ -46,7 +46,10 @@ SOURCES = {
         "mfu",
         "limit",
     ],
-    "trace": ["model_flops", "matmul_flops", "matmul_lines", "leaves", "items"],
+    "trace": [
+        *("model_flops", "matmul_flops", "matmul_lines", "leaves", "items"),
+        *("microbatches", "bubble"),
+    ],
 }
 
 
@@ -186,6 +189,8 @@ class Plan:
         unknown_kernels: number of calls of each custom kernel whose FLOP are unknown.
         matmul_flops: FLOP of the forward pass by the dtype of the operands, largest first.
         matmul_lines: the line of the user's code with the most of them, by dtype.
+        microbatches: number of microbatches in a pipeline; 0 on a mesh without a stage axis.
+        bubble: share of the time of a pipeline in which a stage has no microbatch to work on.
         compile_seconds: seconds that tracing and compiling took.
         compile_memory: largest memory of the planning process so far, in bytes.
     """
@@ -212,6 +217,8 @@ class Plan:
     unknown_kernels: dict[str, int] = field(default_factory=dict)
     matmul_flops: dict[str, float] = field(default_factory=dict)
     matmul_lines: dict[str, str] = field(default_factory=dict)
+    microbatches: int = 0
+    bubble: float = 0.0
     compile_seconds: float = 0.0
     compile_memory: float = 0.0
 

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from shardwise.module import AccessHook, path_name
 from shardwise.precision import dtype_at_use
-from shardwise.sharding import Placement, at_use, reshard
+from shardwise.sharding import Placement, at_use, mapped_axes, reshard, without
 from shardwise.state import StateSpec
 
 
@@ -74,10 +74,12 @@ class _Access:
         is_parameter = self.is_parameter or isinstance(variable, nnx.Param)
         dtype = self.dtype if is_parameter else None
         cast_dtype = dtype_at_use(variable, value.dtype, dtype)
-        stored, shape = self.placement.spec, self.placement.shape
+        # Inside of a pipeline, the parameters were gathered before its loop.
+        stored = without(self.placement.spec, mapped_axes())
+        shape = self.placement.shape
         used = PartitionSpec()
         if is_parameter:
-            used = at_use(self.placement, self.spec.rules)
+            used = without(at_use(self.placement, self.spec.rules), mapped_axes())
         used_sharding = self.spec.sharding(_spec_of_slice(used, shape, value.shape))
         stored_sharding = self.spec.sharding(_spec_of_slice(stored, shape, value.shape))
 

@@ -14,7 +14,8 @@ from shardwise.loss.trace import (
     weight_is_trained,
 )
 from shardwise.loss.value import Kind
-from shardwise.sharding import num_batch_shards
+from shardwise.models.stack import default_microbatches
+from shardwise.sharding import num_batch_shards, num_stages
 from shardwise.state import StateSpec
 
 # What accumulation does with a loss that combines examples, see `Run.micro_batches`.
@@ -22,9 +23,25 @@ MicroBatches: TypeAlias = Literal["exact", "separate"]
 
 
 def train_layout(
-    spec: StateSpec, loss: Loss, traced: TracedLoss, accumulate: int
-) -> BatchLayout:
-    """Return the layout of training batches; raise if the batch size does not fit the mesh."""
+    spec: StateSpec,
+    loss: Loss,
+    traced: TracedLoss,
+    accumulate: int,
+    microbatches: int | None = None,
+) -> tuple[BatchLayout, int | None]:
+    """Return the layout of training batches, and the number of microbatches in a pipeline.
+
+    Args:
+        spec: the abstract state.
+        loss: the loss.
+        traced: the loss, traced with a batch.
+        accumulate: the number of micro-batches that are computed one after the other.
+        microbatches: the number of microbatches that a pipeline divides each of them into; None
+            chooses it. It has no effect without a stage axis.
+
+    Raises:
+        ConfigError: if the batch size does not fit the mesh.
+    """
     rows = num_rows(traced.shapes)
     shards = num_batch_shards(spec.mesh, spec.rules)
     if accumulate < 1 or accumulate > rows:
@@ -32,11 +49,47 @@ def train_layout(
             f"accumulate={accumulate} cannot split a batch of {rows} examples. "
             f"Use a value between 1 and {rows}."
         )
-    multiple = shards * accumulate
+    stages = num_stages(spec.mesh, spec.rules)
+    per_stage, rest = divmod(microbatches or stages, stages)
+    if stages > 1 and rest:
+        raise ConfigError(
+            f"microbatches={microbatches} is not a multiple of the {stages} stages of the mesh. "
+            f"Use {max(per_stage, 1) * stages} or {(per_stage + 1) * stages}."
+        )
+    parts = accumulate * (per_stage if stages > 1 else 1)
+    multiple = shards * parts
     padded = -(-rows // multiple) * multiple
     if padded != rows:
-        _check_padding(spec, loss, traced, padded, shards, accumulate)
-    return make_layout(traced.shapes, rows, padded, spec.mesh, spec.rules)
+        _check_padding(spec, loss, traced, padded, shards, parts)
+    layout = make_layout(traced.shapes, rows, padded, spec.mesh, spec.rules)
+    if stages == 1:
+        return layout, None
+    in_pipeline = padded * stages // (shards * accumulate)
+    return layout, microbatches or default_microbatches(stages, in_pipeline)
+
+
+def check_pipeline(
+    spec: StateSpec, traced: TracedLoss, micro_batches: MicroBatches
+) -> None:
+    """Check that the layers of a pipeline may compute microbatches instead of the batch.
+
+    Args:
+        spec: the abstract state.
+        traced: the loss, traced with the complete batch.
+        micro_batches: see `Run.micro_batches`.
+
+    Raises:
+        ConfigError: if examples meet each other, maybe in a layer, and `micro_batches` is "exact".
+    """
+    if num_stages(spec.mesh, spec.rules) == 1 or micro_batches == "separate":
+        return
+    metric = traced.metrics["loss"]
+    if metric.worst.kind >= Kind.UNKNOWN:
+        raise ConfigError(
+            "on a mesh with a stage axis, the layers of a stack see the examples of one "
+            f"microbatch, and {metric.reason}. Use a mesh without a stage axis. If examples are "
+            'combined outside of the stack only, use micro_batches="separate".'
+        )
 
 
 def check_accumulate(
@@ -111,14 +164,16 @@ def _check_padding(
     traced: TracedLoss,
     padded: int,
     shards: int,
-    accumulate: int,
+    parts: int,
 ) -> None:
     """Raise if padding to `padded` examples would change the loss or variables of the model."""
     rows = num_rows(traced.shapes)
-    multiple = shards * accumulate
+    multiple = shards * parts
+    is_pipelined = num_stages(spec.mesh, spec.rules) > 1
+    name = "accumulate and microbatches" if is_pipelined else "accumulate"
     fact = (
         f"a batch of {rows} examples is not divisible by {multiple} "
-        f"({shards} batch shards x accumulate={accumulate})"
+        f"({shards} batch shards x {name}={parts})"
     )
     above = -(-rows // multiple) * multiple
     sizes = sorted({max(above - multiple, multiple), above})

@@ -40,7 +40,12 @@ from shardwise.precision import OwnSum, sums_in_float32
 from shardwise.state import StateSpec, TrainState
 from shardwise.step.access import access_hooks
 from shardwise.step.accumulate import accumulated
-from shardwise.step.checks import MicroBatches, check_accumulate, train_layout
+from shardwise.step.checks import (
+    MicroBatches,
+    check_accumulate,
+    check_pipeline,
+    train_layout,
+)
 from shardwise.step.deterministic import (
     OPTIONS,
     DeterministicJit,
@@ -362,6 +367,7 @@ def make_train_step(
     seed: int = 0,
     accumulate: int = 1,
     micro_batches: MicroBatches = "exact",
+    microbatches: int | None = None,
     compute_dtype: DTypeLike | None = None,
     norms: bool = False,
     deterministic: bool = True,
@@ -379,6 +385,8 @@ def make_train_step(
         micro_batches: "exact" refuses a loss whose result would change with `accumulate`, because
             it combines examples with each other. "separate" computes such a loss within each
             micro-batch, and averages, also if it is a sum over the batch.
+        microbatches: the number of parts that a pipeline divides the batch into, on a mesh with a
+            stage axis. The result does not depend on it. None chooses up to 4 per stage.
         compute_dtype: the dtype in which the model computes, for example "bfloat16", see
             `precision.compute_in`. Batch, parameters and optimizer state keep their own dtypes.
         norms: add `update_norm` and `param_norm` to the metrics, and all norms for each parameter
@@ -395,7 +403,9 @@ def make_train_step(
     """
     spec = spec.computing_in(compute_dtype)
     spec, traced = settle_loss(spec, loss, batch)
-    layout = train_layout(spec, loss, traced, accumulate)
+    check_pipeline(spec, traced, micro_batches)
+    layout, chosen = train_layout(spec, loss, traced, accumulate, microbatches)
+    spec = replace(spec, microbatches=chosen)
     sums: tuple[str, ...] = ()
     if accumulate > 1:
         traced, sums = check_accumulate(spec, loss, traced, accumulate, micro_batches)

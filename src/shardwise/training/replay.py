@@ -32,7 +32,10 @@ from shardwise.tree import named_leaves
 # may differ.
 TOLERANCES = {"loss": 1e-3, "grad_norm": 1e-2}
 # What must be the same for equal bits.
-SAME_BITS = ("mesh", "devices", "versions", "deterministic", "accumulate")
+SAME_BITS = (
+    *("mesh", "devices", "versions", "deterministic"),
+    *("accumulate", "microbatches"),
+)
 # How many arrays a text names at most.
 MAX_NAMED = 12
 # What a difference may come from.

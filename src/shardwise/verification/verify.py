@@ -306,12 +306,15 @@ def meshes_to_verify(spec: StateSpec, rules: Rules, num_devices: int) -> list[st
     data = next((axis for axis in batch_axes if axis not in rules.fsdp), None)
     fsdp = next(iter(rules.fsdp), None)
     tensor = _tensor_axes(spec, rules)
+    stage = _stage_axis(spec, rules)
     half, quarter = num_devices // 2, num_devices // 4
     meshes = [{axis: num_devices} for axis in (data, fsdp, *tensor)]
     if num_devices % 2 == 0:
         meshes += [{data: half, axis: 2} for axis in tensor]
         if not tensor:
             meshes.append({data: 2, fsdp: half})
+        if stage is not None:
+            meshes.append({stage: 2, data: half})
     if num_devices % 4 == 0:
         meshes += [{data: quarter, fsdp: 2, axis: 2} for axis in tensor]
     texts: list[str] = []
@@ -322,6 +325,14 @@ def meshes_to_verify(spec: StateSpec, rules: Rules, num_devices: int) -> list[st
                 show_sizes({axis: size for axis, size in sizes.items() if size > 1})
             )
     return list(dict.fromkeys(texts))
+
+
+def _stage_axis(spec: StateSpec, rules: Rules) -> str | None:
+    """Return the axis that divides the layers of the model into two stages, if there are any."""
+    leaves = [*spec.definition.params.values(), *spec.definition.frozen.values()]
+    layers = [leaf.shape[0] for leaf in leaves if leaf.is_stacked]
+    is_divisible = bool(layers) and all(count % 2 == 0 for count in layers)
+    return next(iter(rules.stage), None) if is_divisible else None
 
 
 def _tensor_axes(spec: StateSpec, rules: Rules) -> list[str]:

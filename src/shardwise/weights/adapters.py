@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from shardwise.errors import ConfigError
 from shardwise.module import BASE, ModelFactory, call_factory, other_paths, path_name
-from shardwise.sharding import CONTEXT_RULES, annotation_of
+from shardwise.sharding import CONTEXT_RULES, STACKED, annotation_of
 from shardwise.text import did_you_mean
 from shardwise.tree import PyTree, matches, named_leaves
 
@@ -216,8 +216,9 @@ def _adapter_shardings(
     """Return the sharding annotations of A and B, those of the dims they share with the base."""
     metadata = base.get_metadata()
     names = annotation_of(metadata)
+    kept = {STACKED: True} if metadata.get(STACKED) else {}
     if names is None:
-        return {}, {}
+        return kept, kept
     missing = len(base.get_value().shape) - len(names)
     axes = (*names, *(None,) * missing)
     a_axes = (*axes[:split], None)
@@ -228,6 +229,7 @@ def _adapter_shardings(
         for key in ("sharding_rules", CONTEXT_RULES)
         if metadata.get(key)
     }
+    rules |= kept
     return {"out_sharding": a_axes, **rules}, {"out_sharding": b_axes, **rules}
 
 
