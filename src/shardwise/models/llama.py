@@ -1,4 +1,5 @@
-"""Llama 2 and 3 as plain NNX modules: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""Llama 2 and 3, and Mixtral, as plain NNX modules: RMSNorm, rotary positions, grouped-query
+attention, SwiGLU. Mixtral is a Llama whose MLPs are experts (`models.moe`).
 
 Shapes: B sequences, T tokens, D width, H query heads, G key and value heads, K head width, V
 vocabulary size. Parameters carry logical axis names ("embed", "heads", "mlp", "vocab") that a mesh
@@ -20,6 +21,7 @@ from shardwise.kernels.attention import causal_attention
 from shardwise.kernels.lookup import look_up
 from shardwise.models.annotate import annotated
 from shardwise.models.kv_cache import Cache, advance, cached_attention, empty_cache
+from shardwise.models.moe import MoE, Routing, empty_routing
 from shardwise.models.stack import run_layers, stack_layers
 from shardwise.sharding import constrain
 
@@ -73,6 +75,8 @@ class LlamaConfig:
             `keep` and `offload`) or "dots" (everything except matmuls).
         keep: with `remat="block"`, the values (see `Kept`) that stay in device memory.
         offload: with `remat="block"`, the values that wait in host memory.
+        num_experts: the number of experts in each block, as in Mixtral; 0 for an MLP.
+        top_k: the number of experts per token; 0 without experts.
     """
 
     vocab_size: int
@@ -91,10 +95,12 @@ class LlamaConfig:
     remat: str = "none"
     keep: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
+    num_experts: int = 0
+    top_k: int = 0
 
 
 # "7b" and "70b-llama2" are Llama 2; "8b", "70b" and "405b" are Llama 3. For sequences of more than
-# 8192 tokens, Llama 3.1 adds a `RopeScaling`.
+# 8192 tokens, Llama 3.1 adds a `RopeScaling`. "8x7b" is Mixtral.
 SIZES = {
     "tiny": LlamaConfig(256, 2, 4, 2, 64, 192),
     "7b": LlamaConfig(32000, 32, 32, 32, 4096, 11008, rope_theta=1e4, max_length=4096),
@@ -104,6 +110,18 @@ SIZES = {
     "8b": LlamaConfig(128256, 32, 32, 8, 4096, 14336),
     "70b": LlamaConfig(128256, 80, 64, 8, 8192, 28672),
     "405b": LlamaConfig(128256, 126, 128, 8, 16384, 53248),
+    "8x7b": LlamaConfig(
+        32000,
+        32,
+        32,
+        8,
+        4096,
+        14336,
+        rope_theta=1e6,
+        max_length=32768,
+        num_experts=8,
+        top_k=2,
+    ),
 }
 
 
@@ -230,6 +248,16 @@ class LlamaBlock(nnx.Module):
             (c.num_heads, head_width, c.width), ("heads", None, "embed"), "iio"
         )
         self.norm2 = RMSNorm(c)
+        if c.num_experts:
+            self.moe = MoE(
+                c.width,
+                c.mlp_width,
+                num_experts=c.num_experts,
+                top_k=c.top_k,
+                param_dtype=c.param_dtype,
+                rngs=rngs,
+            )
+            return
         self.gate = weight((c.width, c.mlp_width), ("embed", "mlp"))
         self.up = weight((c.width, c.mlp_width), ("embed", "mlp"))
         # Without a name for the last dimension, FSDP shards the first, which is larger. A narrow
@@ -238,10 +266,15 @@ class LlamaBlock(nnx.Module):
 
     def __call__(self, x: Array, cos: Array, sin: Array) -> Array:
         """Apply the block to (B, T, D). `cos` and `sin` come from `rotations`."""
+        return self.routed(x, cos, sin)[0]
+
+    def routed(self, x: Array, cos: Array, sin: Array) -> tuple[Array, Routing | None]:
+        """Apply the block, and return how its experts were chosen; None without experts."""
         x = self._named(constrain(x, "batch", "tokens"), "input")
         x = x + self._named(self._attention(self.norm1(x), cos, sin), "out")
-        x = x + self._named(self._mlp(self.norm2(x)), "down")
-        return constrain(x, "batch", "tokens")
+        y, routing = self._mlp(self.norm2(x))
+        x = x + self._named(y, "down")
+        return constrain(x, "batch", "tokens"), routing
 
     def _named(self, x: Array, name: Kept) -> Array:
         """Name a value for the policy of `remat`.
@@ -263,7 +296,7 @@ class LlamaBlock(nnx.Module):
             *self._heads(self.norm1(x), cos, sin), cache, layer
         )
         x = x + matmul(mixed, self.out[...], dims=2)
-        return x + self._mlp(self.norm2(x)), cache
+        return x + self._mlp(self.norm2(x))[0], cache
 
     def _attention(self, x: Array, cos: Array, sin: Array) -> Array:
         return matmul(
@@ -281,11 +314,13 @@ class LlamaBlock(nnx.Module):
         )
         return q, k, v
 
-    def _mlp(self, x: Array) -> Array:
+    def _mlp(self, x: Array) -> tuple[Array, Routing | None]:
+        if self.config.num_experts:
+            return self.moe(x)
         gate, up = (
             self._named(matmul(x, kernel[...]), "up") for kernel in (self.gate, self.up)
         )
-        return matmul(jax.nn.silu(gate) * up, self.down[...])
+        return matmul(jax.nn.silu(gate) * up, self.down[...]), None
 
 
 class Llama(nnx.Module):
@@ -299,14 +334,19 @@ class Llama(nnx.Module):
             rngs: random number generators.
 
         Raises:
-            ValueError: if width, heads and key heads do not divide each other, or `keep` or
-                `offload` are used without `remat="block"`.
+            ValueError: if width, heads and key heads do not divide each other, if only one of
+                `num_experts` and `top_k` is set, or if `keep` or `offload` are used without
+                `remat="block"`.
         """
         c = config
         if c.width % c.num_heads or c.num_heads % c.num_kv_heads:
             raise ValueError(
                 f"width={c.width}, num_heads={c.num_heads} and num_kv_heads={c.num_kv_heads}: "
                 "each must be divisible by the next."
+            )
+        if bool(c.num_experts) != bool(c.top_k):
+            raise ValueError(
+                f"num_experts={c.num_experts} and top_k={c.top_k}: set both, or none of them."
             )
         if (c.keep or c.offload) and c.remat != "block":
             raise ValueError(
@@ -336,20 +376,51 @@ class Llama(nnx.Module):
 
     def features(self, tokens: Array) -> Array:
         """Return the input of the output layer, (B, T, D), for `tokens` (B, T)."""
+        return self._features(tokens)[0]
+
+    def features_and_routing(self, tokens: Array) -> tuple[Array, Routing]:
+        """Return `features`, and how experts were chosen, as a mean over the layers.
+
+        Add `routing.balance` to the loss of each sequence, so that experts are used evenly.
+
+        Args:
+            tokens: (B, T).
+
+        Raises:
+            ValueError: if the model has no experts.
+
+        Example:
+            >>> features, routing = model.features_and_routing(tokens)  # doctest: +SKIP
+            >>> nats = linear_cross_entropy(features, model.output().T, labels)
+            >>> return Mean(nats + 0.01 * routing.balance[:, None])
+        """
+        x, total = self._features(tokens)
+        if total is None:
+            raise ValueError("the model has no experts: its num_experts is 0.")
+        mean = jax.tree.map(lambda value: value / self.config.num_layers, total)
+        return x, mean
+
+    def _features(self, tokens: Array) -> tuple[Array, Routing | None]:
+        """Return the input of the output layer, and the sum of the routing of all layers."""
         c = self.config
         cos, sin = rotations(c, jnp.arange(tokens.shape[1]))
         x = look_up(self.tokens[...], tokens)
 
-        def apply_block(block: LlamaBlock, x: Array) -> Array:
-            return block(x, cos, sin)
+        def apply_block(block: LlamaBlock, stream: _Stream) -> _Stream:
+            x, total = stream
+            x, routing = block.routed(x, cos, sin)
+            return x, jax.tree.map(jnp.add, total, routing)
 
         run_block = _remat(c)(apply_block)
+        start = empty_routing(len(tokens), c.num_experts) if c.num_experts else None
+        stream: _Stream = (x, start)
         if c.scan_layers:
-            x = run_layers(self._stack(), run_block, x)
+            stream = run_layers(self._stack(), run_block, stream)
         else:
             for block in self._layers():
-                x = run_block(block, x)
-        return self.norm(x)
+                stream = run_block(block, stream)
+        x, total = stream
+        return self.norm(x), total
 
     def _stack(self) -> LlamaBlock:
         """Return the block whose parameters have a leading layer dimension (`scan_layers=True`)."""
@@ -404,7 +475,9 @@ class Llama(nnx.Module):
         return matmul(self.norm(last), self.output()), advance(cache, count)
 
 
-_ApplyBlock: TypeAlias = Callable[[LlamaBlock, Array], Array]
+# What a block passes to the next: tokens (B, T, D), and the sum of the routing so far.
+_Stream: TypeAlias = tuple[Array, Routing | None]
+_ApplyBlock: TypeAlias = Callable[[LlamaBlock, _Stream], _Stream]
 
 
 def _remat(config: LlamaConfig) -> Callable[[_ApplyBlock], _ApplyBlock]:

@@ -49,6 +49,18 @@ class Routing:
         return num_experts * (self.load * self.probability).sum(-1)
 
 
+def empty_routing(batch_size: int, num_experts: int) -> Routing:
+    """Return a routing of zeros, to which those of layers are added.
+
+    Args:
+        batch_size: the number B of sequences.
+        num_experts: the number E of experts.
+    """
+    per_expert = jnp.zeros((batch_size, num_experts), jnp.float32)
+    per_sequence = jnp.zeros(batch_size, jnp.float32)
+    return Routing(per_expert, per_expert, per_sequence, per_sequence)
+
+
 @dataclass(frozen=True)
 class Choices:
     """The experts of each token, see `route`.

@@ -43,7 +43,7 @@ from shardwise.tree import PyTree
 Array = jax.Array
 Block = TypeVar("Block", bound=nnx.Module)
 # From a layer, its input (b, ...) and other arrays of the same examples to its output (b, ...).
-ApplyLayer: TypeAlias = Callable[..., Array]
+ApplyLayer: TypeAlias = Callable[..., PyTree]
 
 # Without an option, a pipeline has at most this many microbatches per stage. The share of time in
 # which a stage has nothing to do is then 1/5 at most, and smaller matmuls would be less efficient.
@@ -87,11 +87,12 @@ class Stack(nnx.Module):
             **shared: values that are the same for all examples, such as a table of positions.
         """
 
-        def apply(layer: nnx.Module, x: Array, *examples: PyTree) -> Array:
+        def apply(layer: nnx.Module, x: PyTree, *examples: PyTree) -> PyTree:
             call = cast(Callable[..., Array], layer)
             return call(x, *examples, **shared)
 
-        return run_layers(self.layers, apply, x, *examples)
+        output: Array = run_layers(self.layers, apply, x, *examples)
+        return output
 
 
 def stack_layers(
@@ -115,14 +116,14 @@ def stack_layers(
 
 
 def run_layers(
-    stack: nnx.Module, apply: ApplyLayer, x: Array, *examples: PyTree
-) -> Array:
+    stack: nnx.Module, apply: ApplyLayer, x: PyTree, *examples: PyTree
+) -> PyTree:
     """Apply the layers of a stack, one after the other.
 
     Args:
         stack: the layers, from `stack_layers`.
         apply: `apply(layer, x, *examples)` returns the output of one layer.
-        x: the input of the first layer, (B, ...).
+        x: the input of the first layer, an array (B, ...) or several of them.
         *examples: other arrays (B, ...), such as segment ids.
 
     Raises:
@@ -131,7 +132,7 @@ def run_layers(
     if is_pipelined():
         return _run_pipeline(stack, apply, x, *examples)
 
-    def apply_layer(layer: nnx.Module, x: Array) -> Array:
+    def apply_layer(layer: nnx.Module, x: PyTree) -> PyTree:
         return apply(layer, x, *examples)
 
     scan = nnx.scan(apply_layer, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
@@ -341,8 +342,8 @@ def _split_stack(stack: nnx.Module) -> _Layers:
 
 
 def _run_pipeline(
-    stack: nnx.Module, apply: ApplyLayer, x: Array, *examples: PyTree
-) -> Array:
+    stack: nnx.Module, apply: ApplyLayer, x: PyTree, *examples: PyTree
+) -> PyTree:
     """Apply the layers of a stack as a pipeline, and advance the counters of random streams."""
     if has_explicit_axes():
         raise ConfigError(
@@ -350,7 +351,7 @@ def _run_pipeline(
             "has a stage axis. Remove them, or use a mesh without a stage axis."
         )
     assert not mapped_axes(), "a stack inside of a stack is scanned"
-    schedule = _make_schedule(len(x))
+    schedule = _make_schedule(len(jax.tree.leaves(x)[0]))
     layers = _split_stack(stack)
     with mapped_over((*schedule.stage, *schedule.shards)):
         drawn = _drawn_shapes(layers, apply, x, examples)
@@ -359,13 +360,13 @@ def _run_pipeline(
             weights: PyTree,
             keys: PyTree,
             counts: PyTree,
-            x: Array,
+            x: PyTree,
             examples: PyTree,
             positions: Array,
-        ) -> tuple[Array, PyTree]:
+        ) -> tuple[PyTree, PyTree]:
             """Apply the layers of one stage to the examples of one shard."""
 
-            def run_layer(x: Array, arrays: PyTree) -> tuple[Array, PyTree]:
+            def run_layer(x: PyTree, arrays: PyTree) -> tuple[PyTree, PyTree]:
                 weights, keys, counts = arrays
 
                 def key_of(words: Array, key: Array) -> Array:
@@ -390,13 +391,13 @@ def _run_pipeline(
 
 
 def _drawn_shapes(
-    layers: _Layers, apply: ApplyLayer, x: Array, examples: PyTree
+    layers: _Layers, apply: ApplyLayer, x: PyTree, examples: PyTree
 ) -> frozenset[tuple[int, ...]]:
     """Return the shapes of the random numbers that a layer draws for the complete batch."""
     if not jax.tree.leaves(layers.key_types):
         return frozenset()
 
-    def run_layer(arrays: PyTree, x: Array, examples: PyTree) -> Array:
+    def run_layer(arrays: PyTree, x: PyTree, examples: PyTree) -> PyTree:
         weights, keys, counts = jax.tree.map(lambda leaf: leaf[0], arrays)
         return apply(nnx.merge(layers.graphdef, keys, counts, weights), x, *examples)
 
@@ -406,11 +407,11 @@ def _drawn_shapes(
 
 def _ticks(
     schedule: _Schedule,
-    run_stage: Callable[..., tuple[Array, PyTree]],
+    run_stage: Callable[..., tuple[PyTree, PyTree]],
     layers: _Layers,
-    x: Array,
+    x: PyTree,
     examples: PyTree,
-) -> tuple[Array, PyTree]:
+) -> tuple[PyTree, PyTree]:
     """Return the output of the last stage for all examples, and the new counters (L,)."""
     stages, count = schedule.num_stages, schedule.microbatches
     parts = (layers.weights, layers.keys, layers.counts)
@@ -442,16 +443,21 @@ def _ticks(
 
         x, examples, positions = jax.tree.map(move, state, new)
         x, new_counts = every_stage(weights, keys, counts, x, examples, positions)
-        x = constrained(x, schedule.stage, schedule.shards)
+        x = jax.tree.map(
+            lambda leaf: constrained(leaf, schedule.stage, schedule.shards), x
+        )
         return (x, examples, positions), (x, new_counts)
 
     _, (outputs, new_counts) = jax.lax.scan(tick, start, incoming)
+
     # A sum instead of outputs[:, -1], for which XLA would gather the outputs of all stages.
-    outputs = outputs[stages - 1 :]
-    is_last = _is_stage(stages - 1, outputs.ndim - 1, stages)
-    last = jnp.where(is_last, outputs, 0).sum(axis=1)
+    def last_stage(outputs: Array) -> Array:
+        outputs = outputs[stages - 1 :]
+        is_last = _is_stage(stages - 1, outputs.ndim - 1, stages)
+        return schedule.join(jnp.where(is_last, outputs, 0).sum(axis=1))
+
     new_counts = jax.tree.map(lambda leaf: leaf[-1, :, 0].reshape(-1), new_counts)
-    return schedule.join(last), new_counts
+    return jax.tree.map(last_stage, outputs), new_counts
 
 
 def _is_stage(index: int, ndim: int, stages: int) -> Array:

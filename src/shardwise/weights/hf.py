@@ -78,12 +78,9 @@ def params_from_hf(tensors: Mapping[str, HasShape], config: ModelConfig) -> Para
         if name in (family.embedding, HEAD):
             value = _fill_vocabulary(value, config.vocab_size)
         value = (value.T if spec.transposed else value).reshape(spec.shape)
-        if spec.layer is None:
-            params[spec.path] = value
-        else:
-            if spec.path not in params:
-                params[spec.path] = np.empty((config.num_layers, *spec.shape), dtype)
-            params[spec.path][spec.layer] = value
+        if spec.path not in params:
+            params[spec.path] = np.empty(spec.stacked_shape, dtype)
+        params[spec.path][spec.index] = value
     return nest({tuple(path.split("/")): value for path, value in params.items()})
 
 
@@ -111,7 +108,7 @@ def params_to_hf(
         )
     family = family_of(config)
     table = family.tensors(config).expand(config)
-    shapes = {spec.path: _stacked_shape(spec, config) for spec in table.values()}
+    shapes = {spec.path: spec.stacked_shape for spec in table.values()}
     given = {path: np.asarray(leaf) for path, leaf in named_leaves(params).items()}
     problems = _mismatches(shapes, {path: leaf.shape for path, leaf in given.items()})
     if problems:
@@ -121,7 +118,7 @@ def params_to_hf(
         raise ValueError(bullet_list(fact, problems))
     tensors = {}
     for name, spec in table.items():
-        value = given[spec.path] if spec.layer is None else given[spec.path][spec.layer]
+        value = given[spec.path][spec.index]
         if spec.transposed:
             value = value.reshape(spec.published[::-1]).T
         else:
@@ -177,10 +174,6 @@ def _fill_vocabulary(value: np.ndarray, vocab_size: int) -> np.ndarray:
     dtype: DType = value.dtype
     mean = value.astype(np.float32).mean(0).astype(dtype)
     return np.concatenate([value, np.tile(mean, (missing, 1))])
-
-
-def _stacked_shape(spec: TensorSpec, config: ModelConfig) -> Shape:
-    return spec.shape if spec.layer is None else (config.num_layers, *spec.shape)
 
 
 def _mismatches(expected: Shapes, given: Shapes) -> list[str]:

@@ -41,13 +41,13 @@ def config_from_hf(config: Json) -> Any:
     """
     model_type = config.get("model_type")
     for family in FAMILIES:
-        if family.model_type == model_type or (
+        if model_type in family.model_types or (
             model_type is None and family.config_key in config
         ):
             return family.config_from_hf(config)
     if model_type is None:
         return FAMILIES[0].config_from_hf(config)
-    known = " and ".join(family.model_type for family in FAMILIES)
+    known = " and ".join(name for family in FAMILIES for name in family.model_types)
     raise ValueError(
         f"this config.json describes a model of type {model_type!r}; {known} are implemented"
     )

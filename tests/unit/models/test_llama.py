@@ -35,6 +35,7 @@ PUBLISHED = {
     "8b": 8_030_261_248,
     "70b": 70_553_706_496,
     "405b": 405_853_388_800,
+    "8x7b": 46_702_792_704,
 }
 VARIANTS = [
     (1, {}),
@@ -95,6 +96,43 @@ def test_logits_loss_and_gradient_match_transformers(chunks, changes):
     np.testing.assert_allclose(logits, fixture()["logits"], atol=2e-5)
     np.testing.assert_allclose(loss, fixture()["loss"], rtol=1e-6)
     np.testing.assert_allclose(grads["tokens"], fixture()["gradient"], atol=1e-6)
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_mixtral_matches_transformers(scan_layers):
+    name = "mixtral_tiny"
+    published = config_from_hf(hf_config(name))
+    assert (published.num_experts, published.top_k) == (4, 2)
+    config = replace(published, scan_layers=scan_layers)
+    weights = hf_weights(name)
+    assert family_of_tensors(weights).config_class is LlamaConfig
+    params = jax.tree.map(jnp.asarray, params_from_hf(weights, config))
+    tokens = jnp.array(fixture(name)["tokens"])
+
+    def loss_of(params):
+        model = abstract(config)[0].merge(params, {}, jax.random.key(0))
+        batch = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
+        return llama.loss(model, batch, 1).total.mean(), model(tokens)
+
+    value_and_grad = jax.jit(jax.value_and_grad(loss_of, has_aux=True))
+    (loss, logits), grads = value_and_grad(params)
+    np.testing.assert_allclose(logits, fixture(name)["logits"], atol=1e-4)
+    np.testing.assert_allclose(loss, fixture(name)["loss"], rtol=1e-6)
+    np.testing.assert_allclose(grads["tokens"], fixture(name)["gradient"], atol=1e-6)
+    # Back to the published names, and to a configuration from the shapes alone.
+    exported = params_to_hf(params, config)
+    assert {key: value.shape for key, value in exported.items()} == {
+        key: value.shape for key, value in weights.items()
+    }
+    for key, value in exported.items():
+        np.testing.assert_array_equal(value, weights[key], err_msg=key)
+    again = config_from_hf(config_to_hf(config))
+    assert replace(again, scan_layers=scan_layers) == config
+    shapes = {path: leaf.shape for path, leaf in named_leaves(params).items()}
+    found = config_from_shapes(
+        shapes, {"class": "Llama", "config": {**asdict(config), "top_k": 3}}
+    )
+    assert (found.num_experts, found.top_k, found.mlp_width) == (4, 3, 48)
 
 
 def test_rope_scaling_and_tied_output_match_transformers():

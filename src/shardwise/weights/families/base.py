@@ -60,16 +60,34 @@ class TensorSpec:
     Attributes:
         path: the path of the parameter. For a tensor of a block, the path within the block.
         published: the shape of the published tensor.
-        shape: the shape of the parameter, for one layer.
+        shape: the shape of the parameter, for one layer and one expert.
         transposed: whether the published tensor has its outputs first.
-        layer: the index of the layer in a stacked parameter, or None.
+        index: where the values are in a stacked parameter: the numbers of the layer and the expert.
+        sizes: the sizes of the dims that `index` counts in.
     """
 
     path: str
     published: Shape
     shape: Shape
     transposed: bool = False
-    layer: int | None = None
+    index: Shape = ()
+    sizes: Shape = ()
+
+    @property
+    def stacked_shape(self) -> Shape:
+        """The shape of the parameter, with the dims of layers and experts."""
+        return (*self.sizes, *self.shape)
+
+    def of_layer(self, layer: int, config: ModelConfig) -> "TensorSpec":
+        """Return this tensor of a block for one layer."""
+        if not config.scan_layers:
+            return replace(self, path=f"blocks/{layer}/{self.path}")
+        return replace(
+            self,
+            path=f"blocks/{self.path}",
+            index=(layer, *self.index),
+            sizes=(config.num_layers, *self.sizes),
+        )
 
 
 @dataclass(frozen=True)
@@ -94,11 +112,8 @@ class TensorLayout:
         table = dict(self.first)
         for layer in range(config.num_layers):
             for name, spec in self.block.items():
-                if config.scan_layers:
-                    expanded = replace(spec, path=f"blocks/{spec.path}", layer=layer)
-                else:
-                    expanded = replace(spec, path=f"blocks/{layer}/{spec.path}")
-                table[f"{self.layers}.{layer}.{name}"] = expanded
+                full_name = f"{self.layers}.{layer}.{name}"
+                table[full_name] = spec.of_layer(layer, config)
         return table | self.last
 
 
@@ -108,7 +123,7 @@ class Family(Generic[C]):
 
     Attributes:
         title: the name of the family in messages, such as `GPT-2`.
-        model_type: `model_type` in `config.json`.
+        model_types: `model_type` in `config.json`, in all variants.
         config_key: a key that only the `config.json` of this family has. It identifies files
             without `model_type`.
         config_class: the configuration of the model, a frozen dataclass.
@@ -135,7 +150,7 @@ class Family(Generic[C]):
     """
 
     title: str
-    model_type: str
+    model_types: tuple[str, ...]
     config_key: str
     config_class: type[C]
     model_class: type[Any]

@@ -129,7 +129,7 @@ def _tensors(config: GPTConfig) -> TensorLayout:
 
 GPT2 = Family(
     title="GPT-2",
-    model_type="gpt2",
+    model_types=("gpt2",),
     config_key="n_embd",
     config_class=GPTConfig,
     model_class=GPT,

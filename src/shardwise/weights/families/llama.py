@@ -1,10 +1,13 @@
-"""Llama 2 and 3: `config.json` and published weights of LlamaForCausalLM.
+"""Llama 2 and 3, and Mixtral: `config.json` and published weights of LlamaForCausalLM and
+MixtralForCausalLM.
 
-`transformers` stores the kernels of Llama as (outputs, inputs), shardwise as (inputs, outputs).
+`transformers` stores kernels as (outputs, inputs), shardwise as (inputs, outputs). Mixtral is a
+Llama with experts. Its experts are published one by one, and stacked here.
 """
 
 import math
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import fields, replace
 
 from shardwise.models.llama import Llama, LlamaConfig, RopeScaling
 from shardwise.text import Json
@@ -21,11 +24,13 @@ from shardwise.weights.families.base import (
     parse_int,
 )
 
+# Values of `model_type` in `config.json`.
+LLAMA_TYPE, MIXTRAL = "llama", "mixtral"
 PARAM_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def _config_from_hf(config: Json) -> LlamaConfig:
-    sizes = (
+    sizes: tuple[str, ...] = (
         "vocab_size",
         "num_hidden_layers",
         "num_attention_heads",
@@ -46,6 +51,10 @@ def _config_from_hf(config: Json) -> LlamaConfig:
         "quantization_config": (None,),
     }
     theta, scaling, problems = _rope_from_hf(config)
+    has_experts = config.get("model_type") == MIXTRAL
+    if has_experts:
+        sizes += ("num_local_experts", "num_experts_per_tok")
+        supported["sliding_window"] = (None,)
     check_config(config, sizes, supported, "Llama", problems)
     return LlamaConfig(
         vocab_size=config["vocab_size"],
@@ -60,6 +69,8 @@ def _config_from_hf(config: Json) -> LlamaConfig:
         param_dtype="float32",
         rope_theta=theta,
         rope_scaling=scaling,
+        num_experts=config["num_local_experts"] if has_experts else 0,
+        top_k=config["num_experts_per_tok"] if has_experts else 0,
     )
 
 
@@ -69,7 +80,8 @@ def _rope_from_hf(config: Json) -> tuple[float, RopeScaling | None, list[str]]:
     Newer versions of `transformers` describe it in one dictionary, older ones in two places.
     """
     rope: Json = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = float({"rope_theta": 1e4, **config, **rope}["rope_theta"])
+    default = 1e6 if config.get("model_type") == MIXTRAL else 1e4
+    theta = float({"rope_theta": default, **config, **rope}["rope_theta"])
     kind = rope.get("rope_type", rope.get("type", "default"))
     scaling = None
     problems: list[str] = []
@@ -115,9 +127,17 @@ def _config_to_hf(config: LlamaConfig, vocab_size: int) -> Json:
             "high_freq_factor": rope.high,
             "original_max_position_embeddings": rope.original_length,
         }
+    names: Json = {"architectures": ["LlamaForCausalLM"], "model_type": LLAMA_TYPE}
+    if config.num_experts:
+        names = {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": MIXTRAL,
+            "num_local_experts": config.num_experts,
+            "num_experts_per_tok": config.top_k,
+            "sliding_window": None,
+        }
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        **names,
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_epsilon,
         "vocab_size": vocab_size,
@@ -147,7 +167,11 @@ def _config_from_shapes(shapes: Shapes) -> LlamaConfig | None:
     start = 0 if stacked is None else 1
     query = shapes.get(f"{prefix}query", ())[start:]
     key = shapes.get(f"{prefix}key", ())[start:]
+    # The kernel of an expert has the dim of all experts before its own.
+    experts = shapes.get(f"{prefix}moe/gate", ())[start : start + 1]
     gate = shapes.get(f"{prefix}gate", ())[start:]
+    if experts:
+        gate = shapes[f"{prefix}moe/gate"][start + 1 :]
     tokens = shapes.get("tokens", ())
     if (len(tokens), len(query), len(key), len(gate)) != (2, 3, 3, 2):
         return None
@@ -173,6 +197,9 @@ def _config_from_shapes(shapes: Shapes) -> LlamaConfig | None:
         width=width,
         mlp_width=gate[1],
         tied="head" not in shapes,
+        num_experts=experts[0] if experts else 0,
+        # Shapes do not reveal it, see `described`.
+        top_k=min(2, experts[0]) if experts else 0,
         scan_layers=stacked is not None,
     )
 
@@ -222,9 +249,7 @@ def _tensors(config: LlamaConfig) -> TensorLayout:
             "self_attn.o_proj.weight": kernel(
                 "out", (config.num_heads, head_size), (width,)
             ),
-            "mlp.gate_proj.weight": kernel("gate", (width,), (config.mlp_width,)),
-            "mlp.up_proj.weight": kernel("up", (width,), (config.mlp_width,)),
-            "mlp.down_proj.weight": kernel("down", (config.mlp_width,), (width,)),
+            **_mlp_tensors(config, kernel),
             "input_layernorm.weight": scale("norm1/scale"),
             "post_attention_layernorm.weight": scale("norm2/scale"),
         },
@@ -232,9 +257,46 @@ def _tensors(config: LlamaConfig) -> TensorLayout:
     )
 
 
+def _mlp_tensors(
+    config: LlamaConfig, kernel: Callable[[str, Shape, Shape], TensorSpec]
+) -> dict[str, TensorSpec]:
+    """Return the tensors of the MLP, or of the experts, of one block.
+
+    Args:
+        config: the configuration of the model.
+        kernel: returns the tensor for a path, the inputs and the outputs of a kernel.
+    """
+    width, hidden = (config.width,), (config.mlp_width,)
+    gate, up, down = (
+        kernel(name, *shape)
+        for name, shape in (
+            ("gate", (width, hidden)),
+            ("up", (width, hidden)),
+            ("down", (hidden, width)),
+        )
+    )
+    if not config.num_experts:
+        return {
+            "mlp.gate_proj.weight": gate,
+            "mlp.up_proj.weight": up,
+            "mlp.down_proj.weight": down,
+        }
+    router = kernel("moe/router", width, (config.num_experts,))
+    tensors = {"block_sparse_moe.gate.weight": router}
+    for number in range(config.num_experts):
+        for name, spec in (("w1", gate), ("w2", down), ("w3", up)):
+            tensors[f"block_sparse_moe.experts.{number}.{name}.weight"] = replace(
+                spec,
+                path=f"moe/{spec.path}",
+                index=(number,),
+                sizes=(config.num_experts,),
+            )
+    return tensors
+
+
 LLAMA = Family(
     title="Llama",
-    model_type="llama",
+    model_types=(LLAMA_TYPE, MIXTRAL),
     config_key="num_key_value_heads",
     config_class=LlamaConfig,
     model_class=Llama,
@@ -242,7 +304,10 @@ LLAMA = Family(
     embedding="embed_tokens.weight",
     marker="layers.0.self_attn.q_proj.weight",
     buffers=r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
-    shape_hint="'tokens' with 2 dims, 'blocks/0/query' and 'key' with 3, and 'gate' with 2",
+    shape_hint=(
+        "'tokens' with 2 dims, 'blocks/0/query' and 'key' with 3, and 'gate' with 2 or "
+        "'moe/gate' with 3"
+    ),
     compared=(
         "num_heads",
         "num_kv_heads",
@@ -250,6 +315,8 @@ LLAMA = Family(
         "rope_scaling",
         "norm_epsilon",
         "tied",
+        "num_experts",
+        "top_k",
     ),
     described={
         "rope_theta": parse_float,
@@ -257,6 +324,7 @@ LLAMA = Family(
         "norm_epsilon": parse_float,
         "param_dtype": _parse_dtype,
         "max_length": parse_int,
+        "top_k": parse_int,
     },
     config_from_hf=_config_from_hf,
     config_to_hf=_config_to_hf,
