@@ -46,7 +46,14 @@ SOURCES = {
         "mfu",
         "limit",
     ],
-    "trace": ["model_flops", "matmul_flops", "matmul_lines", "leaves", "items"],
+    "trace": [
+        "model_flops",
+        "step_flops",
+        "matmul_flops",
+        "matmul_lines",
+        "leaves",
+        "items",
+    ],
 }
 
 
@@ -186,6 +193,8 @@ class Plan:
         unknown_kernels: number of calls of each custom kernel whose FLOP are unknown.
         matmul_flops: FLOP of the forward pass by the dtype of the operands, largest first.
         matmul_lines: the line of the user's code with the most of them, by dtype.
+        step_flops: FLOP of all devices in the step as traced: those of the model, and those of
+            recomputed activations, masked scores and the padding of kernels.
         compile_seconds: seconds that tracing and compiling took.
         compile_memory: largest memory of the planning process so far, in bytes.
     """
@@ -212,6 +221,7 @@ class Plan:
     unknown_kernels: dict[str, int] = field(default_factory=dict)
     matmul_flops: dict[str, float] = field(default_factory=dict)
     matmul_lines: dict[str, str] = field(default_factory=dict)
+    step_flops: float = 0.0
     compile_seconds: float = 0.0
     compile_memory: float = 0.0
 
