@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Protocol, TypedDict
 
 import jax
-import jax.numpy as jnp
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import Mesh
 from jax.stages import Lowered
 
+from shardwise.data.layout import num_tokens
 from shardwise.errors import ConfigError
 from shardwise.files.cache import cache_folder, make_private
 from shardwise.files.durable import text_digest, write_atomically
@@ -556,11 +556,7 @@ def _num_items(run: Run, step: TrainStep) -> int:
         return step.traced.items
     if run.unit not in SEQUENCE_UNITS:
         return step.layout.rows
-    lengths = []
-    for leaf in jax.tree.leaves(step.batch):
-        if leaf.ndim == 2 and jnp.issubdtype(leaf.dtype, jnp.integer):
-            lengths.append(leaf.shape[1])
-    return step.layout.rows * max(lengths, default=1)
+    return step.layout.rows * (num_tokens(step.batch) or 1)
 
 
 def _planned_leaf(placement: Placement) -> PlannedLeaf:
