@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from shardwise import (
@@ -70,15 +71,18 @@ def loss(model: Llama, batch: dict[str, Array], chunks: int = 1) -> Mean:
         )
 
     def split(x: Array) -> Array:
-        """Reshape (B, T, ...) to (chunks, B, T / chunks, ...)."""
-        return x.reshape(batch_size, chunks, length // chunks, *x.shape[2:]).swapaxes(
-            0, 1
-        )
+        """Reshape (B, T, ...) to (chunks, B, T / chunks, ...).
+
+        Token i is in chunk `i % chunks`: each chunk has tokens of every device of a context axis,
+        and no token moves.
+        """
+        parts = x.reshape(batch_size, length // chunks, chunks, *x.shape[2:])
+        return jnp.moveaxis(parts, 2, 0)
 
     if chunks == 1:
         return Mean(nats((features, labels)))
     losses = jax.lax.map(jax.checkpoint(nats), (split(features), split(labels)))
-    return Mean(losses.swapaxes(0, 1).reshape(batch_size, length))
+    return Mean(jnp.moveaxis(losses, 0, 2).reshape(batch_size, length))
 
 
 @dataclass(frozen=True)

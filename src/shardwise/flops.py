@@ -172,14 +172,14 @@ def _equation_matmuls(
     elif name == "conv_general_dilated":
         yield _matmul(_convolution_flops(equation), equation, source)
     # cuDNN's fused attention is opaque to the trace. `cpu_attention` skips keys that no query sees,
-    # and is counted like the implementations that compute them.
-    elif (
-        name.startswith("dot_product_attention_fwd")
-        or params.get("name") == "cpu_attention"
+    # and is counted like the implementations that compute them. If it has other outputs, it was
+    # differentiated, and its matmuls are counted.
+    elif name.startswith("dot_product_attention_fwd") or (
+        params.get("name") == "cpu_attention" and len(equation.outvars) == 1
     ):
         yield _matmul(_attention_flops(equation), equation, source)
     # Each token passes through the experts that it chose, whatever the implementation computes.
-    elif params.get("name") in EXPERTS:
+    elif params.get("name") in EXPERTS and _has_choices(equation):
         yield _matmul(_expert_flops(equation), equation, source)
     elif name == "mpmd_map":
         if flops := _mosaic_kernel_flops(equation):
@@ -199,6 +199,11 @@ def _inner_matmuls(equation: core.JaxprEqn, source: core.JaxprEqn) -> Iterator[_
     elif name == "pallas_call":
         grid = params["grid_mapping"].grid
         repeats = math.prod(size for size in grid if isinstance(size, int))
+    elif name == "shard_map":
+        # The shapes inside are those of one device. Names differ between JAX releases.
+        mesh = params["mesh"]
+        axes = params.get("newly_manual_axes") or params["manual_axes"]
+        repeats = math.prod(mesh.shape[axis] for axis in axes)
     for inner in inner_jaxprs(params):
         # JAX traces its jitted library functions once, and every caller gets the same equations.
         # Their source is then the first caller, so the equation of the call is used instead.
@@ -247,6 +252,12 @@ def _attention_flops(equation: core.JaxprEqn) -> float:
     """Two matmuls, `q @ k.T` and `scores @ v`, with q of shape (B, T, H, K) and k (B, S, H, K)."""
     q_shape, k_shape = map(shape_of, equation.invars[:2])
     return 4.0 * math.prod(q_shape) * k_shape[1]
+
+
+def _has_choices(equation: core.JaxprEqn) -> bool:
+    """Return whether the second argument are choices (B, T, k), as in a forward pass."""
+    aval = cast(jax.core.ShapedArray, equation.invars[1].aval)
+    return aval.ndim == 3 and jax.numpy.issubdtype(aval.dtype, jax.numpy.integer)
 
 
 def _expert_flops(equation: core.JaxprEqn) -> float:

@@ -7,6 +7,7 @@ one device and on meshes with a context axis.
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ from shardwise import (
     make_eval_step,
     make_mesh,
     make_train_step,
+    plan_run,
     steps,
 )
 from shardwise.errors import ConfigError
@@ -38,6 +40,9 @@ from shardwise.mesh import parse_mesh
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.models.llama import Llama, LlamaConfig
 from shardwise.models.loss import chunked_cross_entropy, linear_cross_entropy
+from shardwise.plan.compile import find_idle_axes
+from shardwise.plan.plan import Memory, Plan
+from shardwise.recipe import load_recipe
 from shardwise.run import prepare
 from shardwise.sharding import activations_on
 
@@ -244,6 +249,69 @@ def test_an_axis_that_divides_no_arithmetic_is_refused(model, is_idle):
         return
     with pytest.raises(ConfigError, match=r"'context' \(size 4\).*4\.\d times"):
         fit(run)
+
+
+def test_an_axis_is_not_idle_because_a_kernel_pads_or_recomputes():
+    plan = Plan(
+        target="cpu:8",
+        chip="cpu",
+        mesh={"data": 2, "context": 4},
+        options={},
+        batch={},
+        items=1,
+        unit="tokens",
+        num_params=1,
+        memory=Memory(),
+        limit=1.0,
+        fits=True,
+        buffers=[],
+        # Five times the arithmetic of the model.
+        flops=5 / 8,
+        model_flops=1.0,
+        bytes=0.0,
+        traffic=[],
+        times=None,
+        peak_flops=None,
+        leaves=[],
+    )
+    (finding,) = find_idle_axes(plan, Rules())
+    assert finding.name == "idle-axis"
+    assert not find_idle_axes(replace(plan, step_flops=5.0), Rules())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt", "gpt-scan", "llama"])
+def test_the_traced_step_has_the_arithmetic_of_all_devices(name):
+    """Also if layers are computed again, and in the `shard_map` of a ring."""
+    run = Run(
+        model=CASES[name].model,
+        loss=CASES[name].loss,
+        optimizer=optax.adamw(3e-3),
+        data=batches,
+        steps=2,
+        mesh="context=8",
+    )
+    plan = plan_run(run, "cpu:8")
+    assert 0.9 < plan.flops * 8 / plan.step_flops < 1.1
+
+
+@pytest.mark.slow
+def test_chunks_of_the_llama_loss_move_no_tokens():
+    path = Path(__file__).parents[2] / "recipes" / "llama.py"
+    recipe = load_recipe(path, "recipe")
+    plans = [
+        plan_run(recipe(mesh="data=2,context=4", loss_chunks=chunks), "cpu:8")
+        for chunks in (1, 4)
+    ]
+    moved = [
+        {
+            traffic.kind: traffic.count
+            for traffic in plan.traffic
+            if "all-to" in traffic.kind
+        }
+        for plan in plans
+    ]
+    assert moved[0] == moved[1] != {}
 
 
 MASKS = {

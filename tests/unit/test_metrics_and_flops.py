@@ -6,9 +6,11 @@ import numpy as np
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
 
 from shardwise.flops import count_flops, matmul_dtypes
 from shardwise.kernels.attention import causal_attention
+from shardwise.mesh import make_mesh
 from shardwise.metrics import Mean, MetricsLog, read_metrics
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.module import build_module
@@ -103,6 +105,22 @@ def test_convolutions_count_every_multiplication():
     conv = nnx.Conv(3, 8, kernel_size=(5, 5), padding="SAME", rngs=nnx.Rngs(0))
     images = jax.ShapeDtypeStruct((2, 16, 16, 3), jnp.float32)
     assert count_flops(conv, images) == 2 * (2 * 16 * 16 * 8) * 5 * 5 * 3
+
+
+def test_a_shard_map_counts_the_work_of_all_its_devices():
+    def multiply(x, w):
+        return x @ w
+
+    x = jax.ShapeDtypeStruct((16, 8), jnp.float32)
+    w = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    sharded = jax.shard_map(
+        multiply,
+        mesh=make_mesh("data=4,model=2"),
+        in_specs=(PartitionSpec("data"), PartitionSpec()),
+        out_specs=PartitionSpec("data"),
+        axis_names={"data"},
+    )
+    assert count_flops(jax.jit(sharded), x, w) == count_flops(multiply, x, w)
 
 
 def test_calls_are_found_in_nested_functions():

@@ -21,16 +21,16 @@ ADAM = optax.adam(1e-2)
 SMALL = Rules(fsdp_min_size=64)
 
 
-def per_device(function, in_specs, out_specs):
-    """Map `function` over the shards of a batch along "data", if the mesh has that axis."""
+def per_device(function, in_specs, out_specs, axis="data"):
+    """Map `function` over the shards of a batch along an axis, if the mesh has that axis."""
     mesh = jax.sharding.get_abstract_mesh()
     mesh = (
         mesh
-        if "data" in mesh.shape
-        else AbstractMesh((1,), ("data",), axis_types=(AxisType.Auto,))
+        if axis in mesh.shape
+        else AbstractMesh((1,), (axis,), axis_types=(AxisType.Auto,))
     )
     return jax.shard_map(
-        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={"data"}
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={axis}
     )
 
 
@@ -325,3 +325,51 @@ def mesh_weights(mesh: str = "data=1") -> Run:
     """Wrong: the scale of the initial weights depends on the number of devices."""
     devices = int(mesh.partition("=")[2])
     return make(model=lambda rngs: Net(rngs, scale=1 / devices), mesh=mesh)
+
+
+class Reader(nnx.Module):
+    """Adds position embeddings to tokens. Each shard of a sequence counts its own positions."""
+
+    def __init__(self, rngs, shift):
+        self.tokens = nnx.Embed(16, WIDTH, rngs=rngs)
+        self.positions = nnx.Embed(32, WIDTH, rngs=rngs)
+        self.out = nnx.Linear(WIDTH, 16, rngs=rngs)
+        self.shift = shift
+
+    def __call__(self, tokens):
+        def positions(tokens):
+            size = tokens.shape[1]
+            first = jax.lax.axis_index("context") * (size - self.shift)
+            return first + jnp.arange(size)
+
+        at = per_device(positions, P(None, "context"), P("context"), "context")(tokens)
+        return self.out(nnx.tanh(self.tokens(tokens) + self.positions(at)))
+
+
+def reads(shift: int) -> Run:
+    tokens = np.random.default_rng(0).integers(0, 16, (64, 33)).astype("int32")
+
+    def loss(model, batch):
+        logits = model(batch["inputs"])
+        return Mean(
+            optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
+        )
+
+    return Run(
+        model=lambda rngs: Reader(rngs, shift),
+        loss=loss,
+        optimizer=ADAM,
+        data=Batches({"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}, 8),
+        steps=100,
+        rules=SMALL,
+    )
+
+
+def good_positions() -> Run:
+    """Right: the positions of a shard follow those of the shard before it."""
+    return reads(shift=0)
+
+
+def shifted_positions() -> Run:
+    """Wrong: the positions of a shard begin at the last one of the shard before it."""
+    return reads(shift=1)

@@ -51,14 +51,15 @@ def largest_ratio(found):
 
 
 @pytest.mark.parametrize(
-    "name", ["good", pytest.param("good_by_hand", marks=pytest.mark.slow)]
+    ("name", "mesh"),
+    [
+        ("good", "data=2,fsdp=4"),
+        pytest.param("good_by_hand", "data=8", marks=pytest.mark.slow),
+        pytest.param("good_positions", "data=2,context=4", marks=pytest.mark.slow),
+    ],
 )
-def test_a_right_run_stays_far_below_the_tolerances(name):
-    found = checked(
-        getattr(planted, name),
-        ["data=8"] if name == "good_by_hand" else ["data=2,fsdp=4"],
-        steps=2,
-    )
+def test_a_right_run_stays_far_below_the_tolerances(name, mesh):
+    found = checked(getattr(planted, name), [mesh], steps=2)
     assert found.ok
     assert largest_ratio(found) < 0.3
     assert found.lines()[-1] == "1 of 1 meshes agree with one device."
@@ -151,6 +152,14 @@ def test_a_right_run_stays_far_below_the_tolerances(name):
             "statistic",
             "norm/seen",
             "a counter that counts devices",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "shifted_positions",
+            "data=2,context=4",
+            "gradient",
+            "out/bias",
+            "With all tokens of a sequence on one device both agree",
             marks=pytest.mark.slow,
         ),
         pytest.param(
@@ -288,6 +297,12 @@ def test_default_meshes_use_the_axes_that_the_model_knows():
         "data=2,fsdp=2,model=2",
     ]
     assert meshes_to_verify(gpt, Rules(), 2) == ["data=2", "fsdp=2", "model=2"]
+    # Sequences of tokens get a context axis, if it divides them.
+    assert meshes_to_verify(gpt, Rules(), 8, length=64)[-1] == "data=2,context=4"
+    assert meshes_to_verify(gpt, Rules(), 2, length=64)[-1] == "context=2"
+    without = meshes_to_verify(gpt, Rules(), 8)
+    assert meshes_to_verify(gpt, Rules(), 8, length=30) == without
+    assert meshes_to_verify(gpt, Rules(context=()), 8, length=64) == without
     net = abstract_state(planted.Net, optax.sgd(1.0), "data=8")
     assert meshes_to_verify(net, Rules(), 8) == ["data=8", "fsdp=8", "data=2,fsdp=4"]
     assert meshes_to_verify(net, Rules(batch=("dp",), fsdp=()), 8) == ["dp=8"]
@@ -323,6 +338,30 @@ def test_an_impossible_mesh_is_refused_if_given_and_skipped_by_default():
         "data=2,fsdp=2,model=2",
     ]
     assert "1 is not divisible by 8" in found.lines()[0]
+
+
+class Flattens(nnx.Module):
+    """Works on the tokens of all sequences as one matrix, which cannot stay sharded."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(16, 32, rngs=rngs)
+        self.out = nnx.Linear(32, 16, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens).reshape(-1, 32)
+        for _ in range(3):
+            x = nnx.relu(self.out(x) @ self.embed.embedding[...])
+        return self.out(x).reshape(*tokens.shape, -1)
+
+
+@pytest.mark.slow
+def test_a_context_axis_that_divides_no_work_is_skipped():
+    found = verify(replace(planted.good_positions(), model=Flattens), steps=1)
+    assert found.ok
+    meshes = [result.mesh for result in found.results]
+    assert meshes == ["data=8", "fsdp=8", "data=2,fsdp=4"]
+    assert list(found.left_out) == ["data=2,context=4"]
+    assert "repeat each other's work" in found.left_out["data=2,context=4"]
 
 
 def test_an_iterator_is_refused_unless_the_run_is_made_for_each_mesh():
@@ -496,6 +535,18 @@ def test_usage_errors_exit_with_2(args, words):
     assert done.returncode == 2
     assert words in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_the_command_verifies_a_context_axis(tmp_path):
+    answer = tmp_path / "answer.json"
+    recipe = ["recipes/llama.py", "--length", 32, "--verify-steps", 2]
+    meshes = ["--meshes", "data=2,context=4", "--cpu-devices", 8]
+    done = shardwise("verify", *recipe, *meshes, "--json", answer)
+    assert done.returncode == 0, done.stderr
+    assert "1 of 1 meshes agree with one device." in done.stdout
+    (found,) = json.loads(answer.read_text())["meshes"]
+    assert (found["mesh"], found["ok"]) == ("data=2,context=4", True)
 
 
 # Every recipe and every example, on all meshes. The command above verifies a quick one.

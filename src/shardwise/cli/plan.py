@@ -12,7 +12,7 @@ from typing import Literal, get_args, get_origin
 
 from rich.console import Console
 
-from shardwise.axes import DATA, FSDP, SEARCHED
+from shardwise.axes import DATA, FSDP
 from shardwise.cli.plan_tables import (
     show_candidate,
     show_cost,
@@ -22,12 +22,20 @@ from shardwise.cli.plan_tables import (
 )
 from shardwise.cli.recipes import split_recipe
 from shardwise.cluster.signals import Stop, stop_on_signals
+from shardwise.data import as_batches
 from shardwise.errors import ConfigError, ExitCode
 from shardwise.mesh import make_mesh, mesh_text, parse_mesh, show_sizes, use_cpu_devices
 from shardwise.plan.compile import find_idle_axes, plan_cache, plan_run
 from shardwise.plan.largest_batch import largest_batch
 from shardwise.plan.plan import OptionValue, Plan
-from shardwise.plan.search import Candidate, Search, Status, find_meshes, search
+from shardwise.plan.search import (
+    Candidate,
+    Search,
+    Status,
+    find_meshes,
+    search,
+    searched_axes,
+)
 from shardwise.plan.target import Target, cpu_devices_of, find_target, local_target
 from shardwise.recipe import bind_recipe, find_recipe, load_recipe, make_run
 from shardwise.report.plan_page import plan_page
@@ -334,7 +342,8 @@ class Planner:
                 "Name a known chip, for example --on v5e:2x4."
             )
         run = self.recipe.as_given()
-        axes = list(dict.fromkeys([*SEARCHED, *_axis_names(run)]))
+        searched = searched_axes(as_batches(run.data)(0))
+        axes = list(dict.fromkeys([*searched, *_axis_names(run)]))
         options: dict[str, list[OptionValue]] = {
             "accumulate": [run.accumulate * factor for factor in ACCUMULATIONS]
         }

@@ -242,6 +242,23 @@ def make_layout(
     return replace(layout, context=context, length=length)
 
 
+def num_tokens(batch: Batch) -> int | None:
+    """Return the number of tokens in a sequence, or None if the examples are not sequences.
+
+    Examples are sequences if the batch has an integer array of two dimensions, such as token ids.
+    Tools propose a context axis only then. A mesh that names the axis shards other batches, too.
+
+    Args:
+        batch: a batch, as arrays or shapes.
+    """
+    lengths = [
+        leaf.shape[1]
+        for leaf in array_leaves(batch).values()
+        if leaf.ndim == 2 and jnp.issubdtype(leaf.dtype, jnp.integer)
+    ]
+    return max(lengths, default=None)
+
+
 def batch_shapes(batch: Batch, rows: int | None = None) -> Batch:
     """Return shapes and dtypes of `batch`, with the dtypes that arrays have on a device.
 

@@ -20,17 +20,17 @@ from pathlib import Path
 from typing import Protocol, TypedDict
 
 import jax
-import jax.numpy as jnp
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import Mesh
 from jax.stages import Lowered
 
+from shardwise.data.layout import num_tokens
 from shardwise.errors import ConfigError
 from shardwise.files.cache import cache_folder, make_private
 from shardwise.files.durable import text_digest, write_atomically
 from shardwise.files.paths import AnyPath, local_path
 from shardwise.findings import Finding
-from shardwise.flops import count_kernels
+from shardwise.flops import count_jaxpr_flops, count_kernels
 from shardwise.hardware import Chip
 from shardwise.mesh import make_mesh, mesh_text
 from shardwise.models.stack import bubble
@@ -58,7 +58,8 @@ MEMORY_KINDS = {
     "batch": "batch",
 }
 
-# A context axis is idle if the devices repeat the arithmetic at least this often, times its size.
+# A context axis is idle if the devices repeat the arithmetic of the traced step at least this
+# often, times its size.
 IDLE = 0.9
 
 # Units whose items are entries of a sequence, not complete examples.
@@ -113,7 +114,9 @@ def plan_run(
     compiled = compile_and_read(lowered, count_kernels(traced.jaxpr.jaxpr))
     seconds = time.perf_counter() - start
     plan = replace(
-        make_plan(run, prepared, target, compiled, seconds), options=all_options
+        make_plan(run, prepared, target, compiled, seconds),
+        options=all_options,
+        step_flops=count_jaxpr_flops(traced.jaxpr.jaxpr),
     )
     if file is not None:
         # A plan that cannot be stored is still a plan.
@@ -160,6 +163,7 @@ def compile_run(run: Run, prepared: Prepared) -> tuple[Plan, Prepared]:
     program = parse(step.program.as_text() or "", kernels) if is_readable else None
     compiled = Compiled(program, _reported_memory(step.program, prepared), [])
     plan = make_plan(run, prepared, target, compiled, time.perf_counter() - start)
+    plan = replace(plan, step_flops=count_jaxpr_flops(traced.jaxpr.jaxpr))
     return plan, replace(prepared, step=step)
 
 
@@ -183,19 +187,18 @@ def check_fits(plan: Plan) -> None:
 def find_idle_axes(plan: Plan, rules: Rules) -> tuple[Finding, ...]:
     """Return the context axes of a plan whose devices all do the same work.
 
-    Arithmetic that an axis of size n does not divide is done n times. Recomputed activations and
-    masked scores count as well, but add less than that.
+    Arithmetic that an axis of size n does not divide is done n times. It is compared with the step
+    as traced, which computes the same activations again and pads the same kernels.
     """
-    if not plan.model_flops:
+    traced = max(plan.model_flops, plan.step_flops)
+    if not traced:
         return ()
-    repeated = plan.flops * plan.num_devices / plan.model_flops
-    # Stages of a pipeline compute in every tick, also without a microbatch of their own.
-    repeated *= 1 - plan.bubble
+    repeated = plan.flops * plan.num_devices / traced
     return tuple(
         Finding(
             "idle-axis",
             f"the devices of mesh axis '{axis}' (size {size}) repeat each other's work: together "
-            f"the devices compute {repeated:.1f} times the arithmetic of the model",
+            f"the devices compute {repeated:.1f} times the arithmetic of the step",
             "An operation of the model cannot stay sharded over tokens, for example "
             "x.reshape(-1, width) of sequences (B, T, width). Keep the dimensions B and T, or "
             f"use a mesh without '{axis}'.",
@@ -560,11 +563,7 @@ def _num_items(run: Run, step: TrainStep) -> int:
         return step.traced.items
     if run.unit not in SEQUENCE_UNITS:
         return step.layout.rows
-    lengths = []
-    for leaf in jax.tree.leaves(step.batch):
-        if leaf.ndim == 2 and jnp.issubdtype(leaf.dtype, jnp.integer):
-            lengths.append(leaf.shape[1])
-    return step.layout.rows * max(lengths, default=1)
+    return step.layout.rows * (num_tokens(step.batch) or 1)
 
 
 def _planned_leaf(placement: Placement) -> PlannedLeaf:

@@ -47,8 +47,14 @@ SOURCES = {
         "limit",
     ],
     "trace": [
-        *("model_flops", "matmul_flops", "matmul_lines", "leaves", "items"),
-        *("microbatches", "bubble"),
+        "model_flops",
+        "step_flops",
+        "matmul_flops",
+        "matmul_lines",
+        "leaves",
+        "items",
+        "microbatches",
+        "bubble",
     ],
 }
 
@@ -189,6 +195,8 @@ class Plan:
         unknown_kernels: number of calls of each custom kernel whose FLOP are unknown.
         matmul_flops: FLOP of the forward pass by the dtype of the operands, largest first.
         matmul_lines: the line of the user's code with the most of them, by dtype.
+        step_flops: FLOP of all devices in the step as traced: those of the model, and those of
+            recomputed activations, masked scores and the padding of kernels.
         microbatches: number of microbatches in a pipeline; 0 on a mesh without a stage axis.
         bubble: share of the time of a pipeline in which a stage has no microbatch to work on.
         compile_seconds: seconds that tracing and compiling took.
@@ -217,6 +225,7 @@ class Plan:
     unknown_kernels: dict[str, int] = field(default_factory=dict)
     matmul_flops: dict[str, float] = field(default_factory=dict)
     matmul_lines: dict[str, str] = field(default_factory=dict)
+    step_flops: float = 0.0
     microbatches: int = 0
     bubble: float = 0.0
     compile_seconds: float = 0.0

@@ -16,19 +16,25 @@ from typing import TypeAlias
 
 from jax.sharding import Mesh
 
-from shardwise.axes import BATCH, FSDP, SEARCHED
+from shardwise.axes import BATCH, CONTEXT, FSDP, SEARCHED, TENSOR
 from shardwise.data import as_batches
+from shardwise.data.layout import make_layout, num_tokens
 from shardwise.errors import ConfigError
 from shardwise.mesh import make_mesh, show_sizes
+from shardwise.plan.compile import find_idle_axes
 from shardwise.plan.plan import OptionValue, Plan
 from shardwise.plan.roofline import axis_rate
 from shardwise.plan.target import Target
 from shardwise.run import Run, describe_state
-from shardwise.sharding import num_batch_shards
+from shardwise.sharding import context_axes, num_batch_shards
 from shardwise.state import StateSpec
 from shardwise.step import num_rows
 from shardwise.text import Json, show_bytes
+from shardwise.tree import Batch
 
+# A context axis is tried for sequences of at least this many tokens. Shorter ones fit on a device,
+# and an axis for examples, which communicates less, can use the devices.
+LONG_SEQUENCE = 8192
 # The option that saves memory and never makes a step faster.
 SAVING = "accumulate"
 # An uncompiled candidate may compute in this fraction of the best known compute time.
@@ -178,6 +184,19 @@ MakeRun: TypeAlias = Callable[[Candidate], Run]
 MakePlan: TypeAlias = Callable[[Candidate, Run], Plan]
 
 
+def searched_axes(batch: Batch) -> list[str]:
+    """Return the mesh axes that a search tries for batches like this one.
+
+    Args:
+        batch: a batch, as arrays or shapes.
+    """
+    axes = list(SEARCHED)
+    if (num_tokens(batch) or 0) >= LONG_SEQUENCE:
+        # Devices along the last axes are neighbors, and tensor axes communicate most.
+        axes.insert(axes.index(TENSOR[0]), CONTEXT[0])
+    return axes
+
+
 def find_meshes(num_devices: int, axes: Sequence[str] = SEARCHED) -> list[str]:
     """Return all meshes over `axes` that use every device. Axes of size 1 are omitted.
 
@@ -289,10 +308,12 @@ class _Searcher:
             return True
         try:
             spec = describe_state(replace(run, mesh=mesh))
+            batch = as_batches(run.data)(0)
+            examples = num_rows(batch)
+            make_layout(batch, examples, examples, mesh, run.rules)
         except ConfigError as error:
             self._refuse(candidate, str(error).splitlines()[0])
             return False
-        examples = num_rows(as_batches(run.data)(0))
         shards = num_batch_shards(mesh, run.rules)
         if examples < shards * run.accumulate:
             parts = f" in {run.accumulate} parts" if run.accumulate > 1 else ""
@@ -317,12 +338,19 @@ class _Searcher:
     def compile(self, entry: Entry) -> None:
         """Compile a candidate and update what is expected of the others."""
         candidate = entry.candidate
+        run = self.make(candidate)
         try:
-            plan = self.compile_one(candidate, self.make(candidate))
+            plan = self.compile_one(candidate, run)
         except ConfigError as error:
             self._refuse(candidate, str(error))
             return
         self.result.num_compiled += 1
+        if idle := find_idle_axes(plan, run.rules):
+            # A model whose tokens cannot stay sharded cannot use other context axes either.
+            for other in (entry, *self.result.waiting):
+                if self.predictor.sizes[other.candidate].num_context > 1:
+                    self._refuse(other.candidate, idle[0].fact)
+            return
         if plan.fits:
             self.result.add(replace(entry, status=Status.COMPILED, plan=plan))
         else:
@@ -373,16 +401,18 @@ class _Sizes:
     Attributes:
         mesh: the mesh.
         kind: the options that change what is computed.
-        num_tensor: number of devices along the axes that do not shard the batch.
+        num_context: number of devices along the axes that shard tokens.
+        num_tensor: number of devices along the axes that shard neither examples nor tokens.
         used_bytes: bytes of the parameters in the layout in which the loss uses them.
         stored_bytes: bytes of the gradients in the layout in which parameters are stored.
         state_bytes: bytes of the training state.
-        examples: examples of one micro-batch.
+        examples: examples of one micro-batch. A quarter of the tokens of an example is 0.25.
         accumulate: number of micro-batches.
     """
 
     mesh: Mesh
     kind: _Kind
+    num_context: int
     num_tensor: int
     used_bytes: float
     stored_bytes: float
@@ -404,8 +434,9 @@ class _Predictor:
         # (kind, num_tensor) -> seconds of a step without waiting for collectives.
         self.computing: dict[tuple[_Kind, int], float] = {}
         self.temporaries: list[tuple[_Sizes, float]] = []
-        # Bytes along the axes that do not shard the batch, for each example of a device.
-        self.bytes_per_example = 0.0
+        # Bytes of activations along context and tensor axes, for each example of a device.
+        self.context_bytes = 0.0
+        self.tensor_bytes = 0.0
         # Share of the collectives along each axis that no computation hides.
         self.waited: dict[str, float] = {}
 
@@ -421,16 +452,21 @@ class _Predictor:
                 spec.sharding(placement.spec).shard_shape(placement.shape)
             )
         axes = spec.mesh.shape.items()
+        context = context_axes(spec.mesh, run.rules)
+        num_context = math.prod(spec.mesh.shape[axis] for axis in context)
         self.sizes[candidate] = _Sizes(
             mesh=spec.mesh,
             kind=tuple(value for name, value in candidate.options if name != SAVING),
+            num_context=num_context,
             num_tensor=math.prod(
-                size for name, size in axes if name not in run.rules.batch
+                size
+                for name, size in axes
+                if name not in (*run.rules.batch, *run.rules.context)
             ),
             used_bytes=used * item_bytes,
             stored_bytes=stored * item_bytes,
             state_bytes=float(spec.bytes_per_device),
-            examples=examples / run.accumulate,
+            examples=examples / run.accumulate / num_context,
             accumulate=run.accumulate,
         )
 
@@ -450,8 +486,13 @@ class _Predictor:
             elif axis in BATCH:
                 # An all-reduce of the gradients sends each byte twice.
                 moved = 2 * sizes.stored_bytes
+            elif axis in CONTEXT:
+                moved = self.context_bytes * sizes.examples * sizes.accumulate
+                if not any(sizes.mesh.shape.get(name, 1) > 1 for name in FSDP):
+                    # FSDP axes reduce the gradients over context as well.
+                    moved += 2 * sizes.stored_bytes
             else:
-                moved = self.bytes_per_example * sizes.examples * sizes.accumulate
+                moved = self.tensor_bytes * sizes.examples * sizes.accumulate
             waited = self.waited.get(axis, DEFAULT_WAITED)
             total += (
                 waited * moved * (size - 1) / size / axis_rate(sizes.mesh, chip, axis)
@@ -506,16 +547,23 @@ class _Predictor:
         key = (sizes.kind, sizes.num_tensor)
         seconds = plan.times.arithmetic + plan.times.memory
         self.computing[key] = min(seconds, self.computing.get(key, math.inf))
-        axes = sizes.mesh.shape.items()
-        tensor_axes = {name for name, size in axes if size > 1 and name not in BATCH}
-        moved = 0.0
-        for traffic in plan.traffic:
-            if set(traffic.axes.split("*")) <= tensor_axes:
-                moved += traffic.bytes * (2.0 if traffic.kind == "all-reduce" else 1.0)
-        if moved:
-            self.bytes_per_example = moved / sizes.examples / sizes.accumulate
+        others = (*BATCH, *CONTEXT)
+        tensor = {axis for axis in sizes.mesh.axis_names if axis not in others}
+        if moved := _moved_bytes(plan, tensor):
+            self.tensor_bytes = moved / sizes.examples / sizes.accumulate
+        if moved := _moved_bytes(plan, set(CONTEXT)):
+            self.context_bytes = moved / sizes.examples / sizes.accumulate
         for axis in sizes.mesh.axis_names:
             along = [traffic for traffic in plan.traffic if traffic.axes == axis]
             total = sum(traffic.seconds for traffic in along)
             if total > 0:
                 self.waited[axis] = sum(traffic.waited for traffic in along) / total
+
+
+def _moved_bytes(plan: Plan, axes: set[str]) -> float:
+    """Return the bytes of the collectives that span only `axes`. An all-reduce moves them twice."""
+    return sum(
+        traffic.bytes * (2.0 if traffic.kind == "all-reduce" else 1.0)
+        for traffic in plan.traffic
+        if set(traffic.axes.split("*")) <= axes
+    )

@@ -58,6 +58,7 @@ FIELD_NAMES = {
     "mfu": "MFU",
     "limit": "the memory limit",
     "model_flops": "FLOPs of the model",
+    "step_flops": "FLOPs of the traced step",
     "matmul_flops": "FLOPs by dtype",
     "matmul_lines": "lines by dtype",
     "leaves": "the parameter layout",

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+from jax.sharding import Mesh
 
 from shardwise.data.layout import map_rows
-from shardwise.sharding import Placement, num_batch_shards
+from shardwise.sharding import MeshAxes, Placement, context_axes, num_batch_shards
 from shardwise.state import StateSpec
 from shardwise.step import num_rows
 from shardwise.tree import Batch, named_leaves
@@ -66,6 +67,10 @@ MEANINGS = {
     "the effect on one device. This is typical of a mean of means, if the shards hold different "
     "numbers of examples or weights. Return Mean(total, weight), or divide the sum of everything "
     "by the weight of everything.",
+    "tokens": "With all tokens of a sequence on one device both agree: something depends on the "
+    "place of a token in the shard of a device along {axes}. Examples are positions or a shift by "
+    "one that begin again in every shard, and a mean over the tokens of one shard. In shard_map "
+    "the first position of a shard is its axis_index times the tokens of a shard.",
     "gradients": "The parameters and the batch are the same, so a reduction is taken over the "
     "examples of one device (a norm, a maximum, a loss over pairs of examples), or a random stream "
     "depends on the mesh.",
@@ -167,6 +172,9 @@ def _diagnose_gradients(one: Side, many: Side, expected: ReferenceStep) -> str:
         return MEANINGS["random"]
     if one.spec.other and _agree_with("use_running_average", one, many, expected):
         return MEANINGS["statistics"]
+    context = context_axes(many.spec.mesh, many.run.rules)
+    if context and _agree_without(context, many, expected):
+        return MEANINGS["tokens"].format(axes=", ".join(map(repr, context)))
     influences = _influences(one, many, expected)
     lost = [
         index for index, value in influences.items() if abs(value) < INFLUENCE_TOLERANCE
@@ -274,6 +282,16 @@ def _agree_with(attribute: str, one: Side, many: Side, expected: ReferenceStep) 
     """Return whether loss and gradients agree once an attribute of all layers is True."""
     reference = _values_with(attribute, one, expected)
     return _agree(reference, _values_with(attribute, many, expected), expected)
+
+
+def _agree_without(axes: MeshAxes, many: Side, expected: ReferenceStep) -> bool:
+    """Return whether loss and gradients agree on a mesh with one device along `axes`."""
+    mesh = many.spec.mesh
+    kept = tuple(slice(1) if axis in axes else slice(None) for axis in mesh.axis_names)
+    smaller = Mesh(mesh.devices[kept], mesh.axis_names, axis_types=mesh.axis_types)
+    run = replace(many.run, data=lambda step: expected.batch, eval_data=None)
+    values = gradients_on(make_side(run, smaller), expected, expected.batch)
+    return _agree({**expected.values}, values, expected)
 
 
 def _agree(reference: Values, values: Values, expected: ReferenceStep) -> bool:

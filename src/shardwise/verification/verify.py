@@ -15,10 +15,12 @@ from jax.sharding import Mesh
 from rich.table import Table
 
 from shardwise.axes import DATA
+from shardwise.data.layout import num_tokens
 from shardwise.errors import ConfigError, ShardwiseError, where
 from shardwise.mesh import make_mesh, mesh_text, parse_sizes, show_sizes
+from shardwise.plan.compile import check_divided, compile_run
 from shardwise.run import Run
-from shardwise.sharding import Rules, show_spec
+from shardwise.sharding import Rules, context_axes, show_spec
 from shardwise.state import StateSpec
 from shardwise.text import Json
 from shardwise.tree import named_leaves
@@ -244,8 +246,11 @@ def verify(
         text = _one_device(meshes or [first.mesh])
         one = make_side(first, make_mesh(text, devices[:1]))
         if meshes is None:
-            meshes = meshes_to_verify(one.spec, one.run.rules, len(devices))
-            if one.step.spec.is_explicit:
+            # Explicit axes cannot shard tokens.
+            is_explicit = one.step.spec.is_explicit
+            length = None if is_explicit else num_tokens(one.step.batch)
+            meshes = meshes_to_verify(one.spec, one.run.rules, len(devices), length)
+            if is_explicit:
                 meshes = [_with_axes(mesh, one.spec.mesh.axis_names) for mesh in meshes]
         sides: list[Side] = []
         results: list[MeshResult] = []
@@ -260,6 +265,7 @@ def verify(
         for many in sides:
             mesh = mesh_text(many.spec.mesh)
             with _skipping(mesh, skipped, is_given), _as_config_error(mesh):
+                many = _with_divided_work(many, tell)
                 results.append(_verify_mesh(one, many, reference, tell))
     if not results:
         reasons = [f"  {mesh}: {why}" for mesh, why in skipped.items()]
@@ -300,8 +306,18 @@ def _check_devices(steps: int) -> list[jax.Device]:
     return devices
 
 
-def meshes_to_verify(spec: StateSpec, rules: Rules, num_devices: int) -> list[str]:
-    """Return a handful of meshes that use every axis the model knows, alone and combined."""
+def meshes_to_verify(
+    spec: StateSpec, rules: Rules, num_devices: int, length: int | None = None
+) -> list[str]:
+    """Return a handful of meshes that use every axis the model knows, alone and combined.
+
+    Args:
+        spec: the abstract state.
+        rules: the sharding rules.
+        num_devices: the number of devices of each mesh.
+        length: the number of tokens in a sequence. None if the examples are not sequences: then no
+            mesh has a context axis.
+    """
     batch_axes = [axis for axis in (DATA, *rules.batch) if axis in rules.batch]
     data = next((axis for axis in batch_axes if axis not in rules.fsdp), None)
     fsdp = next(iter(rules.fsdp), None)
@@ -317,6 +333,10 @@ def meshes_to_verify(spec: StateSpec, rules: Rules, num_devices: int) -> list[st
             meshes.append({stage: 2, data: half})
     if num_devices % 4 == 0:
         meshes += [{data: quarter, fsdp: 2, axis: 2} for axis in tensor]
+    if length is not None and num_devices % 2 == 0:
+        shards = half if num_devices > 2 else 2
+        context = [axis for axis in rules.context[:1] if length % shards == 0]
+        meshes += [{data: num_devices // shards, axis: shards} for axis in context]
     texts: list[str] = []
     for mesh in meshes:
         sizes = {axis: size for axis, size in mesh.items() if axis is not None}
@@ -351,7 +371,7 @@ def _tensor_axes(spec: StateSpec, rules: Rules) -> list[str]:
         for name in [entry] if isinstance(entry, str) else entry or ():
             mapped = rules.logical.get(name, name)
             mesh_axes += [mapped] if isinstance(mapped, str) else list(mapped or ())[:1]
-    others = (*rules.batch, *rules.fsdp)
+    others = (*rules.batch, *rules.fsdp, *rules.context)
     return [axis for axis in dict.fromkeys(mesh_axes) if axis not in others]
 
 
@@ -404,6 +424,20 @@ def _verify_accumulation(one: Side, tell: Callable[[str], None]) -> MeshResult |
     result = _verify_mesh(whole, parts, record(whole, 1), tell)
     name = f"accumulate={run.accumulate}"
     return replace(result, mesh=name, note="", against="accumulate=1")
+
+
+def _with_divided_work(many: Side, tell: Callable[[str], None]) -> Side:
+    """Return a side with its step compiled, if its mesh has a context axis.
+
+    Raises:
+        ConfigError: the context axis divides no work, so training would refuse the mesh.
+    """
+    if not context_axes(many.spec.mesh, many.run.rules):
+        return many
+    tell(f"{mesh_text(many.spec.mesh)}: compiling")
+    plan, prepared = compile_run(many.run, many.prepared)
+    check_divided(plan, many.run.rules)
+    return replace(many, prepared=prepared)
 
 
 def _verify_mesh(

@@ -12,10 +12,20 @@ from shardwise import Run
 from shardwise.cli.plan import BoundRecipe
 from shardwise.errors import ConfigError
 from shardwise.hardware import Chip
+from shardwise.mesh import make_mesh, parse_sizes
 from shardwise.plan.compile import plan_run
-from shardwise.plan.plan import Memory, Times
-from shardwise.plan.search import Candidate, Search, find_meshes, search
+from shardwise.plan.plan import Memory, Times, Traffic
+from shardwise.plan.search import (
+    Candidate,
+    Search,
+    _Predictor,
+    find_meshes,
+    search,
+    searched_axes,
+)
 from shardwise.plan.target import find_target
+from shardwise.run import describe_state
+from shardwise.sharding import num_batch_shards
 from tests.helpers.runs import make_run
 
 CHIP = Chip(
@@ -36,6 +46,70 @@ def test_find_meshes_returns_all_meshes_of_a_number_of_devices():
     assert len(find_meshes(16)) == 15
     for mesh in find_meshes(24):
         assert math.prod(int(part.split("=")[1]) for part in mesh.split(",")) == 24
+
+
+def test_context_is_tried_for_long_sequences_of_tokens():
+    long = np.zeros((4, 8192), np.int32)
+    assert searched_axes({"inputs": long}) == ["data", "fsdp", "context", "model"]
+    for other in (long[:, :4096], long.astype("float32"), long[0], long[:, :, None]):
+        assert searched_axes({"inputs": other}) == ["data", "fsdp", "model"]
+
+
+def test_context_axes_are_refused_once_one_is_idle(one):
+    target, plan = one
+    compiled = []
+
+    def compile_one(candidate, run):
+        compiled.append(candidate.mesh)
+        mesh = parse_sizes(candidate.mesh)
+        repeats = mesh.get("context", 1)
+        flops = repeats * plan.step_flops / 8
+        return replace(plan, mesh=mesh, flops=flops)
+
+    meshes = ["data=4,context=2", "data=2,context=4", "context=8", "data=8"]
+    found = search(make, compile_one, target, meshes, {}, budget=9)
+    entries = {e.candidate.mesh: e for e in found.entries.values()}
+    assert found.best.candidate.mesh == "data=8"
+    assert len([mesh for mesh in compiled if "context" in mesh]) == 1
+    for mesh in meshes[:3]:
+        assert entries[mesh].status == "refused"
+        assert "repeat each other's work" in entries[mesh].why
+
+
+def test_a_context_axis_that_does_not_divide_the_tokens_is_refused(one):
+    target, plan = one
+
+    def make_short(candidate):
+        run = make(candidate)
+        return replace(run, data=lambda n: {"inputs": np.zeros((8, 30), np.int32)})
+
+    found = search(
+        make_short, lambda *args: plan, target, ["data=2,context=4"], {}, budget=9
+    )
+    (entry,) = found.entries.values()
+    assert "30 tokens" in entry.why
+
+
+def test_an_expectation_counts_the_tokens_of_a_device(one):
+    """Half of the tokens of twice as many examples need the same memory."""
+    target, plan = one
+    meshes = ["data=8", "data=4,context=2", "data=2,context=4", "data=4,model=2"]
+    traffic = [
+        Traffic("all-to-all", "context", "links", 1, 1e6, 1e-3, 1e-3),
+        Traffic("all-reduce", "data*context", "links", 1, 1e6, 1e-3, 1e-3),
+    ]
+    predictor = _Predictor(target)
+    for mesh in meshes:
+        candidate = Candidate(mesh)
+        run = make(candidate)
+        spec = describe_state(replace(run, mesh=make_mesh(mesh)))
+        predictor.add(candidate, run, spec, 16 / num_batch_shards(spec.mesh, run.rules))
+    sizes = [predictor.sizes[Candidate(mesh)] for mesh in meshes]
+    assert [size.examples for size in sizes] == [2, 2, 2, 4]
+    assert [size.num_tensor for size in sizes] == [1, 1, 1, 2]
+    predictor.learn(Candidate(meshes[1]), replace(plan, traffic=traffic))
+    assert predictor.context_bytes == 1e6 / 2
+    assert predictor.tensor_bytes == 0
 
 
 @pytest.fixture(scope="module")
