@@ -80,11 +80,12 @@ def check_pipeline(
 
     Raises:
         ConfigError: if examples meet each other, maybe in a layer, and `micro_batches` is "exact".
+            Operations of which this is unknown are accepted.
     """
     if num_stages(spec.mesh, spec.rules) == 1 or micro_batches == "separate":
         return
     metric = traced.metrics["loss"]
-    if metric.worst.kind >= Kind.UNKNOWN:
+    if metric.worst.kind >= Kind.COUPLED:
         raise ConfigError(
             "on a mesh with a stage axis, the layers of a stack see the examples of one "
             f"microbatch, and {metric.reason}. Use a mesh without a stage axis. If examples are "
