@@ -1,4 +1,4 @@
-r"""Llama 2 and 3, from a toy to 405 billion parameters: plan, time, and train.
+r"""Llama 2 and 3, from a toy to 405 billion parameters, and Mixtral: plan, time, and train.
 
     shardwise train recipes/llama.py
     shardwise train recipes/llama.py --size 8b --mesh fsdp=-1 --batch-size 64 --length 8192 \
@@ -43,7 +43,9 @@ Array = jax.Array
 VOCAB_MULTIPLE = 128
 
 
-def loss(model: Llama, batch: dict[str, Array], chunks: int = 1) -> Mean:
+def loss(
+    model: Llama, batch: dict[str, Array], chunks: int = 1, balance: float = 0.01
+) -> Mean:
     """Return the loss of each token, in nats.
 
     Args:
@@ -51,12 +53,18 @@ def loss(model: Llama, batch: dict[str, Array], chunks: int = 1) -> Mean:
         batch: `inputs` and `labels`, both (B, T).
         chunks: with several chunks, the logits of only one of them exist at a time. They are
             recomputed for the gradient.
+        balance: for a model with experts, the weight of the balancing loss of each sequence.
 
     Raises:
         ValueError: if `chunks` does not divide T.
     """
     tokens, labels = batch["inputs"], batch["labels"]
-    features, kernel = model.features(tokens), model.output()
+    if model.config.num_experts:
+        features, routing = model.features_and_routing(tokens)
+        extra = balance * routing.balance[:, None]
+    else:
+        features, extra = model.features(tokens), 0.0
+    kernel = model.output()
     batch_size, length = tokens.shape
     if length % chunks:
         raise ValueError(
@@ -80,9 +88,9 @@ def loss(model: Llama, batch: dict[str, Array], chunks: int = 1) -> Mean:
         return jnp.moveaxis(parts, 2, 0)
 
     if chunks == 1:
-        return Mean(nats((features, labels)))
+        return Mean(nats((features, labels)) + extra)
     losses = jax.lax.map(jax.checkpoint(nats), (split(features), split(labels)))
-    return Mean(jnp.moveaxis(losses, 0, 2).reshape(batch_size, length))
+    return Mean(jnp.moveaxis(losses, 0, 2).reshape(batch_size, length) + extra)
 
 
 @dataclass(frozen=True)
@@ -123,7 +131,9 @@ def recipe(
     data: Path | None = None,
     init_from: Path | None = None,
     seed: int = 0,
-    size: Literal["tiny", "7b", "70b-llama2", "8b", "70b", "405b"] = "tiny",
+    size: Literal[
+        "tiny", "tiny-moe", "7b", "70b-llama2", "8b", "70b", "405b", "8x7b"
+    ] = "tiny",
     vocab: int | None = None,
     mlp_width: int | None = None,
     tied: bool = False,
@@ -140,6 +150,7 @@ def recipe(
     offload: tuple[Kept, ...] = (),
     scan_layers: bool = True,
     loss_chunks: int = 1,
+    balance: float = 0.01,
     save_every: int = 0,
 ) -> Run:
     """Train a Llama on prepared tokens, or on random ones.
@@ -168,6 +179,7 @@ def recipe(
         offload: Values that --remat block moves to host memory instead of recomputing them.
         scan_layers: Compile one block for all layers: faster to compile, but slower to run on GPUs.
         loss_chunks: Number of chunks in which the logits are computed, to save memory.
+        balance: Weight of the loss that distributes tokens over experts.
         save_every: Steps between checkpoints. 0 saves only at the end.
     """
     base = SIZES[size]
@@ -193,7 +205,7 @@ def recipe(
     schedule = optim.cosine(lr, steps, warmup=0.05, end=lr / 10)
     return Run(
         model=lambda rngs: Llama(config, rngs),
-        loss=partial(loss, chunks=loss_chunks),
+        loss=partial(loss, chunks=loss_chunks, balance=balance),
         optimizer=optim.adamw(schedule, b2=0.95, weight_decay=0.1, clip=clip or None),
         data=Batches(source, batch_size, seed=seed),
         steps=steps,

@@ -6,7 +6,6 @@ meshes with an expert axis.
 
 import math
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -32,6 +31,7 @@ from shardwise import (
     steps,
 )
 from shardwise.errors import ConfigError
+from shardwise.models.llama import Llama, LlamaConfig
 from shardwise.models.moe import route
 
 ROWS, LENGTH, WIDTH, HIDDEN, EXPERTS = 16, 32, 32, 48, 8
@@ -104,6 +104,18 @@ def loss(model, batch):
     return Mean(nats + aux[:, None]), {"aux": Mean(aux), "dropped": Mean(dropped)}
 
 
+MIXTRAL = LlamaConfig(
+    64, 2, 4, 2, WIDTH, HIDDEN, num_experts=EXPERTS, top_k=2, remat="block"
+)
+
+
+def mixtral_loss(model, batch):
+    features, routing = model.features_and_routing(batch["inputs"])
+    logits = features @ model.output()
+    nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
+    return Mean(nats + 0.01 * routing.balance[:, None])
+
+
 @dataclass(frozen=True)
 class Case:
     """Options of the layer, and of the step."""
@@ -112,6 +124,13 @@ class Case:
     accumulate: int = 2
     has_context: bool = True
     dropout: float = 0.1
+    model: Any = None
+    loss: Any = loss
+
+    def build(self, rngs):
+        if self.model is not None:
+            return self.model(rngs)
+        return Model(rngs, dropout=self.dropout, **self.options)
 
     @property
     def layouts(self):
@@ -123,15 +142,16 @@ CASES = {
     "bias": Case({"bias_rate": 0.5, "top_k": 1}),
     "capacity": Case({"capacity": 1.0}, has_context=False),
     "without gates": Case({"gated": False, "activation": jax.nn.gelu, "top_k": 3}, 1),
+    # Scanned layers that are computed again in the backward pass.
+    "mixtral": Case(model=lambda rngs: Llama(MIXTRAL, rngs), loss=mixtral_loss),
 }
 
 
-def make_step(case, mesh, accumulate=None, rules=None, loss=loss):
-    model = partial(Model, dropout=case.dropout, **case.options)
+def make_step(case, mesh, accumulate=None, rules=None):
     rules = rules or Rules(fsdp_min_size=64)
-    spec = abstract_state(lambda rngs: model(rngs), optax.adamw(3e-3), mesh, rules)
+    spec = abstract_state(case.build, optax.adamw(3e-3), mesh, rules)
     accumulate = accumulate or case.accumulate
-    return make_train_step(spec, loss, batches(0), accumulate=accumulate)
+    return make_train_step(spec, case.loss, batches(0), accumulate=accumulate)
 
 
 def train(case, mesh, until=20, **options):
@@ -143,7 +163,7 @@ def train(case, mesh, until=20, **options):
     ):
         last = state
         values.append((metrics["loss"], metrics["grad_norm"]))
-    eval_step = make_eval_step(step.spec, loss, batches(0))
+    eval_step = make_eval_step(step.spec, case.loss, batches(0))
     # The last batch is not divisible by the devices.
     part = {name: array[:3] for name, array in batches(101).items()}
     validation = evaluate(eval_step, last, [batches(100), part])
@@ -176,6 +196,13 @@ def test_every_expert_layout_trains_the_same(name):
 
 
 @pytest.mark.slow
+def test_experts_in_the_stages_of_a_pipeline():
+    """Parameters of a stage are gathered before its loop, also experts."""
+    layouts = ["stage=2,data=4", "stage=2,expert=4", "stage=2,expert=2,model=2"]
+    check(CASES["mixtral"], [*layouts, "stage=2,fsdp=2,expert=2"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dropless", "capacity"])
 def test_experts_can_be_sharded_over_an_axis_that_shares_the_batch(name):
     rules = Rules(logical={"experts": "model", "mlp": None}, fsdp_min_size=64)
@@ -205,11 +232,11 @@ def batch_loss(model, batch):
 def test_a_balance_of_the_whole_batch_is_refused_with_micro_batches():
     mesh = make_mesh("data=2,expert=4")
     with pytest.raises(ConfigError, match="accumulate=2 would change the loss"):
-        make_step(CASES["dropless"], mesh, 2, loss=batch_loss)
+        make_step(Case(loss=batch_loss), mesh, 2)
     values = [
         float(step(init_state(step.spec, 3), step.place(batches(0)))[1]["loss"])
         for step in (
-            make_step(CASES["dropless"], mesh, 1, loss=batch_loss)
+            make_step(Case(loss=batch_loss), mesh, 1)
             for mesh in (mesh, make_mesh("data=1", jax.devices()[:1]))
         )
     ]

@@ -103,6 +103,7 @@ class LlamaConfig:
 # 8192 tokens, Llama 3.1 adds a `RopeScaling`. "8x7b" is Mixtral.
 SIZES = {
     "tiny": LlamaConfig(256, 2, 4, 2, 64, 192),
+    "tiny-moe": LlamaConfig(256, 2, 4, 2, 64, 96, num_experts=8, top_k=2),
     "7b": LlamaConfig(32000, 32, 32, 32, 4096, 11008, rope_theta=1e4, max_length=4096),
     "70b-llama2": LlamaConfig(
         32000, 80, 64, 8, 8192, 28672, rope_theta=1e4, max_length=4096
