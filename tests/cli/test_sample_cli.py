@@ -175,6 +175,7 @@ def test_text_goes_on_and_is_the_same_without_cache_on_a_mesh_and_published(
         ["run/checkpoints/0"],
         ["hub"],
         ["run", "--mesh", "data=4,model=2"],
+        ["run", "--mesh", "fsdp=2,context=4"],
     ):
         again = sample(
             *args,

@@ -19,9 +19,11 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwise import (
+    Batches,
     Mean,
     Rules,
     Run,
+    Tokens,
     abstract_state,
     attention,
     attention_fn,
@@ -34,12 +36,14 @@ from shardwise import (
     plan_run,
     steps,
 )
+from shardwise.cli import main
 from shardwise.errors import ConfigError
 from shardwise.kernels.mask import Mask
 from shardwise.mesh import parse_mesh
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.models.llama import Llama, LlamaConfig
 from shardwise.models.loss import chunked_cross_entropy, linear_cross_entropy
+from shardwise.models.sampling import generate
 from shardwise.plan.compile import find_idle_axes
 from shardwise.plan.plan import Memory, Plan
 from shardwise.recipe import load_recipe
@@ -448,6 +452,36 @@ def test_tokens_that_cannot_be_divided_are_refused():
     )
     with pytest.raises(ConfigError, match="all arrays of this batch have one dim"):
         prepare(flat)
+
+
+@pytest.mark.slow
+def test_a_run_on_a_context_axis_is_sampled(tmp_path, capsys):
+    """By the run itself, on its mesh, and by the command, on one device and on a mesh."""
+    config = GPTConfig(256, LENGTH, 1, 4, 32)
+    text = np.frombuffer(b"the cat sat on the mat and " * 40, np.uint8)
+    prompt = np.frombuffer(b"the cat ", np.uint8)[None].astype(np.int32)
+
+    def sample(model):
+        rows = generate(model, prompt, 20, jax.random.key(0), temperature=0)
+        return bytes(np.asarray(rows[0], np.uint8)).decode(errors="replace")
+
+    run = Run(
+        model=lambda rngs: GPT(config, rngs),
+        loss=logits_loss,
+        optimizer=optax.adamw(1e-2),
+        data=Batches(Tokens(text, LENGTH), 8),
+        steps=30,
+        mesh="data=2,context=4",
+        sample=sample,
+        out=tmp_path / "run",
+        unit="bytes",
+    )
+    written = fit(run).sample
+    assert written.startswith("the cat ")
+    options = ["--prompt", "the cat ", "--tokens", "20", "--temperature", "0"]
+    for mesh in ([], ["--mesh", "data=2,context=4"], ["--mesh", "context=8"]):
+        assert main(["sample", str(tmp_path / "run"), *options, *mesh]) == 0
+        assert capsys.readouterr().out.rstrip("\n") == written.rstrip("\n"), mesh
 
 
 def test_context_axes_store_parameters_sharded_where_fsdp_does():

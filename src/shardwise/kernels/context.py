@@ -15,7 +15,7 @@ width.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +32,20 @@ Array = jax.Array
 # A function of q, k, v and segment ids, which returns the outputs of the heads.
 Kernel: TypeAlias = Callable[[Array, Array, Array, Array | None], Array]
 # The output of attention to some keys, (B, T, H, K), float32, and the logarithm of the sum of
-# exponentials of their scores, (B, H, T).
+# exponentials of their scores, (B, T, H).
 Partial: TypeAlias = tuple[Array, Array]
+# Queries, (B, T, H, K), with their documents, (B, T), and positions, (1, T).
+_Queries: TypeAlias = tuple[Array, Array, Array]
+# The same, and the gradient of the output, (B, T, H, K), the logarithm of the sum of exponentials
+# of all scores, (B, T, H), and the sum of output times gradient, (B, T, H).
+_GradientQueries: TypeAlias = tuple[Array, Array, Array, Array, Array, Array]
+# Keys and values, (B, T, G, K), with their documents, (B, T), and positions, (1, T).
+_Keys: TypeAlias = tuple[Array, Array, Array, Array]
+# What goes around the ring: keys, values and documents.
+_Travelling: TypeAlias = tuple[Array, Array, Array]
+_Residuals: TypeAlias = tuple[Array, Array, Array, Array, Array, Array]
+Q = TypeVar("Q", _Queries, _GradientQueries)
+K = TypeVar("K", bound=_Keys)
 
 
 def context_attention(
@@ -179,79 +191,208 @@ def _ring(
     size: int,
 ) -> Array:
     """Return the outputs for the tokens of this device."""
-    dtype = q.dtype
-    q, k, v, segments = (
+    arrays = (
         _to_front_and_back(x, axes, size)
         for x in (q * q.shape[3] ** -0.5, k, v, segments)
     )
+    return _to_natural_order(_around(mask, axes, size, *arrays), axes, size)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _around(
+    mask: Mask,
+    axes: MeshAxes,
+    size: int,
+    q: Array,
+    k: Array,
+    v: Array,
+    segments: Array,
+) -> Array:
+    """Return the outputs of two chunks of tokens, see `_to_front_and_back`.
+
+    The backward pass goes around the ring once more and computes the scores again. Without it, JAX
+    would save keys, values and outputs of every step.
+    """
+    return _around_forward(mask, axes, size, q, k, v, segments)[0]
+
+
+def _around_forward(
+    mask: Mask,
+    axes: MeshAxes,
+    size: int,
+    q: Array,
+    k: Array,
+    v: Array,
+    segments: Array,
+) -> tuple[Array, _Residuals]:
     device = axis_index(axes)
-    half = q.shape[1] // 2
-    neighbors = [(i, (i + 1) % size) for i in range(size)]
-    front, back, both = slice(None, half), slice(half, None), slice(None)
+    queries = (q, segments, _positions(device, size, q.shape[1]))
 
-    def attend(source: Array, queries: slice, keys: slice, *arrays: Array) -> Partial:
-        """Return attention of some queries to some keys of device `source`."""
-        k, v, key_segments = (x[:, keys] for x in arrays)
-        is_visible = mask.visible(
-            _positions(device, size, half)[queries],
-            _positions(source, size, half)[keys],
-        )
-        is_visible = is_visible & same_document(segments[:, queries], key_segments)
-        return _attend(q[:, queries], k, v, is_visible)
-
-    def pass_on(
-        carry: tuple[Partial, Array, Array, Array], count: Array
-    ) -> tuple[tuple[Partial, Array, Array, Array], None]:
-        (out, log_total), *arrays = carry
-        arrays = [ppermute(x, axes, neighbors) for x in arrays]
+    def add(
+        carry: tuple[Partial, _Travelling], count: Array
+    ) -> tuple[tuple[Partial, _Travelling], None]:
+        result, (k, v, segments) = carry
+        k, v, segments = (_pass_on(x, axes, size) for x in (k, v, segments))
         source = (device - count) % size
-
-        def from_earlier_device() -> Partial:
-            """Both chunks of queries see the front chunk of the keys."""
-            new = attend(source, both, front, *arrays)
-            return _combine((out, log_total), new)
-
-        def from_later_device() -> Partial:
-            """The back chunk of the queries sees both chunks of the keys."""
-            new = attend(source, back, both, *arrays)
-            combined = _combine((out[:, back], log_total[..., back]), new)
-            return (
-                jnp.concatenate([out[:, front], combined[0]], axis=1),
-                jnp.concatenate([log_total[..., front], combined[1]], axis=2),
-            )
-
+        keys = (k, v, segments, _positions(source, size, k.shape[1]))
         if mask.causal:
             is_earlier = source < device
-            result = jax.lax.cond(is_earlier, from_earlier_device, from_later_device)
+            pairs = _pairs(queries, keys, is_earlier)
+            new = _both_chunks(jax.vmap(partial(_attend, mask))(*pairs), is_earlier)
         else:
-            result = _combine((out, log_total), attend(source, both, both, *arrays))
-        k, v, key_segments = arrays
-        return (result, k, v, key_segments), None
+            new = _attend(mask, queries, keys)
+        return (_combine(result, new), (k, v, segments)), None
 
-    start = (attend(device, both, both, k, v, segments), k, v, segments)
-    # The backward pass computes the scores of each step again, and keeps none of them.
-    ((out, _), *_), _ = jax.lax.scan(
-        jax.checkpoint(pass_on), start, jnp.arange(1, size)
-    )
-    return _to_natural_order(out.astype(dtype), axes, size)
+    own = _attend(mask, queries, (k, v, segments, queries[2]))
+    start = (own, (k, v, segments))
+    ((out, log_total), _), _ = jax.lax.scan(add, start, jnp.arange(1, size))
+    out = out.astype(q.dtype)
+    return out, (q, k, v, segments, out, log_total)
 
 
-def _positions(device: Array, size: int, half: int) -> Array:
-    """Return the positions of the tokens that a device works on, see `_to_front_and_back`."""
+def _around_backward(
+    mask: Mask, axes: MeshAxes, size: int, residuals: _Residuals, grad: Array
+) -> tuple[Array, Array, Array, None]:
+    q, k, v, segments, out, log_total = residuals
+    device = axis_index(axes)
+    correction = (grad * out).sum(-1, dtype=jnp.float32)
+    positions = _positions(device, size, q.shape[1])
+    queries = (q, segments, positions, grad, log_total, correction)
+
+    def add(
+        carry: tuple[Array, _Travelling, tuple[Array, Array]], count: Array
+    ) -> tuple[tuple[Array, _Travelling, tuple[Array, Array]], None]:
+        dq, *travelling = carry
+        (k, v, segments), (dk, dv) = jax.tree.map(
+            lambda x: _pass_on(x, axes, size), tuple(travelling)
+        )
+        source = (device - count) % size
+        keys = (k, v, segments, _positions(source, size, k.shape[1]))
+        if mask.causal:
+            is_earlier = source < device
+            pairs = _pairs(queries, keys, is_earlier)
+            gradients = jax.vmap(partial(_attend_backward, mask))(*pairs)
+            # The first pair has queries of the back chunk and keys of the front chunk.
+            new_q = _sum_of_chunks(gradients[0], is_earlier, first_in_front=False)
+            new_k, new_v = (
+                _sum_of_chunks(x, is_earlier, first_in_front=True)
+                for x in gradients[1:]
+            )
+        else:
+            new_q, new_k, new_v = _attend_backward(mask, queries, keys)
+        return (dq + new_q, (k, v, segments), (dk + new_k, dv + new_v)), None
+
+    own = _attend_backward(mask, queries, (k, v, segments, queries[2]))
+    start = (own[0], (k, v, segments), own[1:])
+    (dq, _, grads), _ = jax.lax.scan(add, start, jnp.arange(1, size))
+    # After the last step they are one device away from their keys and values.
+    dk, dv = (_pass_on(x, axes, size) for x in grads)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+_around.defvjp(_around_forward, _around_backward)
+
+
+def _pass_on(x: Array, axes: MeshAxes, size: int) -> Array:
+    """Return what the previous device of the ring has."""
+    passed: Array = ppermute(x, axes, [(i, (i + 1) % size) for i in range(size)])
+    return passed
+
+
+def _positions(device: Array, size: int, length: int) -> Array:
+    """Return the positions of the tokens that a device works on, (1, T).
+
+    See `_to_front_and_back`.
+    """
+    half = length // 2
     chunks = jnp.stack([device, 2 * size - 1 - device])
-    return (chunks[:, None] * half + jnp.arange(half)).reshape(-1)
+    return (chunks[:, None] * half + jnp.arange(half)).reshape(1, length)
 
 
-def _attend(q: Array, k: Array, v: Array, is_visible: Array) -> Partial:
-    """Return attention to some keys. A query that sees none of them has an output of zeros."""
-    k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+def _pairs(queries: Q, keys: K, is_earlier: Array) -> tuple[Q, K]:
+    """Return the two pairs of chunks that attend to each other under a causal mask.
+
+    Both chunks of queries see the front chunk of an earlier device. The back chunk of the queries
+    sees both chunks of a later device. So the first pair is the same for both: queries in the back,
+    keys in front. The second is front with front, or back with back.
+
+    Args:
+        queries: arrays (B, T, ...) that belong to the queries of this device.
+        keys: arrays (B, T, ...) that belong to the keys of another device.
+        is_earlier: whether the other device has an earlier front chunk.
+
+    Returns:
+        Both, as arrays (2, B, T / 2, ...).
+    """
+
+    def front(x: Array) -> Array:
+        return x[:, : x.shape[1] // 2]
+
+    def back(x: Array) -> Array:
+        return x[:, x.shape[1] // 2 :]
+
+    def second(x: Array) -> Array:
+        return jnp.where(is_earlier, front(x), back(x))
+
+    query_pairs: Q = jax.tree.map(lambda x: jnp.stack([back(x), second(x)]), queries)
+    key_pairs: K = jax.tree.map(lambda x: jnp.stack([front(x), second(x)]), keys)
+    return query_pairs, key_pairs
+
+
+def _both_chunks(pairs: Partial, is_earlier: Array) -> Partial:
+    """Return attention for both chunks of queries from that of `_pairs`."""
+    (first_out, second_out), (first_total, second_total) = pairs
+    nothing = jnp.zeros_like(second_out), jnp.full_like(second_total, MASKED_SCORE)
+    to_front, to_back = (
+        (
+            jnp.where(is_there, second_out, nothing[0]),
+            jnp.where(is_there, second_total, nothing[1]),
+        )
+        for is_there in (is_earlier, ~is_earlier)
+    )
+    in_back = _combine((first_out, first_total), to_back)
+    out, total = (
+        jnp.concatenate(chunks, axis=1)
+        for chunks in zip(to_front, in_back, strict=True)
+    )
+    return out, total
+
+
+def _sum_of_chunks(pairs: Array, is_earlier: Array, first_in_front: bool) -> Array:
+    """Return gradients of both chunks from those of `_pairs`."""
+    first, second = pairs
+    front = jnp.where(is_earlier, second, 0)
+    back = jnp.where(is_earlier, 0, second)
+    chunks = [front + first, back] if first_in_front else [front, back + first]
+    return jnp.concatenate(chunks, axis=1)
+
+
+def _scores(mask: Mask, queries: _Queries, keys: _Keys) -> tuple[Array, Array]:
+    """Return the scores of all heads, and which of them count; (B, H, queries, keys)."""
+    q, query_segments, query_positions = queries
+    k, _, key_segments, key_positions = keys
+    is_visible = mask.visible(query_positions[0], key_positions[0])
+    is_visible = is_visible & same_document(query_segments, key_segments)
+    k = _for_all_heads(k, q)
     scores = jnp.einsum("bthk,bshk->bhts", q, k, preferred_element_type=jnp.float32)
+    return scores, is_visible
+
+
+def _for_all_heads(x: Array, q: Array) -> Array:
+    """Return keys or values (B, T, G, K) for the H heads of the queries."""
+    return jnp.repeat(x, q.shape[2] // x.shape[2], axis=2)
+
+
+def _attend(mask: Mask, queries: _Queries, keys: _Keys) -> Partial:
+    """Return attention to some keys. A query that sees none of them has an output of zeros."""
+    scores, is_visible = _scores(mask, queries, keys)
     scores = jnp.where(is_visible, scores, MASKED_SCORE)
-    largest = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
+    largest = scores.max(-1, keepdims=True)
     weights = jnp.where(is_visible, jnp.exp(scores - largest), 0)
     total = weights.sum(-1, keepdims=True)
     is_empty = total == 0
     total = jnp.where(is_empty, 1, total)
+    v = _for_all_heads(keys[1], queries[0])
     out = jnp.einsum(
         "bhts,bshk->bthk",
         (weights / total).astype(v.dtype),
@@ -259,7 +400,28 @@ def _attend(q: Array, k: Array, v: Array, is_visible: Array) -> Partial:
         preferred_element_type=jnp.float32,
     )
     log_total = jnp.where(is_empty, MASKED_SCORE, jnp.log(total) + largest)
-    return out, log_total[..., 0]
+    return out, log_total[..., 0].swapaxes(1, 2)
+
+
+def _attend_backward(
+    mask: Mask, queries: _GradientQueries, keys: _Keys
+) -> tuple[Array, Array, Array]:
+    """Return the gradients of queries, keys and values, float32."""
+    q, segments, positions, grad, log_total, correction = queries
+    k, v, _, _ = keys
+    scores, is_visible = _scores(mask, (q, segments, positions), keys)
+    weights = jnp.exp(scores - log_total.swapaxes(1, 2)[..., None])
+    weights = jnp.where(is_visible, weights, 0)
+    einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    dweights = einsum("bthk,bshk->bhts", grad, _for_all_heads(v, q))
+    dscores = weights * (dweights - correction.swapaxes(1, 2)[..., None])
+    dscores, weights = dscores.astype(q.dtype), weights.astype(q.dtype)
+    dq = einsum("bhts,bshk->bthk", dscores, _for_all_heads(k, q))
+    dk = einsum("bhts,bthk->bshk", dscores, q)
+    dv = einsum("bhts,bthk->bshk", weights, grad)
+    # Each key and value head belongs to several query heads.
+    shape = (*k.shape[:3], q.shape[2] // k.shape[2], k.shape[3])
+    return dq, dk.reshape(shape).sum(3), dv.reshape(shape).sum(3)
 
 
 def _combine(a: Partial, b: Partial) -> Partial:
@@ -268,7 +430,7 @@ def _combine(a: Partial, b: Partial) -> Partial:
     total = jnp.logaddexp(total_a, total_b)
 
     def weight(part: Array) -> Array:
-        return jnp.exp(part - total).swapaxes(1, 2)[..., None]
+        return jnp.exp(part - total)[..., None]
 
     return out_a * weight(total_a) + out_b * weight(total_b), total
 
