@@ -154,7 +154,7 @@ CASES = {
 
 
 @cache
-def compiled_step(name, layout, microbatches=None):
+def compiled_step(name, layout, microbatches):
     """Return the compiled step of a case on a mesh, or on one device if there is no layout."""
     case = CASES[name]
     mesh = make_mesh(layout) if layout else make_mesh("data=1", jax.devices()[:1])
@@ -181,7 +181,7 @@ def train(name, layout, microbatches=None):
 @cache
 def gradients(name, layout):
     """Return the gradients of the first step."""
-    step = compiled_step(name, layout)
+    step = compiled_step(name, layout, None)
     state = init_state(step.spec, 3)
     return jax.device_get(step.gradients(state, step.place(batches(0)))[0])
 
@@ -239,7 +239,7 @@ def collectives(step):
 
 def test_gradients_are_reduced_once_per_step():
     """The loop over ticks passes activations on, and does nothing else between devices."""
-    inside, outside = collectives(compiled_step("small", "stage=4,data=2"))
+    inside, outside = collectives(compiled_step("small", "stage=4,data=2", None))
     assert set(inside) == {"collective-permute"}
     # Activations and segment ids forward, the gradient of the activations backward.
     assert inside["collective-permute"] <= 4
@@ -250,7 +250,7 @@ def test_gradients_are_reduced_once_per_step():
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_the_loop_of_a_transformer_only_passes_activations_on(name):
     for layout in ("stage=4,data=2", "stage=2,data=4", "stage=2,fsdp=4"):
-        inside, _ = collectives(compiled_step(name, layout))
+        inside, _ = collectives(compiled_step(name, layout, None))
         assert set(inside) == {"collective-permute"}, layout
 
 
