@@ -112,13 +112,14 @@ def test_mixtral_matches_transformers(scan_layers):
     def loss_of(params):
         model = abstract(config)[0].merge(params, {}, jax.random.key(0))
         batch = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
-        return llama.loss(model, batch, 1).total.mean(), model(tokens)
+        nats = llama.loss(model, batch, balance=0.0)
+        return nats.total.mean(), model(tokens)
 
     value_and_grad = jax.jit(jax.value_and_grad(loss_of, has_aux=True))
     (loss, logits), grads = value_and_grad(params)
     np.testing.assert_allclose(logits, fixture(name)["logits"], atol=1e-4)
     np.testing.assert_allclose(loss, fixture(name)["loss"], rtol=1e-6)
-    np.testing.assert_allclose(grads["tokens"], fixture(name)["gradient"], atol=1e-6)
+    np.testing.assert_allclose(grads["tokens"], fixture(name)["gradient"], atol=5e-6)
     # Back to the published names, and to a configuration from the shapes alone.
     exported = params_to_hf(params, config)
     assert {key: value.shape for key, value in exported.items()} == {
