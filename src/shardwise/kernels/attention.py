@@ -26,7 +26,7 @@ from shardwise.axes import BATCH, CONTEXT, TENSOR
 from shardwise.kernels.context import context_attention
 from shardwise.kernels.mask import MASKED_SCORE, Mask, same_document
 from shardwise.kernels.platform import platform, step_mesh
-from shardwise.sharding import step_layout
+from shardwise.sharding import mapped_axes, step_layout
 
 Array = jax.Array
 
@@ -333,7 +333,8 @@ def tpu_attention(
         copies = head_shards // math.gcd(head_shards, k.shape[2])
         k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v))
     kernel = partial(_splash_attention, mask=mask, block=block, interpret=interpret)
-    if not batch_axes and not head_axes:
+    # In a pipeline, `vmap` adds its axes to the `shard_map`.
+    if not batch_axes and not head_axes and not mapped_axes():
         return kernel(q, k, v, segment_ids)
     spec = PartitionSpec(batch_axes or None, None, head_axes or None, None)
     segment_spec = PartitionSpec(batch_axes or None, None)
