@@ -31,6 +31,7 @@ from shardwise import (
     steps,
 )
 from shardwise.errors import ConfigError
+from shardwise.mesh import parse_mesh
 from shardwise.models.llama import Llama, LlamaConfig
 from shardwise.models.moe import route
 
@@ -123,6 +124,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     accumulate: int = 2
     has_context: bool = True
+    model_size: int = 4
     dropout: float = 0.1
     model: Any = None
     loss: Any = loss
@@ -134,7 +136,13 @@ class Case:
 
     @property
     def layouts(self):
-        return [text for text in LAYOUTS if self.has_context or "context" not in text]
+        sizes = {text: parse_mesh(text, 8) for text in LAYOUTS}
+        return [
+            text
+            for text in LAYOUTS
+            if (self.has_context or "context" not in sizes[text])
+            and sizes[text].get("model", 1) <= self.model_size
+        ]
 
 
 CASES = {
@@ -143,7 +151,9 @@ CASES = {
     "capacity": Case({"capacity": 1.0}, has_context=False),
     "without gates": Case({"gated": False, "activation": jax.nn.gelu, "top_k": 3}, 1),
     # Scanned layers that are computed again in the backward pass.
-    "mixtral": Case(model=lambda rngs: Llama(MIXTRAL, rngs), loss=mixtral_loss),
+    "mixtral": Case(
+        model=lambda rngs: Llama(MIXTRAL, rngs), loss=mixtral_loss, model_size=2
+    ),
 }
 
 

@@ -229,10 +229,13 @@ def collectives(step):
     """Return the number of collectives inside and outside of loops, by kind."""
     text = step.program.as_text()
     inside, outside = Counter(), Counter()
+    is_inside = True
     for line in text.splitlines():
+        if line.endswith("{") and not line.startswith(" "):
+            # Every other computation that has collectives is the body of a loop.
+            is_inside = not line.startswith("ENTRY")
         found = re.search(r" (all-[a-z-]+|reduce-scatter|collective-permute)\(", line)
         if found:
-            is_inside = "while/body" in re.search(r'op_name="([^"]*)"', line)[1]
             (inside if is_inside else outside)[found[1]] += 1
     return inside, outside
 
