@@ -59,11 +59,12 @@ def loss(
         ValueError: if `chunks` does not divide T.
     """
     tokens, labels = batch["inputs"], batch["labels"]
+    extra: Array | float = 0.0
     if model.config.num_experts:
         features, routing = model.features_and_routing(tokens)
         extra = balance * routing.balance[:, None]
     else:
-        features, extra = model.features(tokens), 0.0
+        features = model.features(tokens)
     kernel = model.output()
     batch_size, length = tokens.shape
     if length % chunks:
