@@ -138,6 +138,27 @@ def count_kernels(jaxpr: core.Jaxpr) -> dict[str, float]:
     return flops
 
 
+def count_inactive(jaxpr: core.Jaxpr) -> int:
+    """Return the number of parameters of experts that a token does not pass through, on average.
+
+    Args:
+        jaxpr: a forward pass.
+    """
+    inactive = 0
+    for equation in jaxpr.eqns:
+        if equation.params.get("name") in EXPERTS and _has_choices(equation):
+            num_choices = shape_of(equation.invars[1])[-1]
+            kernels = [shape_of(kernel) for kernel in equation.invars[3:]]
+            inactive += sum(
+                math.prod(shape[1:]) * (shape[0] - num_choices) for shape in kernels
+            )
+            continue
+        repeats = equation.params["length"] if equation.primitive.name == "scan" else 1
+        for inner in inner_jaxprs(equation.params):
+            inactive += repeats * count_inactive(inner)
+    return inactive
+
+
 @dataclass(frozen=True)
 class _Matmul:
     """A matmul or a convolution.

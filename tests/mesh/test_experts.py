@@ -371,3 +371,4 @@ def test_the_router_computes_in_float32():
     assert matmuls["float32"] == 2 * tokens * WIDTH * 4
     # Two experts of three matmuls each per token, however the step computes them.
     assert matmuls["bfloat16"] == 2 * tokens * 2 * 3 * WIDTH * HIDDEN
+    assert step.traced.inactive == 2 * 3 * WIDTH * HIDDEN

@@ -32,6 +32,10 @@ def show_plan(console: Console, plan: Plan) -> None:
         f"{show_bytes(plan.bytes)} of memory traffic per device, {plan.items:,} {plan.unit}, "
         f"{show_matmuls(plan.matmul_flops, plan.matmul_lines)}",
     )
+    if plan.inactive_params:
+        active = show_count(plan.num_params - plan.inactive_params)
+        total = show_count(plan.num_params)
+        _print_line(console, f"experts: a token uses {active} of {total} parameters")
     if plan.microbatches:
         _print_line(
             console,

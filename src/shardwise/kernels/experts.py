@@ -13,7 +13,7 @@ over the network, because tokens go to the devices of their experts only (all-to
 what finds no place.
 
 Shapes: B sequences, T tokens, D width, E experts, F hidden width of an expert, k choices per token,
-N = B * T, S = N * k slots, R rows of sorted slots.
+N = B * T, S = N * k slots, R sorted rows.
 """
 
 import math
@@ -236,12 +236,12 @@ def _own_experts(
 class SortedSlots:
     """Where each slot is among the rows that are sorted by expert.
 
-    The rows of an expert are complete blocks; those at the end of a block may belong to no slot.
+    Each expert has complete blocks. The last rows in a block may have no slot.
 
     Attributes:
         row_of: the row of each slot, (S,); R for a slot of an expert that is not here.
         slot_of: the slot of each row, (R,); S for a row without one.
-        sizes: the number of rows of each expert, (E,), all multiples of the size of a block.
+        sizes: the number of rows per expert, (E,), all multiples of the block size.
     """
 
     row_of: Array
@@ -250,7 +250,7 @@ class SortedSlots:
 
 
 def sort_slots(expert: Array, num_experts: int, tiles: Tiling) -> SortedSlots:
-    """Return the rows of slots, sorted by expert.
+    """Assign a row to each slot, sorted by expert.
 
     Args:
         expert: the expert of each slot, (S,). Slots whose expert is not 0 to E - 1 get no row.
@@ -285,7 +285,7 @@ def spread(x: Array, rows: SortedSlots, num_choices: int) -> Array:
 
     Args:
         x: tokens, (N, D).
-        rows: the rows of the slots.
+        rows: the row assigned to each slot.
         num_choices: the number k of slots per token.
     """
     return _read(x, rows.slot_of // num_choices)
@@ -314,7 +314,7 @@ def collect(y: Array, rows: SortedSlots) -> Array:
 
     Args:
         y: rows, (R, D).
-        rows: the rows of the slots.
+        rows: the row assigned to each slot.
     """
     return _read(y, rows.row_of)
 
@@ -331,7 +331,7 @@ collect.defvjp(_collect_forward, _collect_backward)
 
 
 def _read(x: Array, index: Array) -> Array:
-    """Return rows of `x`; zeros for an index after the last row."""
+    """Return `x[index]`, with zeros for an index after the last row."""
     read: Array = x.at[index].get(mode="fill", fill_value=0)
     return read
 
@@ -425,7 +425,7 @@ def _apply_experts_with_capacity(
 
 
 def _placed_slots(expert: Array, num_experts: int, places: int) -> SortedSlots:
-    """Return the rows of the slots of one sequence, `places` for each expert."""
+    """Assign a row to each slot of one sequence, with `places` rows per expert."""
     num_slots, num_rows = expert.shape[0], num_experts * places
     order = jnp.argsort(expert)
     sorted_expert = expert[order]

@@ -11,9 +11,9 @@ from shardwise.kernels.platform import platform
 
 Array = jax.Array
 
-# The rows of a block on a CPU: few enough to stay in its cache.
+# Rows per block on a CPU: few enough to stay in its cache.
 CPU_BLOCK = 64
-# The limits for the rows of a block on a GPU.
+# The limits for the number of rows per block on a GPU.
 GPU_BLOCKS = (128, 2048)
 # The blocks that a GPU multiplies at once, if most rows may be empty.
 GPU_CHUNK = 16
@@ -21,10 +21,10 @@ GPU_CHUNK = 16
 
 @dataclass(frozen=True)
 class Tiling:
-    """How rows are laid out for `grouped_matmul`.
+    """The layout of rows for `grouped_matmul`.
 
     Attributes:
-        block: the number of rows of each group must be a multiple of this.
+        block: the number of rows per group must be a multiple of this.
         chunk: the number of blocks that are multiplied at once. A loop stops after the last chunk
             that is not empty.
         num_rows: the number of rows, enough for any distribution over the groups.
@@ -48,7 +48,7 @@ def tiling(num_rows: int, num_groups: int, is_partial: bool = False) -> Tiling:
     of a block makes the sum of both costs small.
 
     Args:
-        num_rows: the largest number of rows of all groups.
+        num_rows: the largest number of rows in all groups together.
         num_groups: the number of groups.
         is_partial: whether there are usually fewer rows, because other devices have other groups.
     """
@@ -75,7 +75,7 @@ def grouped_matmul(x: Array, kernels: Array, sizes: Array, tiles: Tiling) -> Arr
     Args:
         x: rows sorted by group, (R, D), where R is `tiles.num_rows`.
         kernels: the kernel of each group, (E, D, F).
-        sizes: the number of rows of each group, (E,), int32, multiples of `tiles.block`.
+        sizes: the number of rows per group, (E,), int32, multiples of `tiles.block`.
         tiles: the layout of the rows.
 
     Returns:
@@ -170,7 +170,7 @@ def _groups(sizes: Array, tiles: Tiling) -> Array:
 
 
 def _num_chunks(sizes: Array, tiles: Tiling) -> Array:
-    """Return the number of chunks that hold rows of a group. It is known when the step runs."""
+    """Return the number of chunks that are not empty. It is known when the step runs."""
     num_chunks: Array = -(-jnp.sum(sizes) // (tiles.block * tiles.chunk))
     return num_chunks
 

@@ -17,6 +17,7 @@ from shardwise.errors import ConfigError, ShardwiseError, place_of, where
 from shardwise.findings import Finding
 from shardwise.flops import (
     MatmulDtypes,
+    count_inactive,
     count_jaxpr_flops,
     matmul_dtypes,
 )
@@ -103,6 +104,7 @@ class TracedLoss:
         metrics: "loss", then the additional metrics, by name.
         flops: floating-point operations of one forward pass.
         matmuls: the dtypes of these operations.
+        inactive: the number of parameters of experts that a token does not pass through.
         items: the sum of the weights of one batch, for example its number of tokens; masks count as
             all ones. None if the sum is only known when the step runs.
         draws: shapes of the draws of random numbers, see `Dependence`.
@@ -118,6 +120,7 @@ class TracedLoss:
     metrics: Mapping[str, TracedMetric]
     flops: float
     matmuls: MatmulDtypes
+    inactive: int
     items: int | None
     draws: tuple[tuple[int, ...], ...]
     has_custom_gradient: bool
@@ -214,6 +217,7 @@ def trace_loss(
         metrics=metrics,
         flops=count_jaxpr_flops(closed.jaxpr),
         matmuls=matmuls,
+        inactive=count_inactive(closed.jaxpr),
         items=items[-1],
         draws=dependence.draws,
         has_custom_gradient=dependence.has_custom_gradient,

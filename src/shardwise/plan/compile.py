@@ -504,6 +504,7 @@ class _KnownFields(TypedDict):
     items: int
     unit: str
     num_params: int
+    inactive_params: int
     model_flops: float
     matmul_flops: dict[str, float]
     matmul_lines: dict[str, str]
@@ -521,6 +522,7 @@ def _known_fields(run: Run, prepared: Prepared) -> _KnownFields:
         "items": _num_items(run, prepared.step),
         "unit": run.unit,
         "num_params": prepared.spec.num_params,
+        "inactive_params": prepared.step.traced.inactive,
         "model_flops": prepared.flops,
         "matmul_flops": dict(prepared.step.traced.matmuls.flops),
         "matmul_lines": dict(prepared.step.traced.matmuls.lines),

@@ -53,6 +53,7 @@ SOURCES = {
         "matmul_lines",
         "leaves",
         "items",
+        "inactive_params",
         "microbatches",
         "bubble",
     ],
@@ -181,6 +182,7 @@ class Plan:
         items: number of items that the loss averages over in one step: tokens, images ...
         unit: name of an item.
         num_params: number of model parameters.
+        inactive_params: those of experts that a token does not pass through.
         memory: peak memory of one device, by kind.
         limit: bytes that a program may use on one device.
         fits: whether the peak is within the limit.
@@ -226,6 +228,7 @@ class Plan:
     matmul_flops: dict[str, float] = field(default_factory=dict)
     matmul_lines: dict[str, str] = field(default_factory=dict)
     step_flops: float = 0.0
+    inactive_params: int = 0
     microbatches: int = 0
     bubble: float = 0.0
     compile_seconds: float = 0.0

@@ -165,12 +165,19 @@ def _run_facts(plan: Plan) -> dict[str, str]:
         "mesh": escape(mesh_text(plan.mesh)),
         "options": escape(options_text(plan.options)),
         "batch": escape(batch),
-        "parameters": f"{plan.num_params:,}",
+        "parameters": _parameters(plan),
         "FLOPs per device": f"{show_count(plan.flops, ' ')}FLOP per step, as compiled",
         "FLOPs of the model": f"{show_count(plan.model_flops, ' ')}FLOP per step, all devices",
         "precision": escape(show_matmuls(plan.matmul_flops, plan.matmul_lines)),
         "memory traffic per device": f"{show_bytes(plan.bytes)} per step",
     }
+
+
+def _parameters(plan: Plan) -> str:
+    if not plan.inactive_params:
+        return f"{plan.num_params:,}"
+    active = plan.num_params - plan.inactive_params
+    return f"{plan.num_params:,}, of which a token uses {active:,}"
 
 
 def _unknown_kernels(plan: Plan) -> str:

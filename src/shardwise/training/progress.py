@@ -117,8 +117,12 @@ def headline(console: Console, prepared: Prepared) -> None:
     """Print size, mesh and cost of a run, before anything is compiled."""
     spec = prepared.spec
     frozen = f" and {show_count(spec.num_frozen)} frozen ones" if spec.frozen else ""
+    inactive = prepared.step.traced.inactive
+    active = ""
+    if inactive:
+        active = f" ({show_count(spec.num_params - inactive)} per token)"
     console.print(
-        f"[bold]{show_count(spec.num_params)} parameters[/]{frozen} on mesh "
+        f"[bold]{show_count(spec.num_params)} parameters[/]{active}{frozen} on mesh "
         f"[bold]{mesh_text(spec.mesh)}[/] ({spec.mesh.devices.flat[0].device_kind}), "
         f"{show_bytes(spec.bytes_per_device)} of state per device, "
         f"{show_count(prepared.flops, ' ')}FLOP per step, {prepared.step.traced.matmuls}",
