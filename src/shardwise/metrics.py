@@ -122,6 +122,13 @@ class BatchMean(nnx.Variable[jax.Array]):
     the mean of those that they compute. That is the result of the complete batch if the update is
     linear in the examples. Other variables pass from one micro-batch to the next.
 
+    Args:
+        value: the initial value, an array.
+        hijax: see `nnx.Variable`, as for the other options.
+        ref: see `nnx.Variable`.
+        eager_sharding: see `nnx.Variable`.
+        metadata: see `nnx.Variable`.
+
     Example:
         >>> self.center = BatchMean(jnp.zeros(width))  # doctest: +SKIP
         >>> self.center[...] += 0.01 * (x.mean(0) - self.center[...])  # doctest: +SKIP

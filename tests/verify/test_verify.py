@@ -557,6 +557,7 @@ RECIPES = {
     "tokens_gpt": {**SMALL, "pack": True},
     "gpt2": {**SMALL, "preset": "byte", "loss_chunks": 4},
     "llama": SMALL,
+    "stdlib_moe": SMALL,
 }
 EXAMPLES = (
     "data_parallel_by_hand",

@@ -63,6 +63,9 @@ FIELD_NAMES = {
     "matmul_lines": "lines by dtype",
     "leaves": "the parameter layout",
     "items": "items per step",
+    "inactive_params": "parameters that a token does not use",
+    "microbatches": "microbatches",
+    "bubble": "the idle share of a pipeline",
 }
 # Above this share of the memory limit, small changes may no longer fit.
 TIGHT_SHARE = 0.95

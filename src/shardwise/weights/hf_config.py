@@ -47,7 +47,7 @@ def config_from_hf(config: Json) -> Any:
             return family.config_from_hf(config)
     if model_type is None:
         return FAMILIES[0].config_from_hf(config)
-    known = " and ".join(name for family in FAMILIES for name in family.model_types)
+    known = ", ".join(name for family in FAMILIES for name in family.model_types)
     raise ValueError(
         f"this config.json describes a model of type {model_type!r}; {known} are implemented"
     )

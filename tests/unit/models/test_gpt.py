@@ -296,7 +296,7 @@ def test_unsupported_settings_are_listed_at_once():
         caught.value
     )
     with pytest.raises(
-        ValueError, match="of type 'bert'; gpt2 and llama are implemented"
+        ValueError, match="of type 'bert'; gpt2, llama, mixtral are implemented"
     ):
         config_from_hf(hf_config() | {"model_type": "bert"})
 

@@ -195,12 +195,12 @@ def test_impossible_candidates_are_not_compiled_and_have_a_reason(one):
         raise AssertionError(f"{candidate} must not be compiled")
 
     found = search(
-        make, compile_one, replace(target, limit=1e5), [*find_meshes(8), "expert=8"], {}
+        make, compile_one, replace(target, limit=1e5), [*find_meshes(8), "other=8"], {}
     )
     whys = {e.candidate.mesh: (e.status, e.why) for e in found.entries.values()}
     assert whys["data=8"][0] == "pruned"
     assert "parameters and optimizer alone need" in whys["data=8"][1]
-    assert whys["expert=8"][0] == "refused"
+    assert whys["other=8"][0] == "refused"
     assert found.best is None
     few = search(
         lambda c: replace(make(c), data=make_run(rows=4).data),
