@@ -11,6 +11,8 @@ export JAX_PLATFORMS ?= cpu
 run: $(VENV)/.run
 	$(BIN)/shardwise train recipes/stdlib_gpt.py
 
+# Most of the time of these tests is compilation, so LLVM does not optimize; the slow tests compile as users do.
+test: export XLA_FLAGS ?= --xla_backend_optimization_level=0
 test: browser $(VENV)/.test lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not faults and not trackers"
 

@@ -166,11 +166,8 @@ class ModuleDef:
         self, path: KeyPath, variable: nnx.Variable[jax.Array]
     ) -> AccessHook | None:
         """Return the hook that casts a parameter; other variables have none."""
-        is_parameter = (
-            path in self.params
-            or path in self.frozen
-            or isinstance(variable, nnx.Param)
-        )
+        known = {*self.params, *self.frozen}
+        is_parameter = path in known or isinstance(variable, nnx.Param)
         if self.compute_dtype is None or not is_parameter:
             return None
         return cast_hook(self.compute_dtype)
@@ -199,10 +196,6 @@ class ModuleDef:
             }
         )
 
-    def is_averaged(self) -> Pure:
-        """Return for each variable of `self.other` whether it is averaged over micro-batches."""
-        return nest({_parts(path): path in self.averaged for path in self.other})
-
     def read_fixed(self, module: nnx.Module) -> dict[str, jax.Array]:
         """Return the values that a forward pass must not change, by name in `TrainState`."""
         _mark_arrays(module)
@@ -215,11 +208,8 @@ class ModuleDef:
 
     def read_frozen(self, module: nnx.Module) -> Pure:
         """Return the values of the frozen parameters of a module."""
-        return self._read(module, self.frozen)
-
-    def _read(self, module: nnx.Module, paths: Iterable[KeyPath]) -> Pure:
         variables = dict(nnx.to_flat_state(nnx.state(module)))
-        return nest({_parts(path): _value(variables[path]) for path in paths})
+        return nest({_parts(path): _value(variables[path]) for path in self.frozen})
 
 
 def _value(leaf: nnx.Variable[jax.Array] | jax.Array) -> jax.Array:

@@ -97,7 +97,9 @@ def check(folder, *command):
     [
         [*TRAIN, "--processes", "1"],
         ["launch", "--processes", "2", "--", *TRAIN],
-        ["sweep", *TRAIN[1:], "--lr", "0.1", "0.2"],
+        pytest.param(
+            ["sweep", *TRAIN[1:], "--lr", "0.1", "0.2"], marks=pytest.mark.slow
+        ),
         ["plan", "RECIPE", "--cpu-devices", "2"],
         ["doctor"],
     ],

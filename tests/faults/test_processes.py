@@ -306,6 +306,7 @@ def test_f33_killed_launcher(bench, straight_pair):
         )
 
 
+@pytest.mark.slow
 def test_the_processes_of_a_killed_launcher_save_and_end(bench):
     kill_launcher(bench, 3)
 

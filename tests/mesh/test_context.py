@@ -214,7 +214,7 @@ def test_every_context_layout_trains_the_same(name):
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("gpt-small", "data=2,context=4"),
+        pytest.param("gpt-small", "data=2,context=4", marks=pytest.mark.slow),
         pytest.param("llama", "fsdp=2,context=4", marks=pytest.mark.slow),
     ],
 )

@@ -96,11 +96,11 @@ def train(is_explicit, mesh, rows=16, **options):
     [
         pytest.param("one", {}, marks=pytest.mark.slow),
         pytest.param("data=8,model=1", {}, marks=pytest.mark.slow),
-        ("data=4,model=2", {}),
+        pytest.param("data=4,model=2", {}, marks=pytest.mark.slow),
         pytest.param(
             "data=2,fsdp=2,model=2", {"accumulate": 2}, marks=pytest.mark.slow
         ),
-        pytest.param("data=4,model=2", {"rows": 13}, marks=pytest.mark.slow),
+        ("data=4,model=2", {"rows": 13}),
     ],
 )
 def test_the_result_is_that_of_the_plain_model_on_one_device(mesh, options):

@@ -115,7 +115,11 @@ def check_split(train, count, layout, model, layouts):
 
 
 # The last two have a model or context axis across the processes.
-QUICK = ("data=8", "model=2,fsdp=4", "context=2,data=4")
+QUICK = (
+    pytest.param("data=8", marks=pytest.mark.slow),
+    "model=2,fsdp=4",
+    "context=2,data=4",
+)
 
 
 @pytest.mark.parametrize("layout", QUICK)

@@ -99,12 +99,13 @@ def test_a_right_run_stays_far_below_the_tolerances(name, mesh):
             "a statistic is taken over the examples of one device",
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "mesh_dropout",
             "data=8",
             "gradient",
             "hidden/bias",
             "a random stream depends on the mesh",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "mean_of_means",

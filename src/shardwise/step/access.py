@@ -74,12 +74,12 @@ class _Access:
         is_parameter = self.is_parameter or isinstance(variable, nnx.Param)
         dtype = self.dtype if is_parameter else None
         cast_dtype = dtype_at_use(variable, value.dtype, dtype)
-        # Inside of a pipeline, the parameters were gathered before its loop.
-        stored = without(self.placement.spec, mapped_axes())
-        shape = self.placement.shape
+        stored, shape = self.placement.spec, self.placement.shape
         used = PartitionSpec()
         if is_parameter:
-            used = without(at_use(self.placement, self.spec.rules), mapped_axes())
+            used = at_use(self.placement, self.spec.rules)
+        # Inside of a pipeline, the parameters were gathered before its loop.
+        used, stored = (without(spec, mapped_axes()) for spec in (used, stored))
         used_sharding = self.spec.sharding(_spec_of_slice(used, shape, value.shape))
         stored_sharding = self.spec.sharding(_spec_of_slice(stored, shape, value.shape))
 

@@ -9,10 +9,10 @@ from jax.sharding import PartitionSpec
 
 from shardwise.data.layout import BatchLayout
 from shardwise.metrics import Mask
-from shardwise.module import Pure
+from shardwise.module import Pure, path_name
 from shardwise.state import StateSpec
 from shardwise.tracing.assertions import Failure, first_failure
-from shardwise.tree import Batch, Params, PyTree
+from shardwise.tree import Batch, Params, PyTree, leaf_name
 
 
 def accumulated(
@@ -44,7 +44,10 @@ def accumulated(
         x = with_sharding_constraint(x, sharding)
         return x
 
-    is_averaged = spec.definition.is_averaged()
+    averaged = {path_name(path) for path in spec.definition.averaged}
+    is_averaged = jax.tree_util.tree_map_with_path(
+        lambda path, _: leaf_name(path) in averaged, spec.abstract.other
+    )
 
     def compute(
         params: Params,

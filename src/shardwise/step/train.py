@@ -380,17 +380,14 @@ def make_train_step(
         batch: a batch, as arrays or shapes. All batches of the run have these shapes.
         seed: the root of all random streams. A stream of step n depends on (seed, path of the
             stream, n).
-        accumulate: the number of micro-batches that a batch is split into. They are computed one
-            after the other to save memory, and the result is that of the complete batch.
-        micro_batches: "exact" refuses a loss whose result would change with `accumulate`, because
-            it combines examples with each other. "separate" computes such a loss within each
-            micro-batch, and averages, also if it is a sum over the batch.
-        microbatches: the number of parts that a pipeline divides the batch into, on a mesh with a
-            stage axis. The result does not depend on it. None chooses up to 4 per stage.
+        accumulate: the number of micro-batches that a batch is split into, to save memory.
+        micro_batches: what `accumulate` does with a loss that combines examples with each other,
+            see `Run.micro_batches`.
+        microbatches: the number of parts that a pipeline divides the batch into, see
+            `Run.microbatches`. None chooses it.
         compute_dtype: the dtype in which the model computes, for example "bfloat16", see
             `precision.compute_in`. Batch, parameters and optimizer state keep their own dtypes.
-        norms: add `update_norm` and `param_norm` to the metrics, and all norms for each parameter
-            group of the optimizer. A step of GPT-2 124M takes 1 % longer.
+        norms: add norms of updates and parameters to the metrics, also for each parameter group.
         deterministic: compute the same bits every time on a GPU too, see `step.deterministic`.
 
     Raises:

@@ -103,7 +103,9 @@ def by_shardwise(loss, batch, mesh="data=1", steps=3, **options):
     return values
 
 
-@pytest.mark.parametrize("mesh", ["data=1", "data=4,fsdp=2"])
+@pytest.mark.parametrize(
+    "mesh", [pytest.param("data=1", marks=pytest.mark.slow), "data=4,fsdp=2"]
+)
 @pytest.mark.parametrize("loss", [total, mean, sums])
 def test_accumulation_is_exact(loss, mesh):
     batch = examples(32)

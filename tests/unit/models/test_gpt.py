@@ -569,6 +569,7 @@ def test_one_document_per_sequence_is_the_same_as_no_packing(scan_layers):
     )
 
 
+@pytest.mark.slow
 def test_a_model_is_an_ordinary_module_outside_of_a_run():
     """It is built, called, split and jitted without a mesh, and with any mesh."""
     tokens = jnp.zeros((1, 8), jnp.int32)

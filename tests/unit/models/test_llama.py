@@ -98,7 +98,9 @@ def test_logits_loss_and_gradient_match_transformers(chunks, changes):
     np.testing.assert_allclose(grads["tokens"], fixture()["gradient"], atol=1e-6)
 
 
-@pytest.mark.parametrize("scan_layers", [True, False])
+@pytest.mark.parametrize(
+    "scan_layers", [True, pytest.param(False, marks=pytest.mark.slow)]
+)
 def test_mixtral_matches_transformers(scan_layers):
     name = "mixtral_tiny"
     published = config_from_hf(hf_config(name))

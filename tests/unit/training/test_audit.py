@@ -63,9 +63,9 @@ def quiet():
     [
         "data=8",
         pytest.param("data=2,fsdp=4", marks=pytest.mark.slow),
-        "data=4,model=2",
+        pytest.param("data=4,model=2", marks=pytest.mark.slow),
         pytest.param("fsdp=8", marks=pytest.mark.slow),
-        "data=1",
+        pytest.param("data=1", marks=pytest.mark.slow),
     ],
 )
 def test_clean_runs_pass_and_compute_the_same(mesh, tmp_path):
