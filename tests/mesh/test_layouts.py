@@ -168,7 +168,7 @@ def gpt_scan_case():
 @pytest.mark.parametrize(
     ("make_case", "layouts"),
     [
-        pytest.param(gpt_one_layer_case, [SOME[2]], id="gpt"),
+        pytest.param(gpt_one_layer_case, [SOME[2]], id="gpt", marks=pytest.mark.slow),
         pytest.param(digits_case, [SOME[3]], id="digits"),
         pytest.param(mixer_case, SOME, id="mixer", marks=pytest.mark.slow),
         pytest.param(gpt_scan_case, SOME[2:3], id="gpt-scan", marks=pytest.mark.slow),

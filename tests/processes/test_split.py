@@ -114,17 +114,18 @@ def check_split(train, count, layout, model, layouts):
     assert results[0]["losses"][-1] < results[0]["losses"][0]
 
 
-# The last two have a model or context axis across the processes.
-QUICK = (
-    pytest.param("data=8", marks=pytest.mark.slow),
-    "model=2,fsdp=4",
-    "context=2,data=4",
-)
+# Both have an axis across the processes. They are trained together.
+QUICK = ("model=2,fsdp=4", "context=2,data=4")
 
 
 @pytest.mark.parametrize("layout", QUICK)
 def test_two_processes_are_the_same_run(train, layout):
     check_split(train, 2, layout, "bigrams", QUICK)
+
+
+@pytest.mark.slow
+def test_two_processes_have_different_examples(train):
+    check_split(train, 2, "data=8", "bigrams", ("data=8",))
 
 
 @pytest.mark.slow
