@@ -203,11 +203,11 @@ def test_a_stage_axis_trains_the_same():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", list(CASES)[1:])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [(name, layout) for name in list(CASES)[1:] for layout in CASES[name].layouts],
+)
 def test_every_stage_layout_trains_the_same(name, layout):
-    if layout not in CASES[name].layouts:
-        pytest.skip("the model has fewer heads")
     check(name, layout)
     pairs = zip(
         jax.tree.leaves(gradients(name, layout)),
