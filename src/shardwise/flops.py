@@ -277,6 +277,9 @@ def _attention_flops(equation: core.JaxprEqn) -> float:
 
 def _has_choices(equation: core.JaxprEqn) -> bool:
     """Return whether the second argument are choices (B, T, k), as in a forward pass."""
+    if len(equation.invars) < 4:
+        # A part of it that does not depend on what is differentiated.
+        return False
     aval = cast(jax.core.ShapedArray, equation.invars[1].aval)
     return aval.ndim == 3 and jax.numpy.issubdtype(aval.dtype, jax.numpy.integer)
 

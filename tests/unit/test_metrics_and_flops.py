@@ -13,6 +13,7 @@ from shardwise.kernels.attention import causal_attention
 from shardwise.mesh import make_mesh
 from shardwise.metrics import Mean, MetricsLog, read_metrics
 from shardwise.models.gpt import GPT, GPTConfig
+from shardwise.models.llama import Llama, LlamaConfig
 from shardwise.module import build_module
 from shardwise.tracing.jaxpr import calls_function
 
@@ -99,6 +100,26 @@ def test_flops_of_a_gpt_match_the_formula():
     # The body of a scan counts once per iteration.
     assert gpt_flops(scan_layers=True) == want
     assert gpt_flops(remat="block") == want
+
+
+def test_flops_of_experts_are_those_that_a_token_passes_through():
+    """With and without recomputation; either way JAX divides the function of the experts."""
+    rows, length, width, hidden, layers = 2, 16, 32, 48, 2
+    tokens = jnp.zeros((rows, length), jnp.int32)
+    for remat in ("none", "block"):
+        config = LlamaConfig(
+            64, layers, 4, 4, width, hidden, num_experts=8, top_k=2, remat=remat
+        )
+        graph, params = nnx.split(Llama(config, nnx.Rngs(0)))
+
+        def loss(params, graph=graph):
+            return nnx.merge(graph, params)(tokens).sum()
+
+        attention = 4 * width**2 + 2 * length * width
+        per_layer = attention + 8 * width + 2 * 3 * width * hidden
+        forward = 2 * rows * length * (layers * per_layer + width * 64)
+        assert count_flops(loss, params) == forward
+        assert count_flops(jax.value_and_grad(loss), params) >= 3 * forward
 
 
 def test_convolutions_count_every_multiplication():
