@@ -719,7 +719,7 @@ def put(values: PyTree, shardings: PyTree, *, copy: bool = False) -> PyTree:
     Args:
         values: arrays that are the same in every process. Each process transfers what its devices
             hold. Arrays that are on the devices of several processes already are resharded.
-        shardings: the `NamedSharding` of each of them, as a tree like `values`.
+        shardings: the `NamedSharding` of each of them, as a tree like `values`, or one for all.
         copy: whether to copy NumPy arrays first. JAX reads them later, or shares their memory if
             the devices are CPUs, so without a copy they must not change.
     """
@@ -741,6 +741,8 @@ def put(values: PyTree, shardings: PyTree, *, copy: bool = False) -> PyTree:
             lambda index: own(x[index] if x.ndim else x),
         )
 
+    if isinstance(shardings, NamedSharding):
+        return jax.tree.map(lambda x: put_leaf(x, shardings), values)
     return jax.tree.map(put_leaf, values, shardings)
 
 
