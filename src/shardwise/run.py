@@ -111,7 +111,7 @@ class Run:
             order of the data, see `Batches(seed=...)`.
         accumulate: the number of micro-batches that a batch is split into. Increase it when
             activations do not fit in memory; the result does not change.
-        micro_batches: what accumulation does with a loss that combines examples with each other,
+        coupled_examples: what accumulation does with a loss that combines examples with each other,
             such as batch statistics or a contrastive loss. "exact" refuses it, because the result
             would change. "separate" computes it within each micro-batch, and averages. Such a loss
             should not be a sum over the batch: return `Mean(total, weight)` instead.
@@ -198,7 +198,7 @@ class Run:
     rules: Rules = field(default_factory=Rules)
     seed: int = 0
     accumulate: int = 1
-    micro_batches: Literal["exact", "separate"] = "exact"
+    coupled_examples: Literal["exact", "separate"] = "exact"
     microbatches: int = 0
     compute_dtype: str | None = None
     wrt: Filter = nnx.Param
@@ -359,7 +359,7 @@ def _train_step(run: Run, spec: StateSpec, example: Batch) -> TrainStep:
         global_shapes(example, sharding) if is_local else example,
         seed=run.seed,
         accumulate=run.accumulate,
-        micro_batches=run.micro_batches,
+        coupled_examples=run.coupled_examples,
         microbatches=run.microbatches or None,
         compute_dtype=run.compute_dtype,
         norms=run.norms,

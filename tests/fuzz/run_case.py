@@ -482,7 +482,7 @@ def _by_steps(case: Case, parts: dict[str, Any], change: Change | None) -> Trace
 
 
 def _micro_batches(case: Case) -> dict[str, str]:
-    return {"micro_batches": "separate"} if case.separate else {}
+    return {"coupled_examples": "separate"} if case.separate else {}
 
 
 def _initial_state(case: Case, spec: StateSpec, change: Change | None) -> TrainState:

@@ -89,7 +89,7 @@ class Case:
     model: Any
     loss: Any
     accumulate: int = 2
-    micro_batches: str = "exact"
+    coupled_examples: str = "exact"
     model_size: int = 4
 
     @property
@@ -164,7 +164,7 @@ def make_step(case, mesh, accumulate=None):
         case.loss,
         batches(0),
         accumulate=accumulate or case.accumulate,
-        micro_batches=case.micro_batches,
+        coupled_examples=case.coupled_examples,
     )
 
 

@@ -145,7 +145,7 @@ def train(case, mesh):
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     spec = abstract_state(case.factory, optimizer, mesh, case.rules)
     # BatchNorm of the digits net normalizes each micro-batch.
-    options = {"accumulate": 2, "micro_batches": "separate"}
+    options = {"accumulate": 2, "coupled_examples": "separate"}
     step = make_train_step(spec, case.loss, case.batches(0), **options)
     state = init_state(spec, 3)
     initial = {

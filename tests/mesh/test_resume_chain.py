@@ -84,7 +84,7 @@ def train(out, mesh, devices, steps, seen):
         rules=rules,
         seed=7,
         accumulate=2,
-        micro_batches="separate",
+        coupled_examples="separate",
         save_every=10,
         eval_data=Batches(DATA, 32),
         eval_every=10,

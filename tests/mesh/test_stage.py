@@ -333,7 +333,7 @@ class Centered(Small):
             "microbatches=6 is not a multiple of the 4 stages",
         ),
         (
-            run_of(WithStatistics, packed_loss, micro_batches="separate"),
+            run_of(WithStatistics, packed_loss, coupled_examples="separate"),
             "variable 'norm/mean' of type BatchStat",
         ),
         (run_of(Centered, packed_loss), "sub of .* combines examples"),

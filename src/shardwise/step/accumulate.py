@@ -33,7 +33,7 @@ def accumulated(
         spec: the abstract state.
         layout: the layout of the complete batch.
         count: the number of micro-batches.
-        is_separate: whether each micro-batch counts as a complete batch, see `Run.micro_batches`.
+        is_separate: whether each micro-batch counts as a batch, see `Run.coupled_examples`.
     """
 
     def split(x: jax.Array) -> jax.Array:

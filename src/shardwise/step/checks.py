@@ -18,8 +18,8 @@ from shardwise.models.stack import default_microbatches
 from shardwise.sharding import num_batch_shards, num_stages
 from shardwise.state import StateSpec
 
-# What accumulation does with a loss that combines examples, see `Run.micro_batches`.
-MicroBatches: TypeAlias = Literal["exact", "separate"]
+# What accumulation does with a loss that combines examples, see `Run.coupled_examples`.
+CoupledExamples: TypeAlias = Literal["exact", "separate"]
 
 
 def train_layout(
@@ -69,27 +69,27 @@ def train_layout(
 
 
 def check_pipeline(
-    spec: StateSpec, traced: TracedLoss, micro_batches: MicroBatches
+    spec: StateSpec, traced: TracedLoss, coupled_examples: CoupledExamples
 ) -> None:
     """Check that the layers of a pipeline may compute microbatches instead of the batch.
 
     Args:
         spec: the abstract state.
         traced: the loss, traced with the complete batch.
-        micro_batches: see `Run.micro_batches`.
+        coupled_examples: see `Run.coupled_examples`.
 
     Raises:
-        ConfigError: if examples meet each other, maybe in a layer, and `micro_batches` is "exact".
+        ConfigError: if examples meet each other, maybe in a layer, and the loss must be exact.
             Operations of which this is unknown are accepted.
     """
-    if num_stages(spec.mesh, spec.rules) == 1 or micro_batches == "separate":
+    if num_stages(spec.mesh, spec.rules) == 1 or coupled_examples == "separate":
         return
     metric = traced.metrics["loss"]
     if metric.worst.kind >= Kind.COUPLED:
         raise ConfigError(
             "on a mesh with a stage axis, the layers of a stack see the examples of one "
             f"microbatch, and {metric.reason}. Use a mesh without a stage axis. If examples are "
-            'combined outside of the stack only, use micro_batches="separate".'
+            'combined outside of the stack only, use coupled_examples="separate".'
         )
 
 
@@ -98,7 +98,7 @@ def check_accumulate(
     loss: Loss,
     traced: TracedLoss,
     accumulate: int,
-    micro_batches: MicroBatches,
+    coupled_examples: CoupledExamples,
 ) -> tuple[TracedLoss, tuple[str, ...]]:
     """Check that micro-batches give the result of the complete batch.
 
@@ -107,13 +107,13 @@ def check_accumulate(
         loss: the loss.
         traced: the loss, traced with the complete batch.
         accumulate: the number of micro-batches.
-        micro_batches: see `Run.micro_batches`.
+        coupled_examples: see `Run.coupled_examples`.
 
     Returns:
         The traced loss, with findings about metrics, and the scalars that are sums.
 
     Raises:
-        ConfigError: if the loss would change and `micro_batches` is "exact".
+        ConfigError: if the loss would change and `coupled_examples` is "exact".
     """
     rows = -(-num_rows(traced.shapes) // accumulate)
     part = trace_loss(spec, loss, traced.shapes, rows=rows)
@@ -123,20 +123,20 @@ def check_accumulate(
             f"accumulate={accumulate} would drop a part of the gradient: the weight of the loss "
             "depends on trained parameters. Use accumulate=1, or jax.lax.stop_gradient(weight)."
         )
-    if micro_batches == "separate":
+    if coupled_examples == "separate":
         return traced, sums
     if traced.has_custom_gradient:
         raise ConfigError(
             f"accumulate={accumulate} may change the gradient: the loss or the model has a custom "
             "gradient (jax.custom_vjp), and shardwise cannot tell whether its backward pass is "
-            'linear. If it is, micro_batches="separate" gives the exact result. Otherwise use '
+            'linear. If it is, coupled_examples="separate" gives the exact result. Otherwise use '
             "accumulate=1."
         )
     inexact = inexact_metrics(traced, part, accumulate)
     if "loss" in inexact:
         metric = traced.metrics["loss"]
         remedy = (
-            'Use accumulate=1, or micro_batches="separate" to compute the loss within each '
+            'Use accumulate=1, or coupled_examples="separate" to compute the loss within each '
             f"micro-batch of {rows} examples and average."
         )
         if metric.worst.kind in (Kind.SUM, Kind.STATISTIC):

@@ -41,7 +41,7 @@ from shardwise.state import StateSpec, TrainState
 from shardwise.step.access import access_hooks
 from shardwise.step.accumulate import accumulated
 from shardwise.step.checks import (
-    MicroBatches,
+    CoupledExamples,
     check_accumulate,
     check_pipeline,
     train_layout,
@@ -177,7 +177,7 @@ class _StepFunctions:
         groups: the optimizer groups of each parameter, outermost first; None to omit norms.
         sums: the scalars of the loss that are sums over the examples.
         checked: parameters whose updates are checked for non-finite values; None for all.
-        is_separate: whether each micro-batch counts as a complete batch, see `Run.micro_batches`.
+        is_separate: whether each micro-batch counts as a batch, see `Run.coupled_examples`.
         has_checks: whether the model or the loss has value assertions.
         own_sum: computes sums in a fixed order on a GPU; None leaves all sums to XLA.
     """
@@ -366,7 +366,7 @@ def make_train_step(
     *,
     seed: int = 0,
     accumulate: int = 1,
-    micro_batches: MicroBatches = "exact",
+    coupled_examples: CoupledExamples = "exact",
     microbatches: int | None = None,
     compute_dtype: DTypeLike | None = None,
     norms: bool = False,
@@ -381,8 +381,8 @@ def make_train_step(
         seed: the root of all random streams. A stream of step n depends on (seed, path of the
             stream, n).
         accumulate: the number of micro-batches that a batch is split into, to save memory.
-        micro_batches: what `accumulate` does with a loss that combines examples with each other,
-            see `Run.micro_batches`.
+        coupled_examples: what `accumulate` does with a loss that combines examples with each other,
+            see `Run.coupled_examples`.
         microbatches: the number of parts that a pipeline divides the batch into, see
             `Run.microbatches`. None chooses it.
         compute_dtype: the dtype in which the model computes, for example "bfloat16", see
@@ -400,12 +400,14 @@ def make_train_step(
     """
     spec = spec.computing_in(compute_dtype)
     spec, traced = settle_loss(spec, loss, batch)
-    check_pipeline(spec, traced, micro_batches)
+    check_pipeline(spec, traced, coupled_examples)
     layout, chosen = train_layout(spec, loss, traced, accumulate, microbatches)
     spec = replace(spec, microbatches=chosen)
     sums: tuple[str, ...] = ()
     if accumulate > 1:
-        traced, sums = check_accumulate(spec, loss, traced, accumulate, micro_batches)
+        traced, sums = check_accumulate(
+            spec, loss, traced, accumulate, coupled_examples
+        )
     platform = spec.mesh.devices.flat[0].platform
     is_deterministic = needs_options(spec.mesh, deterministic)
     functions = _StepFunctions(
@@ -418,7 +420,7 @@ def make_train_step(
         accumulate=accumulate,
         groups=_parameter_groups(spec) if norms else None,
         sums=sums,
-        is_separate=micro_batches == "separate",
+        is_separate=coupled_examples == "separate",
         has_checks=traced.has_checks,
         own_sum=sum_rows_in_order if is_deterministic else None,
         checked=representative_leaves(

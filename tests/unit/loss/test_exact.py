@@ -140,7 +140,7 @@ def test_a_loss_that_combines_examples():
 def test_separate_micro_batches_are_averaged():
     batch = examples(16)
     found = by_shardwise(
-        contrastive, batch, steps=1, accumulate=2, micro_batches="separate"
+        contrastive, batch, steps=1, accumulate=2, coupled_examples="separate"
     )
     # Example i is in micro-batch i % 2.
     halves = [{name: x[i::2] for name, x in batch.items()} for i in range(2)]
