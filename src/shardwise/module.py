@@ -6,6 +6,7 @@ string keys, which JAX, Optax and Orbax handle without knowledge of Flax.
 """
 
 import inspect
+import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
@@ -102,6 +103,28 @@ class ModuleDef:
     def moving(self) -> tuple[str, ...]:
         """The names of the variables in `other` that a forward pass can change."""
         return tuple(path_name(path) for path in self.other if path not in self.fixed)
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers that a stage axis must divide; 0 without a `Stack`."""
+        leaves = [*self.params.values(), *self.frozen.values()]
+        return math.gcd(*(leaf.shape[0] for leaf in leaves if leaf.is_stacked))
+
+    @property
+    def num_experts(self) -> int:
+        """The number of experts that an expert axis must divide; 0 without experts.
+
+        These are the dims whose annotation is "experts".
+        """
+        leaves = [*self.params.values(), *self.frozen.values()]
+        return math.gcd(
+            *(
+                size
+                for leaf in leaves
+                for size, name in zip(leaf.shape, leaf.annotation or (), strict=False)
+                if name == "experts"
+            )
+        )
 
     def merge(
         self,

@@ -666,6 +666,12 @@ def mapped_axes() -> MeshAxes:
 num_microbatches = jax.make_user_context(default_value=None)
 
 
+def expert_axis(rules: Rules) -> str | None:
+    """Return the axis for the experts of a model, if the rules have one that shards the batch."""
+    axes = _as_tuple(rules.logical["experts"])
+    return next((axis for axis in axes if axis in rules.batch), None)
+
+
 def logical_axes(name: str, mesh: Mesh | AbstractMesh, rules: Rules) -> MeshAxes:
     """Return the axes of the mesh, of more than one device, that a logical name maps to."""
     axes = _as_tuple(rules.logical[name])

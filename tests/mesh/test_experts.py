@@ -20,17 +20,21 @@ from shardwise import (
     Mean,
     MoE,
     Rules,
+    Run,
     abstract_state,
     attention,
     evaluate,
+    fit,
     init_state,
     make_eval_step,
     make_mesh,
     make_train_step,
     moe,
     steps,
+    verify,
 )
 from shardwise.errors import ConfigError
+from shardwise.kernels import experts
 from shardwise.mesh import parse_mesh
 from shardwise.models.llama import Llama, LlamaConfig
 from shardwise.models.moe import route
@@ -378,3 +382,51 @@ def test_the_router_computes_in_float32():
     # Two experts of three matmuls each per token, however the step computes them.
     assert matmuls["bfloat16"] == 2 * tokens * 2 * 3 * WIDTH * HIDDEN
     assert step.traced.inactive == 2 * 3 * WIDTH * HIDDEN
+
+
+def run_of(model=lambda rngs: Model(rngs, 1, dropout=0.0), **options):
+    options = {"mesh": "data=8", "steps": 2, "data": batches, **options}
+    return Run(model=model, loss=loss, optimizer=optax.adamw(3e-3), **options)
+
+
+def test_tokens_that_are_counted_twice_are_found(monkeypatch):
+    """A planted bug: each device counts the tokens of its first expert twice."""
+    assert verify(run_of(), ["data=2,expert=4"], steps=1).ok
+    own_experts = experts._own_experts
+
+    def with_bug(x, choice, weight, kernels, first, is_partial, activation):
+        if is_partial:
+            weight = jnp.where(choice == first, 2 * weight, weight)
+        return own_experts(x, choice, weight, kernels, first, is_partial, activation)
+
+    monkeypatch.setattr(experts, "_own_experts", with_bug)
+    jax.clear_caches()
+    result = verify(run_of(), ["data=2,expert=4"], steps=1).results[0]
+    assert result.first is not None
+    assert result.choices.total == ROWS * LENGTH
+    assert result.choices.changed == 0
+
+
+def test_tokens_that_change_experts_by_rounding_are_counted():
+    def close(rngs):
+        model = Model(rngs, 2, dropout=0.0)
+        for block in model.blocks:
+            router = block.moe.router
+            noise = 1e-9 * jax.random.normal(rngs.params(), (WIDTH, EXPERTS - 1))
+            router[...] = router[...].at[:, 1:].set(router[...][:, :1] + noise)
+        return model
+
+    (result,) = verify(run_of(close), ["model=8"], steps=1).results
+    assert result.choices.total == 2 * ROWS * LENGTH
+    assert 0 < result.choices.changed < result.choices.total
+    assert result.choices.is_rounding
+    assert result.as_json()["choices"]["gap"] < 1e-6
+
+
+@pytest.mark.slow
+def test_resume_with_and_without_expert_axes(tmp_path):
+    meshes = ("data=2,expert=4", "fsdp=8", "expert=2,context=2,model=2", "expert=8")
+    for number, mesh in enumerate(meshes, 1):
+        resumed = fit(run_of(mesh=mesh, steps=2 * number, out=tmp_path))
+    straight = fit(run_of(mesh="data=8", steps=2 * len(meshes)))
+    assert resumed.metrics["loss"] == pytest.approx(straight.metrics["loss"], rel=2e-6)

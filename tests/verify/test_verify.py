@@ -26,6 +26,7 @@ from shardwise import (
 )
 from shardwise.errors import ConfigError, NumericsError
 from shardwise.models.gpt import GPT, PRESETS
+from shardwise.models.llama import Llama, LlamaConfig
 from shardwise.recipe import load_recipe
 from shardwise.tree import named_leaves
 from shardwise.verification.compare import Quantity, largest_difference, make_side
@@ -304,6 +305,11 @@ def test_default_meshes_use_the_axes_that_the_model_knows():
     without = meshes_to_verify(gpt, Rules(), 8)
     assert meshes_to_verify(gpt, Rules(), 8, length=30) == without
     assert meshes_to_verify(gpt, Rules(context=()), 8, length=64) == without
+    sizes = LlamaConfig(64, 2, 4, 4, 32, 64, num_experts=4, top_k=2)
+    experts = abstract_state(lambda rngs: Llama(sizes, rngs), optax.sgd(1.0), "data=8")
+    assert {"data=2,expert=4", "stage=2,data=4"} <= set(
+        meshes_to_verify(experts, Rules(), 8)
+    )
     net = abstract_state(planted.Net, optax.sgd(1.0), "data=8")
     assert meshes_to_verify(net, Rules(), 8) == ["data=8", "fsdp=8", "data=2,fsdp=4"]
     assert meshes_to_verify(net, Rules(batch=("dp",), fsdp=()), 8) == ["dp=8"]

@@ -1,7 +1,7 @@
 """Read and rewrite a traced function: its inner functions, and the lines that it came from."""
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeAlias, cast
 
@@ -13,6 +13,18 @@ from shardwise.errors import is_library
 Shape: TypeAlias = tuple[int, ...]
 
 JAX = str(Path(jax.__file__).parent)
+# Operations that call a function once, so that its equations can take their place.
+CALLS = (
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "remat",
+    "remat2",
+    "checkpoint",
+    "custom_jvp_call",
+    "custom_vjp_call",
+)
 
 
 class Frame(Protocol):
@@ -169,6 +181,51 @@ def scan_parts(equation: core.JaxprEqn) -> tuple[int, int]:
         for outer, var in zip(equation.outvars, inner.outvars, strict=True)
     )
     return len(equation.invars) - num_carried - num_stacked, num_carried
+
+
+def inner_function(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:
+    """Return the function that a call or a loop calls, or None for other operations."""
+    for value in equation.params.values():
+        if isinstance(value, core.ClosedJaxpr):
+            return value
+        if isinstance(value, core.Jaxpr):
+            return core.ClosedJaxpr(value, [])
+    return None
+
+
+def evaluate(
+    closed: core.ClosedJaxpr,
+    args: Sequence[jax.Array],
+    evaluate_equation: Callable[[core.JaxprEqn, list[jax.Array]], list[jax.Array]],
+) -> list[jax.Array]:
+    """Return the outputs of a traced function, with another meaning of its equations.
+
+    Args:
+        closed: the traced function.
+        args: its inputs.
+        evaluate_equation: returns the outputs of an equation for its inputs, as `bind` does.
+    """
+    jaxpr = closed.jaxpr
+    variables = [*jaxpr.constvars, *jaxpr.invars]
+    values: dict[core.Var, jax.Array] = dict(
+        zip(variables, [*closed.consts, *args], strict=True)
+    )
+
+    def read(var: core.Var | core.Literal) -> jax.Array:
+        return var.val if isinstance(var, core.Literal) else values[var]
+
+    for equation in jaxpr.eqns:
+        outputs = evaluate_equation(equation, [read(var) for var in equation.invars])
+        values.update(zip(equation.outvars, outputs, strict=True))
+    return [read(var) for var in jaxpr.outvars]
+
+
+def bind(equation: core.JaxprEqn, inputs: Sequence[jax.Array]) -> list[jax.Array]:
+    """Return the outputs of an equation for other inputs."""
+    primitive = equation.primitive
+    with equation.ctx.manager:
+        result = primitive.bind(*inputs, **primitive.get_bind_params(equation.params))
+    return list(result) if primitive.multiple_results else [result]
 
 
 def is_defined_in_jax(jaxpr: core.Jaxpr) -> bool:

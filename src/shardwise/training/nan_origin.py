@@ -6,21 +6,16 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from shardwise.tracing.jaxpr import JAX, frames_of, scan_parts
-from shardwise.tree import PyTree
-
-# Operations that only call an inner computation with the same inputs.
-CALLS = (
-    "jit",
-    "pjit",
-    "closed_call",
-    "core_call",
-    "remat",
-    "remat2",
-    "checkpoint",
-    "custom_jvp_call",
-    "custom_vjp_call",
+from shardwise.tracing.jaxpr import (
+    CALLS,
+    JAX,
+    bind,
+    evaluate,
+    frames_of,
+    inner_function,
+    scan_parts,
 )
+from shardwise.tree import PyTree
 
 
 def order_of_use(traced: ClosedJaxpr, names: Sequence[str]) -> list[str]:
@@ -41,7 +36,7 @@ def order_of_use(traced: ClosedJaxpr, names: Sequence[str]) -> list[str]:
                 None if isinstance(var, Literal) else known.get(var)
                 for var in eqn.invars
             ]
-            inner = _inner(eqn)
+            inner = inner_function(eqn)
             if inner is not None and len(inner.jaxpr.invars) == len(inputs):
                 inside = zip(inner.jaxpr.invars, inputs, strict=True)
                 visit(
@@ -69,33 +64,23 @@ def first_nan(function: Callable[..., PyTree], *args: PyTree) -> str | None:
     """
     closed = jax.make_jaxpr(function)(*args)
     try:
-        _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args), "")
+        _evaluate(closed, jax.tree.leaves(args), "")
     except _FirstNaN as found:
         return str(found)
     return None
 
 
 def _evaluate(
-    jaxpr: Jaxpr, consts: Sequence[jax.Array], args: Sequence[jax.Array], where: str
+    closed: ClosedJaxpr, args: Sequence[jax.Array], where: str
 ) -> list[jax.Array]:
     """Return the outputs of a computation; raise `_FirstNaN` at the first NaN.
 
     Args:
-        jaxpr: the computation.
-        consts: its constants.
+        closed: the computation.
         args: its inputs.
         where: the loop that it is in, for the description.
     """
-    variables = [*jaxpr.constvars, *jaxpr.invars]
-    values: dict[Var, jax.Array] = dict(zip(variables, [*consts, *args], strict=True))
-
-    def read(var: Var | Literal) -> jax.Array:
-        return var.val if isinstance(var, Literal) else values[var]
-
-    for eqn in jaxpr.eqns:
-        outputs = _evaluate_eqn(eqn, [read(var) for var in eqn.invars], where)
-        values.update(zip(eqn.outvars, outputs, strict=True))
-    return [read(var) for var in jaxpr.outvars]
+    return evaluate(closed, args, lambda eqn, inputs: _evaluate_eqn(eqn, inputs, where))
 
 
 def _evaluate_eqn(
@@ -105,16 +90,12 @@ def _evaluate_eqn(
     if not eqn.outvars:
         # A check or a print: it has run in the step.
         return []
-    inner = _inner(eqn)
+    inner = inner_function(eqn)
     if name == "scan" and inner is not None and not eqn.params["reverse"]:
         return _evaluate_scan(eqn, inner, inputs, where)
     if name in CALLS and inner is not None and len(inner.jaxpr.invars) == len(inputs):
-        return _evaluate(inner.jaxpr, inner.consts, inputs, where)
-    with eqn.ctx.manager:
-        result = eqn.primitive.bind(
-            *inputs, **eqn.primitive.get_bind_params(eqn.params)
-        )
-    outputs = list(result) if eqn.primitive.multiple_results else [result]
+        return _evaluate(inner, inputs, where)
+    outputs = bind(eqn, inputs)
     if any(map(_has_nan, outputs)) and not any(map(_has_nan, inputs)):
         raise _FirstNaN(f"'{name}' at {_place(eqn)}{where}")
     return outputs
@@ -134,22 +115,10 @@ def _evaluate_scan(
     collected: list[list[jax.Array]] = []
     for i in range(eqn.params["length"]):
         args = [*consts, *carried, *(x[i] for x in stacked)]
-        outputs = _evaluate(
-            inner.jaxpr, inner.consts, args, f"{where}, iteration {i} of a loop"
-        )
+        outputs = _evaluate(inner, args, f"{where}, iteration {i} of a loop")
         carried = outputs[:num_carried]
         collected.append(outputs[num_carried:])
     return [*carried, *(jnp.stack(slices) for slices in zip(*collected, strict=True))]
-
-
-def _inner(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """Return the computation inside an operation, if it has one."""
-    for value in eqn.params.values():
-        if isinstance(value, ClosedJaxpr):
-            return value
-        if isinstance(value, Jaxpr):
-            return ClosedJaxpr(value, [])
-    return None
 
 
 def _place(eqn: JaxprEqn) -> str:

@@ -38,6 +38,12 @@ from shardwise.sharding import Rules
 from shardwise.state import StateSpec, TrainState, init_state
 from shardwise.step import Gradients, LossValue, Metrics, TrainStep, num_rows
 from shardwise.tree import Batch, DType, PyTree, is_key, named_leaves
+from shardwise.verification.choices import (
+    ChangedChoices,
+    HostChoices,
+    choices_of,
+    compare_choices,
+)
 from shardwise.weights.load import load_initial
 
 # How far parameters and gradients are perturbed to measure rounding, in units in the last place.
@@ -206,6 +212,7 @@ class ReferenceStep:
         gradients: what `TrainStep.gradients` returned.
         values: the values to compare with.
         tolerances: how far values on a mesh may be from these.
+        choices: the choices of experts in the forward pass.
     """
 
     batch: Batch
@@ -213,6 +220,7 @@ class ReferenceStep:
     gradients: Gradients
     values: HostValues
     tolerances: Tolerances
+    choices: HostChoices
 
 
 @dataclass(frozen=True)
@@ -364,8 +372,10 @@ def record(side: Side, num_steps: int) -> Reference:
             nudged[seed], metrics = side.step(nudged[seed], batch)
             _add_effects(effects, moved | _run_values(nudged[seed], metrics), values)
         tolerances = _tolerances(effects, values)
+        choices = choices_of(side.run, side.step, before, batch)
+        on_host = side.on_host(batch)
         steps.append(
-            ReferenceStep(side.on_host(batch), before, gradients, values, tolerances)
+            ReferenceStep(on_host, before, gradients, values, tolerances, choices)
         )
     return Reference(initial, steps, evaluation)
 
@@ -435,6 +445,16 @@ def compare(side: Side, reference: Reference) -> Iterator[list[Comparison]]:
             )
             for name, value in evaluation.metrics.items()
         ]
+
+
+def changed_choices(side: Side, expected: ReferenceStep) -> ChangedChoices:
+    """Return how many choices of a reference step are made differently on this side."""
+    if not expected.choices:
+        return ChangedChoices()
+    state, _ = on_side(side, expected)
+    batch = side.step.place(expected.batch)
+    choices = choices_of(side.run, side.step, state, batch)
+    return compare_choices(expected.choices, choices)
 
 
 def gradients_on(side: Side, expected: ReferenceStep, batch: Batch) -> Values:

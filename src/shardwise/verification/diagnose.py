@@ -23,6 +23,7 @@ from shardwise.verification.compare import (
     ReferenceStep,
     Side,
     Values,
+    changed_choices,
     evaluation_on,
     first_rows,
     gradients_on,
@@ -67,6 +68,9 @@ MEANINGS = {
     "the effect on one device. This is typical of a mean of means, if the shards hold different "
     "numbers of examples or weights. Return Mean(total, weight), or divide the sum of everything "
     "by the weight of everything.",
+    "choices": "{choices}. Rounding decided between these experts, and all that follows in the "
+    "forward pass differs by more than rounding. Verify other steps or another seed: if only such "
+    "steps differ, the mesh is right.",
     "tokens": "With all tokens of a sequence on one device both agree: something depends on the "
     "place of a token in the shard of a device along {axes}. Examples are positions or a shift by "
     "one that begin again in every shard, and a mean over the tokens of one shard. In shard_map "
@@ -160,6 +164,9 @@ def _diagnose_gradients(one: Side, many: Side, expected: ReferenceStep) -> str:
     factor = _common_factor(
         values[Quantity.GRADIENT], expected.values[Quantity.GRADIENT]
     )
+    choices = changed_choices(many, expected)
+    if choices.is_rounding:
+        return MEANINGS["choices"].format(choices=choices)
     parts = many.run.accumulate
     if one.run.accumulate != parts:
         name = "micro-batches" if factor is None else "factor of micro-batches"

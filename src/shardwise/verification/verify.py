@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import jax
 import numpy as np
@@ -20,10 +20,11 @@ from shardwise.errors import ConfigError, ShardwiseError, where
 from shardwise.mesh import make_mesh, mesh_text, parse_sizes, show_sizes
 from shardwise.plan.compile import check_divided, compile_run
 from shardwise.run import Run
-from shardwise.sharding import Rules, context_axes, show_spec
+from shardwise.sharding import Rules, context_axes, expert_axis, show_spec
 from shardwise.state import StateSpec
 from shardwise.text import Json
 from shardwise.tree import named_leaves
+from shardwise.verification.choices import ChangedChoices
 from shardwise.verification.compare import (
     Comparison,
     Evaluation,
@@ -31,6 +32,7 @@ from shardwise.verification.compare import (
     Reference,
     ReferenceStep,
     Side,
+    changed_choices,
     compare,
     make_side,
     record,
@@ -116,6 +118,7 @@ class MeshResult:
         seconds: how long the comparison took.
         note: what was not tested on this mesh, or an empty text.
         against: what it was compared with.
+        choices: how many choices of experts the mesh makes differently.
     """
 
     mesh: str
@@ -124,6 +127,7 @@ class MeshResult:
     seconds: float
     note: str = ""
     against: str = "one device"
+    choices: ChangedChoices = field(default_factory=ChangedChoices)
 
     def as_json(self) -> Json:
         """Return the result as a JSON object."""
@@ -135,6 +139,7 @@ class MeshResult:
             "ok": self.first is None,
             "seconds": round(self.seconds, 1),
             "note": self.note,
+            "choices": asdict(self.choices),
             "worst": worst,
             "first_difference": None if self.first is None else asdict(self.first),
         }
@@ -191,6 +196,11 @@ class Verification:
         lines = [f"skipped {mesh}: {why}" for mesh, why in self.left_out.items()]
         lines += [
             f"{result.mesh}: {result.note}" for result in self._all if result.note
+        ]
+        lines += [
+            f"{result.mesh}: {result.choices}"
+            for result in self._all
+            if result.choices.changed
         ]
         for result in self._all:
             if result.first is not None:
@@ -322,15 +332,19 @@ def meshes_to_verify(
     data = next((axis for axis in batch_axes if axis not in rules.fsdp), None)
     fsdp = next(iter(rules.fsdp), None)
     tensor = _tensor_axes(spec, rules)
-    stage = _stage_axis(spec, rules)
+    expert = expert_axis(rules) if spec.definition.num_experts else None
+    stage = next(iter(rules.stage), None) if spec.definition.num_layers else None
     half, quarter = num_devices // 2, num_devices // 4
     meshes = [{axis: num_devices} for axis in (data, fsdp, *tensor)]
     if num_devices % 2 == 0:
         meshes += [{data: half, axis: 2} for axis in tensor]
         if not tensor:
             meshes.append({data: 2, fsdp: half})
-        if stage is not None:
+        if spec.definition.num_layers % 2 == 0:
             meshes.append({stage: 2, data: half})
+        experts = math.gcd(spec.definition.num_experts, half)
+        if experts > 1:
+            meshes.append({data: num_devices // experts, expert: experts})
     if num_devices % 4 == 0:
         meshes += [{data: quarter, fsdp: 2, axis: 2} for axis in tensor]
     if length is not None and num_devices % 2 == 0:
@@ -345,14 +359,6 @@ def meshes_to_verify(
                 show_sizes({axis: size for axis, size in sizes.items() if size > 1})
             )
     return list(dict.fromkeys(texts))
-
-
-def _stage_axis(spec: StateSpec, rules: Rules) -> str | None:
-    """Return the axis that divides the layers of the model into two stages, if there are any."""
-    leaves = [*spec.definition.params.values(), *spec.definition.frozen.values()]
-    layers = [leaf.shape[0] for leaf in leaves if leaf.is_stacked]
-    is_divisible = bool(layers) and all(count % 2 == 0 for count in layers)
-    return next(iter(rules.stage), None) if is_divisible else None
 
 
 def _tensor_axes(spec: StateSpec, rules: Rules) -> list[str]:
@@ -413,7 +419,7 @@ def _verify_accumulation(one: Side, tell: Callable[[str], None]) -> MeshResult |
     Both are computed on one device, and without dropout, whose masks differ.
     """
     run = one.run
-    if run.accumulate == 1 or run.micro_batches == "separate":
+    if run.accumulate == 1 or run.coupled_examples == "separate":
         return None
     run = replace(run, eval_data=None)
     if one.spec.definition.rngs:
@@ -457,6 +463,7 @@ def _verify_mesh(
         )
     worst: dict[Quantity, Comparison] = {}
     first = None
+    choices = ChangedChoices()
     # The initial state comes before the first step, and the evaluation after the last.
     expected_steps = [None, *reference.steps, reference.evaluation]
     for expected, comparisons in zip(
@@ -466,13 +473,16 @@ def _verify_mesh(
             known = worst.get(comparison.kind)
             if known is None or comparison.ratio > known.ratio:
                 worst[comparison.kind] = comparison
+        if isinstance(expected, ReferenceStep):
+            choices += changed_choices(many, expected)
         if not all(comparison.ok for comparison in comparisons):
             tell(
                 f"{mesh}: differs at step {comparisons[0].step}, looking for the cause"
             )
             first = _first_difference(one, many, expected, comparisons)
             break
-    return MeshResult(mesh, worst, first, time.monotonic() - start, note)
+    seconds = time.monotonic() - start
+    return MeshResult(mesh, worst, first, seconds, note, choices=choices)
 
 
 def _first_difference(
