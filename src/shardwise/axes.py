@@ -31,8 +31,8 @@ CONTEXT = ("context",)
 # Axes that shard attention heads, the hidden dimension of an MLP and the vocabulary.
 TENSOR = ("model", "tp", "tensor")
 
-# The axes that `plan --search` tries for every run: one for each role. It tries a context axis for
-# long sequences, see `plan/search.py`.
+# The axes that `plan --search` tries for every run: one for each role. It tries context, expert and
+# stage axes where they can help, see `plan/search.py`.
 SEARCHED = (DATA, FSDP[0], TENSOR[0])
 
 # The mesh axes of each logical name that annotations can use on any mesh. `Rules(logical=...)` adds

@@ -39,7 +39,7 @@ from shardwise.plan.search import (
 from shardwise.plan.target import Target, cpu_devices_of, find_target, local_target
 from shardwise.recipe import bind_recipe, find_recipe, load_recipe, make_run
 from shardwise.report.plan_page import plan_page
-from shardwise.run import Run
+from shardwise.run import Run, describe_state
 from shardwise.sharding import num_batch_shards
 from shardwise.text import Json
 
@@ -342,7 +342,10 @@ class Planner:
                 "Name a known chip, for example --on v5e:2x4."
             )
         run = self.recipe.as_given()
-        searched = searched_axes(as_batches(run.data)(0))
+        one = make_mesh("data=1", target.devices[:1])
+        model = describe_state(replace(run, mesh=one)).definition
+        batch = as_batches(run.data)(0)
+        searched = searched_axes(batch, model, len(target.devices))
         axes = list(dict.fromkeys([*searched, *_axis_names(run)]))
         options: dict[str, list[OptionValue]] = {
             "accumulate": [run.accumulate * factor for factor in ACCUMULATIONS]

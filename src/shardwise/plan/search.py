@@ -16,17 +16,19 @@ from typing import TypeAlias
 
 from jax.sharding import Mesh
 
-from shardwise.axes import BATCH, CONTEXT, FSDP, SEARCHED, TENSOR
+from shardwise.axes import BATCH, CONTEXT, EXPERT, FSDP, SEARCHED, STAGE, TENSOR
 from shardwise.data import as_batches
 from shardwise.data.layout import make_layout, num_tokens
 from shardwise.errors import ConfigError
 from shardwise.mesh import make_mesh, show_sizes
+from shardwise.models.stack import bubble
+from shardwise.module import ModuleDef
 from shardwise.plan.compile import find_idle_axes
 from shardwise.plan.plan import OptionValue, Plan
 from shardwise.plan.roofline import axis_rate
 from shardwise.plan.target import Target
 from shardwise.run import Run, describe_state
-from shardwise.sharding import context_axes, num_batch_shards
+from shardwise.sharding import context_axes, num_batch_shards, num_stages
 from shardwise.state import StateSpec
 from shardwise.step import num_rows
 from shardwise.text import Json, show_bytes
@@ -35,6 +37,11 @@ from shardwise.tree import Batch
 # A context axis is tried for sequences of at least this many tokens. Shorter ones fit on a device,
 # and an axis for examples, which communicates less, can use the devices.
 LONG_SEQUENCE = 8192
+# A stage axis is tried from this many devices on. Fewer can gather the parameters of a layer faster
+# than a pipeline fills.
+MANY_DEVICES = 32
+# The share of a pipeline that is idle is expected for this many microbatches per stage.
+MICROBATCHES = 4
 # The option that saves memory and never makes a step faster.
 SAVING = "accumulate"
 # An uncompiled candidate may compute in this fraction of the best known compute time.
@@ -184,17 +191,25 @@ MakeRun: TypeAlias = Callable[[Candidate], Run]
 MakePlan: TypeAlias = Callable[[Candidate, Run], Plan]
 
 
-def searched_axes(batch: Batch) -> list[str]:
-    """Return the mesh axes that a search tries for batches like this one.
+def searched_axes(batch: Batch, model: ModuleDef, num_devices: int) -> list[str]:
+    """Return the mesh axes that a search tries.
+
+    Devices along the last axes are neighbors. Stages communicate least, tensor axes most.
 
     Args:
         batch: a batch, as arrays or shapes.
+        model: the model.
+        num_devices: the number of devices.
     """
-    axes = list(SEARCHED)
-    if (num_tokens(batch) or 0) >= LONG_SEQUENCE:
-        # Devices along the last axes are neighbors, and tensor axes communicate most.
-        axes.insert(axes.index(TENSOR[0]), CONTEXT[0])
-    return axes
+    is_long = (num_tokens(batch) or 0) >= LONG_SEQUENCE
+    has_stages = model.num_layers > 1 and num_devices >= MANY_DEVICES
+    return [
+        *(STAGE[:1] if has_stages else ()),
+        *(axis for axis in SEARCHED if axis not in TENSOR),
+        *(EXPERT[:1] if model.num_experts > 1 else ()),
+        *(CONTEXT[:1] if is_long else ()),
+        *(axis for axis in SEARCHED if axis in TENSOR),
+    ]
 
 
 def find_meshes(num_devices: int, axes: Sequence[str] = SEARCHED) -> list[str]:
@@ -408,6 +423,7 @@ class _Sizes:
         state_bytes: bytes of the training state.
         examples: examples of one micro-batch. A quarter of the tokens of an example is 0.25.
         accumulate: number of micro-batches.
+        busy: the share of the time in which a stage of a pipeline works; 1 without a pipeline.
     """
 
     mesh: Mesh
@@ -419,6 +435,7 @@ class _Sizes:
     state_bytes: float
     examples: float
     accumulate: int
+    busy: float
 
 
 class _Predictor:
@@ -434,7 +451,8 @@ class _Predictor:
         # (kind, num_tensor) -> seconds of a step without waiting for collectives.
         self.computing: dict[tuple[_Kind, int], float] = {}
         self.temporaries: list[tuple[_Sizes, float]] = []
-        # Bytes of activations along context and tensor axes, for each example of a device.
+        # Bytes of activations along expert, context and tensor axes, for each example of a device.
+        self.expert_bytes = 0.0
         self.context_bytes = 0.0
         self.tensor_bytes = 0.0
         # Share of the collectives along each axis that no computation hides.
@@ -454,6 +472,7 @@ class _Predictor:
         axes = spec.mesh.shape.items()
         context = context_axes(spec.mesh, run.rules)
         num_context = math.prod(spec.mesh.shape[axis] for axis in context)
+        stages = num_stages(spec.mesh, run.rules)
         self.sizes[candidate] = _Sizes(
             mesh=spec.mesh,
             kind=tuple(value for name, value in candidate.options if name != SAVING),
@@ -468,24 +487,30 @@ class _Predictor:
             state_bytes=float(spec.bytes_per_device),
             examples=examples / run.accumulate / num_context,
             accumulate=run.accumulate,
+            busy=1 - bubble(stages, MICROBATCHES * stages),
         )
 
     def seconds(self, candidate: Candidate) -> float:
         """Return the expected seconds per step of a candidate."""
         sizes, chip = self.sizes[candidate], self.target.chip
-        total = self._compute_seconds(sizes)
+        total = self._compute_seconds(sizes) / sizes.busy
         if chip is None:
             return total
         for axis, size in sizes.mesh.shape.items():
             if size == 1:
                 continue
-            if axis in FSDP:
+            if axis in STAGE:
+                # The activations of one microbatch at a time, which is little.
+                moved = 0.0
+            elif axis in FSDP:
                 # Parameters are gathered for the forward and for the backward pass, and gradients
                 # reduced, once for each micro-batch.
                 moved = 3 * sizes.used_bytes * sizes.accumulate
             elif axis in BATCH:
                 # An all-reduce of the gradients sends each byte twice.
                 moved = 2 * sizes.stored_bytes
+                if axis in EXPERT:
+                    moved += self.expert_bytes * sizes.examples * sizes.accumulate
             elif axis in CONTEXT:
                 moved = self.context_bytes * sizes.examples * sizes.accumulate
                 if not any(sizes.mesh.shape.get(name, 1) > 1 for name in FSDP):
@@ -545,12 +570,14 @@ class _Predictor:
         if plan.times is None or not plan.fits:
             return
         key = (sizes.kind, sizes.num_tensor)
-        seconds = plan.times.arithmetic + plan.times.memory
+        seconds = (plan.times.arithmetic + plan.times.memory) * (1 - plan.bubble)
         self.computing[key] = min(seconds, self.computing.get(key, math.inf))
         others = (*BATCH, *CONTEXT)
         tensor = {axis for axis in sizes.mesh.axis_names if axis not in others}
         if moved := _moved_bytes(plan, tensor):
             self.tensor_bytes = moved / sizes.examples / sizes.accumulate
+        if moved := _moved_bytes(plan, set(EXPERT)):
+            self.expert_bytes = moved / sizes.examples / sizes.accumulate
         if moved := _moved_bytes(plan, set(CONTEXT)):
             self.context_bytes = moved / sizes.examples / sizes.accumulate
         for axis in sizes.mesh.axis_names:

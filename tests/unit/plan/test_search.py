@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from typing import Literal
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -13,6 +14,7 @@ from shardwise.cli.plan import BoundRecipe
 from shardwise.errors import ConfigError
 from shardwise.hardware import Chip
 from shardwise.mesh import make_mesh, parse_sizes
+from shardwise.models.llama import Llama, LlamaConfig
 from shardwise.plan.compile import plan_run
 from shardwise.plan.plan import Memory, Times, Traffic
 from shardwise.plan.search import (
@@ -48,11 +50,24 @@ def test_find_meshes_returns_all_meshes_of_a_number_of_devices():
         assert math.prod(int(part.split("=")[1]) for part in mesh.split(",")) == 24
 
 
-def test_context_is_tried_for_long_sequences_of_tokens():
+def test_other_axes_are_tried_where_they_can_help():
+    def searched(batch, devices=8, **config):
+        sizes = LlamaConfig(64, 4, 4, 4, 32, 64, **config)
+        mesh = make_mesh("data=1", jax.devices()[:1])
+        run = replace(make_run(), model=lambda rngs: Llama(sizes, rngs), mesh=mesh)
+        model = describe_state(run).definition
+        return searched_axes({"inputs": batch}, model, devices)
+
     long = np.zeros((4, 8192), np.int32)
-    assert searched_axes({"inputs": long}) == ["data", "fsdp", "context", "model"]
+    assert searched(long) == ["data", "fsdp", "context", "model"]
     for other in (long[:, :4096], long.astype("float32"), long[0], long[:, :, None]):
-        assert searched_axes({"inputs": other}) == ["data", "fsdp", "model"]
+        assert searched(other) == ["data", "fsdp", "model"]
+    short = long[:, :16]
+    experts = searched(short, num_experts=4, top_k=2)
+    assert experts == ["data", "fsdp", "expert", "model"]
+    assert searched(short, devices=32) == ["stage", "data", "fsdp", "model"]
+    unrolled = searched(short, devices=32, scan_layers=False)
+    assert unrolled == ["data", "fsdp", "model"]
 
 
 def test_context_axes_are_refused_once_one_is_idle(one):
