@@ -13,6 +13,7 @@ from model import Model, break_save, corpus, entries, note, poison, wait_for_dat
 
 from shardwise import Batches, Mean, Rules, Run, Tokens, optim
 from shardwise.data import array_records, json_lines, keep, open_tokens
+from shardwise.models.llama import Llama, LlamaConfig
 
 
 def loss(model: Model, batch: dict) -> Mean:
@@ -76,6 +77,7 @@ def recipe(
     skip_bad: int = 0,
     width: int = 48,
     depth: int = 3,
+    experts: int = 0,
     vocabulary: int = 128,
     dtype: Literal["float32", "bfloat16"] = "float32",
     renamed: bool = False,
@@ -100,6 +102,7 @@ def recipe(
     """Return the run, with an argument for each fault.
 
     `rule` is (pattern, mesh axis): it shards the last dimension of these parameters over the axis.
+    With `experts` the model is a Mixtral, which can use every mesh axis.
     """
     source = (
         open_data(data, length)
@@ -116,8 +119,14 @@ def recipe(
         "infinite_at": infinite_at,
         "stall_at": stall_at,
     }
+    model = partial(Model, vocabulary, width, depth, dropout, dtype, renamed)
+    if experts:
+        config = LlamaConfig(
+            vocabulary, depth, 8, 8, width, 2 * width, num_experts=experts, top_k=2
+        )
+        model = partial(Llama, config)
     return Run(
-        model=partial(Model, vocabulary, width, depth, dropout, dtype, renamed),
+        model=model,
         loss=loss,
         optimizer=getattr(optim, optimizer)(
             optim.cosine(lr, steps, warmup=0.1), clip=1.0, ema=0.999, spikes=spikes
@@ -135,7 +144,7 @@ def recipe(
         rules=Rules(paths=((rule[0], (None, rule[1])),)) if rule else Rules(),
         seed=seed,
         accumulate=accumulate,
-        micro_batches="separate",
+        coupled_examples="separate",
         eval_every=eval_every,
         save_every=save_every,
         on_nonfinite=on_nonfinite,

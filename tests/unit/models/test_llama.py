@@ -17,6 +17,7 @@ import pytest
 
 from shardwise import init_state, make_mesh
 from shardwise.models.llama import SIZES, Llama, LlamaConfig, RopeScaling
+from shardwise.models.sampling import generate
 from shardwise.recipe import load_recipe
 from shardwise.run import prepare
 from shardwise.tree import named_leaves
@@ -96,6 +97,19 @@ def test_logits_loss_and_gradient_match_transformers(chunks, changes):
     np.testing.assert_allclose(logits, fixture()["logits"], atol=2e-5)
     np.testing.assert_allclose(loss, fixture()["loss"], rtol=1e-6)
     np.testing.assert_allclose(grads["tokens"], fixture()["gradient"], atol=1e-6)
+
+
+def test_a_mixtral_is_sampled_from_its_logits():
+    name = "mixtral_tiny"
+    config = config_from_hf(hf_config(name))
+    params = params_from_hf(hf_weights(name), config)
+    model = abstract(config)[0].merge(params, {}, jax.random.key(0))
+    expected = jnp.asarray(fixture(name)["tokens"])[:2, :6]
+    sampled = generate(model, expected, 6, jax.random.key(0), temperature=0.0)
+    for _ in range(6):
+        choice = model(expected)[:, -1].argmax(-1)
+        expected = jnp.concatenate([expected, choice[:, None]], axis=1)
+    np.testing.assert_array_equal(sampled, expected)
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ TOKENS = np.random.default_rng(0).integers(0, 64, (32, 8)).astype(np.int32)
 LLAMA = [
     f"blocks/*{name}" for name in ("query", "key", "value", "out", "gate", "up", "down")
 ]
+MIXTRAL = [f"blocks/moe/{name}" for name in ("gate", "up", "down")]
 KERNELS = ["first/kernel", "second/kernel"]
 
 
@@ -143,6 +144,7 @@ def shapes_of(spec):
     [
         (Net, KERNELS),
         pytest.param(llama(), LLAMA, marks=pytest.mark.slow),
+        pytest.param(llama(num_experts=4, top_k=2), MIXTRAL, marks=pytest.mark.slow),
         pytest.param(
             gpt(num_layers=2, scan_layers=True, remat="block"),
             "blocks/*/kernel",
@@ -193,6 +195,17 @@ def test_shapes_of_adapters_follow_inputs_and_outputs():
         "blocks/attn/out/kernel/lora_a": (2, 2, 8, 3),
         "blocks/attn/out/kernel/lora_b": (2, 3, 16),
     }
+
+
+def test_every_expert_has_its_own_adapters():
+    model = lora(llama(num_experts=4, top_k=2), MIXTRAL, rank=3)
+    shapes = shapes_of(spec_of(model))
+    assert shapes["blocks/moe/up/lora_a"] == (2, 4, 16, 3)
+    assert shapes["blocks/moe/up/lora_b"] == (2, 4, 3, 24)
+    assert shapes["blocks/moe/down/lora_a"] == (2, 4, 24, 3)
+    _, expected = trained(spec_of(model))
+    _, losses = trained(spec_on("data=2,expert=2", 4, model))
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
 
 
 def test_the_metadata_of_a_weight_can_name_its_inputs():
