@@ -107,10 +107,22 @@ def fused_cross_entropy(logits: Array, labels: Array) -> tuple[Array, Array]:
     Returns:
         The losses (N,), float32, and the gradient (N, V) of the dtype of the logits.
     """
-    gradient, nats = partitioned(_fused, "n v, n -> n v, n", replicated="v")(
+    # The kernel for Hopper writes to a mutable array, which JAX cannot partition.
+    local = _hopper if _is_on_hopper(logits) and _is_on_one_device() else _triton
+    gradient, nats = partitioned(local, "n v, n -> n v, n", replicated="v")(
         logits, labels
     )
     return nats, gradient
+
+
+def _is_on_hopper(logits: Array) -> bool:
+    return hopper.is_available() and hopper.supports_cross_entropy(logits)
+
+
+def _is_on_one_device() -> bool:
+    """Return whether no array of this step can be sharded."""
+    mesh = step_mesh()
+    return (jax.device_count() if mesh is None else mesh.size) == 1
 
 
 def _kernel(x_ref: Ref, label_ref: Ref, gradient_ref: Ref, nats_ref: Ref) -> None:
@@ -152,11 +164,14 @@ def _kernel(x_ref: Ref, label_ref: Ref, gradient_ref: Ref, nats_ref: Ref) -> Non
     jax.lax.fori_loop(0, pl.cdiv(width, columns), write_gradient, None)
 
 
-def _fused(logits: Array, labels: Array) -> tuple[Array, Array]:
+def _hopper(logits: Array, labels: Array) -> tuple[Array, Array]:
+    """Return the gradient and the losses of all tokens."""
+    gradient, nats = hopper.cross_entropy(logits, labels)
+    return gradient, nats
+
+
+def _triton(logits: Array, labels: Array) -> tuple[Array, Array]:
     """Return the gradient and the losses of the tokens of one device."""
-    if hopper.is_available() and hopper.supports_cross_entropy(logits):
-        gradient, nats = hopper.cross_entropy(logits, labels)
-        return gradient, nats
     gradient, nats = pl.pallas_call(
         _kernel,
         out_shape=(
