@@ -1,8 +1,10 @@
-"""Time the matmuls of experts on an accelerator, next to a dense matmul of the same FLOPs.
+"""Time experts on an accelerator, next to dense matmuls of the same FLOPs.
 
     python -m benchmarks.experts
 
-`ragged_dot` is XLA's own, and tokamax is used if it is installed. Ratios are those of one process.
+First the matmuls alone: `ragged_dot` is XLA's own, and tokamax is used if it is installed. Then
+complete layers, from the router to the sum of the outputs, next to an MLP as wide as the experts
+that a token passes through. Ratios are those of one process.
 """
 
 import json
@@ -14,9 +16,12 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.kernels import milliseconds, normal
+from shardwise import moe
 from shardwise.kernels.grouped import grouped_matmul, tiling
 
 Array = jax.Array
+# Gate, up and down.
+Kernels: TypeAlias = tuple[Array, Array, Array]
 # From rows, kernels and the sizes of groups to rows.
 Multiply: TypeAlias = Callable[[Array, Array, Array], Array]
 # Tokens, choices per token, experts, width and hidden width.
@@ -58,8 +63,52 @@ def gradients(
     return tuple(pull(grad))
 
 
+def mlp(x: Array, kernels: Kernels) -> Array:
+    """Return the output of a dense MLP with a gate."""
+    gate, up, down = kernels
+    return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+
+def both_passes(
+    function: Callable[[Array, Kernels], Array], x: Array, kernels: Kernels
+) -> list[Array]:
+    """Return the gradients of tokens and kernels."""
+    out, pull = jax.vjp(function, x, kernels)
+    gradients: list[Array] = jax.tree.leaves(pull(out))
+    return gradients
+
+
+def time_layers() -> None:
+    """Print one line of JSON for each shape: forward and backward pass of complete layers."""
+    for title, (tokens, choices, experts, width, hidden) in SHAPES.items():
+        x = normal(0, (tokens // 1024, 1024, width))
+        router = normal(1, (width, experts), 0.02).astype(jnp.float32)
+        inner, outer = (experts, width, hidden), (experts, hidden, width)
+        kernels = tuple(normal(2, shape, 0.02) for shape in (inner, inner, outer))
+        wide = choices * hidden
+        dense = tuple(
+            normal(3, shape, 0.02)
+            for shape in ((width, wide), (width, wide), (wide, width))
+        )
+
+        def routed(
+            x: Array, kernels: Kernels, router: Array = router, k: int = choices
+        ) -> Array:
+            return moe(x, x.astype(jnp.float32) @ router, kernels, top_k=k)[0]
+
+        record: dict[str, object] = {"layer": title}
+        for name, function, weights in (
+            ("experts", routed, kernels),
+            ("dense", mlp, dense),
+        ):
+            passes = jax.jit(partial(both_passes, function))
+            record[f"{name}_ms"] = round(milliseconds(passes, x, weights, calls=5), 3)
+        print(json.dumps(record), flush=True)
+
+
 def main() -> None:
     """Print one line of JSON for each shape and implementation."""
+    time_layers()
     for title, (tokens, choices, experts, width, hidden) in SHAPES.items():
         num_rows = tokens * choices
         x = normal(0, (num_rows, width))

@@ -1,10 +1,11 @@
-"""Plan Llama 3 8B with sequences of 131,072 tokens on 64 TPU v5p chips, with and without context.
+"""Plan large models on many devices, with and without context, expert and stage axes.
 
-    python benchmarks/long_context.py                   every row, each in its own process
-    python benchmarks/long_context.py fsdp context      some rows
+    python benchmarks/parallelism.py                  every row for TPUs, each in its own process
+    python benchmarks/parallelism.py fsdp context     some rows
 
 Each row compiles the training step ahead of time and prints its memory and its collectives per
-device. This needs libtpu, but no TPU. A row takes 3 to 10 minutes on 2 cores.
+device. For TPUs this needs libtpu, but no TPU; for GPUs, one of their kind. A row takes 2 to 15
+minutes on 2 cores.
 """
 
 import argparse
@@ -20,32 +21,57 @@ from pathlib import Path
 from unittest import mock
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "llama.py"
-TARGET = "v5p:4x4x4"
 
 
 @dataclass(frozen=True)
 class Row:
-    """A way to train on long sequences.
+    """A model on a mesh.
 
     Attributes:
+        size: the size of the Llama.
+        length: tokens per sequence.
         mesh: the mesh.
         batch_size: sequences per step.
         remat: what the backward pass recomputes.
+        target: the devices.
         is_plain: use an attention kernel that knows nothing about the context axis.
     """
 
+    size: str
+    length: int
     mesh: str
     batch_size: int
     remat: str = "block"
+    target: str = "v5p:4x4x4"
     is_plain: bool = False
 
 
+LONG, SHORT = 131_072, 8192
 ROWS = {
-    "fsdp": Row("fsdp=64", 64),
-    "context": Row("fsdp=8,context=8", 8),
-    "plain": Row("fsdp=8,context=8", 8, is_plain=True),
-    "fsdp-no-remat": Row("fsdp=64", 64, "none"),
-    "context-no-remat": Row("fsdp=8,context=8", 8, "none"),
+    "fsdp": Row("8b", LONG, "fsdp=64", 64),
+    "context": Row("8b", LONG, "fsdp=8,context=8", 8),
+    "plain": Row("8b", LONG, "fsdp=8,context=8", 8, is_plain=True),
+    "fsdp-no-remat": Row("8b", LONG, "fsdp=64", 64, "none"),
+    "context-no-remat": Row("8b", LONG, "fsdp=8,context=8", 8, "none"),
+    "more-context-no-remat": Row("8b", LONG, "fsdp=4,context=16", 4, "none"),
+    "8b": Row("8b", SHORT, "fsdp=64", 256),
+    "8x7b-fsdp": Row("8x7b", SHORT, "fsdp=64", 256),
+    "8x7b-expert": Row("8x7b", SHORT, "fsdp=8,expert=8", 256),
+    "8x7b-expert-512": Row("8x7b", SHORT, "fsdp=64,expert=8", 1024, target="v5p:8x8x8"),
+    "70b-fsdp": Row("70b", SHORT, "fsdp=64", 256),
+    "70b-stage": Row("70b", SHORT, "stage=8,model=8", 32),
+    "70b-stage-fsdp": Row("70b", SHORT, "stage=4,fsdp=16", 256),
+    "70b-stage-512": Row(
+        "70b", SHORT, "stage=8,fsdp=8,model=8", 256, target="v5p:8x8x8"
+    ),
+    "gpu-8b": Row("8b", SHORT, "fsdp=8", 16, target="gpu:8"),
+    "gpu-8b-long": Row("8b", LONG, "fsdp=8,context=8", 8, target="gpu:64"),
+    "gpu-8x7b-fsdp": Row("8x7b", SHORT, "fsdp=64", 128, target="gpu:64"),
+    "gpu-8x7b-expert": Row("8x7b", SHORT, "fsdp=8,expert=8", 128, target="gpu:64"),
+    "gpu-70b-fsdp": Row("70b", SHORT, "fsdp=64", 128, target="gpu:64"),
+    "gpu-70b-model": Row("70b", SHORT, "fsdp=8,model=8", 128, target="gpu:64"),
+    "gpu-70b-stage-fsdp": Row("70b", SHORT, "stage=8,fsdp=8", 128, target="gpu:64"),
+    "gpu-70b-stage": Row("70b", SHORT, "stage=8,model=8", 32, target="gpu:64"),
 }
 
 
@@ -69,17 +95,17 @@ def plan(row: Row) -> dict[str, object]:
     from shardwise.recipe import load_recipe
 
     run = load_recipe(RECIPE, "recipe")(
-        size="8b",
-        length=131_072,
+        size=row.size,
+        length=row.length,
         mesh=row.mesh,
         batch_size=row.batch_size,
         remat=row.remat,
         loss_chunks=16,
     )
     if not row.is_plain:
-        return plan_run(run, TARGET).as_json()
+        return plan_run(run, row.target).as_json()
     with plain_attention():
-        return plan_run(run, TARGET).as_json()
+        return plan_run(run, row.target).as_json()
 
 
 def show(name: str, found: dict) -> str:
@@ -94,17 +120,24 @@ def show(name: str, found: dict) -> str:
     peak = f"{found['peak'] / 2**30:.1f} GiB" + ("" if found["fits"] else " (!)")
     row = ROWS[name]
     return (
-        f"| `{name}` | `{row.mesh}` | {row.batch_size} | {row.remat} | {collectives} | "
+        f"| `{name}` | {row.target} | `{row.mesh}` | {row.batch_size} | {row.remat} | "
+        f"{collectives} | "
         f"{found['memory']['temporaries'] / 2**30:.1f} GiB | {peak} | "
         f"{found['seconds']:.1f} s | {found['mfu']:.1%} |"
     )
+
+
+def _platform(row: Row) -> str:
+    """Return the platform that a row needs. TPUs need not be there."""
+    return "cuda" if row.target.startswith("gpu") else "cpu"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("rows", nargs="*", default=list(ROWS))
+    for_tpus = [name for name, row in ROWS.items() if _platform(row) == "cpu"]
+    parser.add_argument("rows", nargs="*", default=for_tpus)
     parser.add_argument("--json", type=Path, help="write the plans to this file")
     # A process for each row, since the compiler keeps memory.
     parser.add_argument("--one", choices=ROWS, help=argparse.SUPPRESS)
@@ -119,7 +152,7 @@ def main() -> None:
             stdout=subprocess.PIPE,
             text=True,
             check=True,
-            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+            env={**os.environ, "JAX_PLATFORMS": _platform(ROWS[name])},
         )
         found[name] = json.loads(done.stdout.splitlines()[-1])
         print(show(name, found[name]), flush=True)
