@@ -142,6 +142,7 @@ def recipe(
     length: int = 128,
     accumulate: int = 1,
     microbatches: int = 0,
+    rounds: int = 1,
     lr: float = 3e-4,
     clip: float = 1.0,
     compute_dtype: str | None = "bfloat16",
@@ -171,6 +172,7 @@ def recipe(
         length: Tokens per sequence.
         accumulate: Number of micro-batches per step.
         microbatches: Parts of a batch in a pipeline (mesh axis `stage`). 0 chooses 4 per stage.
+        rounds: How often each of them passes through all stages.
         lr: Peak learning rate.
         clip: Largest norm of all gradients. 0 does not clip.
         compute_dtype: Dtype of the computation. None uses that of the parameters.
@@ -215,6 +217,7 @@ def recipe(
         seed=seed,
         accumulate=accumulate,
         microbatches=microbatches,
+        rounds=rounds,
         compute_dtype=compute_dtype,
         save_every=save_every,
         out=out,

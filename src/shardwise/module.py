@@ -104,28 +104,6 @@ class ModuleDef:
         """The names of the variables in `other` that a forward pass can change."""
         return tuple(path_name(path) for path in self.other if path not in self.fixed)
 
-    @property
-    def num_layers(self) -> int:
-        """The number of layers that a stage axis must divide; 0 without a `Stack`."""
-        leaves = [*self.params.values(), *self.frozen.values()]
-        return math.gcd(*(leaf.shape[0] for leaf in leaves if leaf.is_stacked))
-
-    @property
-    def num_experts(self) -> int:
-        """The number of experts that an expert axis must divide; 0 without experts.
-
-        These are the dims whose annotation is "experts".
-        """
-        leaves = [*self.params.values(), *self.frozen.values()]
-        return math.gcd(
-            *(
-                size
-                for leaf in leaves
-                for size, name in zip(leaf.shape, leaf.annotation or (), strict=False)
-                if name == "experts"
-            )
-        )
-
     def merge(
         self,
         params: Pure,
@@ -233,6 +211,28 @@ class ModuleDef:
         """Return the values of the frozen parameters of a module."""
         variables = dict(nnx.to_flat_state(nnx.state(module)))
         return nest({_parts(path): _value(variables[path]) for path in self.frozen})
+
+
+def num_layers(definition: ModuleDef) -> int:
+    """Return the number of layers that a stage axis must divide; 0 without a `Stack`."""
+    leaves = [*definition.params.values(), *definition.frozen.values()]
+    return math.gcd(*(leaf.shape[0] for leaf in leaves if leaf.is_stacked))
+
+
+def num_experts(definition: ModuleDef) -> int:
+    """Return the number of experts that an expert axis must divide; 0 without experts.
+
+    These are the dims whose annotation is "experts".
+    """
+    leaves = [*definition.params.values(), *definition.frozen.values()]
+    return math.gcd(
+        *(
+            size
+            for leaf in leaves
+            for size, name in zip(leaf.shape, leaf.annotation or (), strict=False)
+            if name == "experts"
+        )
+    )
 
 
 def _value(leaf: nnx.Variable[jax.Array] | jax.Array) -> jax.Array:

@@ -59,6 +59,7 @@ MINIMUM = {
     "steps": 1,
     "accumulate": 1,
     "microbatches": 0,
+    "rounds": 1,
     "digest_every": 0,
     "audit_every": 0,
     "eval_every": 0,
@@ -118,6 +119,9 @@ class Run:
         microbatches: the number of parts that a pipeline divides the batch into, on a mesh with a
             stage axis; a multiple of the stages. More of them leave less idle time and make
             matmuls smaller; the result does not change. 0 chooses up to 4 per stage.
+        rounds: how often each microbatch passes through all stages of a pipeline. With 2 rounds, a
+            stage holds two groups of layers, and half of the idle time is left. In return,
+            activations pass from stage to stage twice as often.
         compute_dtype: the dtype in which the model computes, for example "bfloat16". The model
             reads its parameters in it, and layers of Flax without a `dtype` cast their inputs to
             it. The batch, the parameters and the optimizer state keep their own dtypes. None uses
@@ -200,6 +204,7 @@ class Run:
     accumulate: int = 1
     coupled_examples: Literal["exact", "separate"] = "exact"
     microbatches: int = 0
+    rounds: int = 1
     compute_dtype: str | None = None
     wrt: Filter = nnx.Param
     init_from: InitFrom | None = None
@@ -361,6 +366,7 @@ def _train_step(run: Run, spec: StateSpec, example: Batch) -> TrainStep:
         accumulate=run.accumulate,
         coupled_examples=run.coupled_examples,
         microbatches=run.microbatches or None,
+        rounds=run.rounds,
         compute_dtype=run.compute_dtype,
         norms=run.norms,
         deterministic=run.deterministic,
@@ -570,8 +576,11 @@ def describe_run(run: Run, prepared: Prepared) -> Json:
 
 
 def _describe_pipeline(spec: StateSpec) -> Json:
-    """Return the number of microbatches, which only meshes with a stage axis have."""
-    return {} if spec.microbatches is None else {"microbatches": spec.microbatches}
+    """Return how a pipeline divides its work, which only meshes with a stage axis have."""
+    if spec.pipeline is None:
+        return {}
+    rounds = {"rounds": spec.pipeline.rounds} if spec.pipeline.rounds > 1 else {}
+    return {"microbatches": spec.pipeline.microbatches, **rounds}
 
 
 def _describe_determinism(run: Run, spec: StateSpec) -> Json:

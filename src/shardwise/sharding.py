@@ -662,8 +662,21 @@ def mapped_axes() -> MeshAxes:
     return axes
 
 
-# The number of microbatches in the pipelines of the step that is being traced, or None.
-num_microbatches = jax.make_user_context(default_value=None)
+@dataclass(frozen=True)
+class Pipeline:
+    """How the pipelines of a step divide their work.
+
+    Attributes:
+        microbatches: the number of parts of a batch.
+        rounds: how often each of them passes through all stages.
+    """
+
+    microbatches: int
+    rounds: int = 1
+
+
+# The `Pipeline` of the step that is being traced, or None.
+current_pipeline = jax.make_user_context(default_value=None)
 
 
 def expert_axis(rules: Rules) -> str | None:

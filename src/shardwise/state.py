@@ -32,13 +32,14 @@ from shardwise.module import (
     split_module,
 )
 from shardwise.sharding import (
+    Pipeline,
     Placement,
     Rules,
     activations_on,
     at_use,
     batch_spec,
+    current_pipeline,
     num_batch_shards,
-    num_microbatches,
     place_model,
     place_optimizer,
     stage_axes,
@@ -101,7 +102,7 @@ class StateSpec:
         is_explicit: whether the model computes with mesh axes of type Explicit, because it names
             shardings of activations itself: `layer(x, out_sharding=P("data"))`,
             `jax.sharding.reshard`. Everything outside of the model has axes of type Auto.
-        microbatches: the number of microbatches in a pipeline; None chooses it.
+        pipeline: how a pipeline divides its work; None without a stage axis.
     """
 
     create: Callable[[jax.Array], TrainState]
@@ -115,7 +116,7 @@ class StateSpec:
     opt_state: Mapping[str, Placement]
     frozen: Mapping[str, Placement] = field(default_factory=dict)
     is_explicit: bool = False
-    microbatches: int | None = None
+    pipeline: Pipeline | None = None
 
     @property
     def shardings(self) -> TrainState:
@@ -191,7 +192,7 @@ class StateSpec:
         args = (*arrays, batch, key, step)
         with (
             is_analyzed(not is_compiled),
-            num_microbatches(self.microbatches),
+            current_pipeline(self.pipeline),
             activations_on(self.mesh, self.rules),
         ):
             if not self.is_explicit:

@@ -154,19 +154,20 @@ CASES = {
 
 
 @cache
-def compiled_step(name, layout, microbatches):
+def compiled_step(name, layout, microbatches, rounds=1):
     """Return the compiled step of a case on a mesh, or on one device if there is no layout."""
     case = CASES[name]
     mesh = make_mesh(layout) if layout else make_mesh("data=1", jax.devices()[:1])
     spec = abstract_state(case.model, optax.adamw(3e-3), mesh, Rules(fsdp_min_size=64))
     options = {"accumulate": case.accumulate, "microbatches": microbatches}
-    return make_train_step(spec, case.loss, batches(0), **options).compile()
+    step = make_train_step(spec, case.loss, batches(0), rounds=rounds, **options)
+    return step.compile()
 
 
 @cache
-def train(name, layout, microbatches=None):
+def train(name, layout, microbatches=None, rounds=1):
     """Return losses and gradient norms of 20 steps, and the validation loss."""
-    step = compiled_step(name, layout, microbatches)
+    step = compiled_step(name, layout, microbatches, rounds)
     values = []
     for _, state, metrics in steps(step, init_state(step.spec, 3), batches, until=20):
         last = state
@@ -186,10 +187,10 @@ def gradients(name, layout):
     return jax.device_get(step.gradients(state, step.place(batches(0)))[0])
 
 
-def check(name, layout, microbatches=None):
+def check(name, layout, microbatches=None, rounds=1):
     expected, validation = train(name, None)
     assert expected[-5:, 0].mean() < expected[:5, 0].mean()
-    values, sharded_validation = train(name, layout, microbatches)
+    values, sharded_validation = train(name, layout, microbatches, rounds)
     loss, norm = np.abs(values / expected - 1).max(axis=0)
     print(f"{name}, {layout}: loss {loss:.1e}, gradient norm {norm:.1e}")
     assert loss < 2e-6
@@ -225,6 +226,25 @@ def test_the_number_of_microbatches_does_not_matter(microbatches):
     check("small", "stage=4,data=2", microbatches)
 
 
+def test_a_pipeline_with_two_rounds_trains_the_same():
+    check("small", "stage=2,data=4", microbatches=4, rounds=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "layout", "microbatches", "rounds"),
+    [
+        ("small", "stage=2,data=4", 2, 2),
+        ("gpt", "stage=4,data=2", 8, 2),
+        ("gpt", "stage=2,fsdp=4", 4, 2),
+        ("gpt", "stage=2,data=2,context=2", 4, 4),
+        ("llama", "stage=2,data=2,model=2", 8, 4),
+    ],
+)
+def test_rounds_of_a_pipeline_do_not_matter(name, layout, microbatches, rounds):
+    check(name, layout, microbatches, rounds)
+
+
 def collectives(step):
     """Return the number of collectives inside and outside of loops, by kind."""
     text = step.program.as_text()
@@ -255,6 +275,10 @@ def test_the_loop_of_a_transformer_only_passes_activations_on(name):
     for layout in ("stage=4,data=2", "stage=2,data=4", "stage=2,fsdp=4"):
         inside, _ = collectives(compiled_step(name, layout, None))
         assert set(inside) == {"collective-permute"}, layout
+    # Layers that belong to other stages with two rounds move before and after the loop.
+    inside, outside = collectives(compiled_step(name, "stage=4,data=2", 8, 2))
+    assert set(inside) == {"collective-permute"}
+    assert outside["all-to-all"] > 0
 
 
 def test_stages_hold_their_layers():
@@ -327,6 +351,10 @@ class Centered(Small):
         (
             run_of(lambda rngs: Llama(replace(LLAMA_CONFIG, num_layers=6), rngs)),
             "stack of 6 layers, which is not divisible by mesh axis 'stage'",
+        ),
+        (
+            run_of(Small, packed_loss, rounds=3),
+            r"4 layers cannot be divided into 4 stages times 3 rounds. Use rounds=1",
         ),
         (
             run_of(Small, packed_loss, microbatches=6),

@@ -9,8 +9,13 @@ It is written for the arrays of all stages, without `shard_map`. A `vmap` over s
 dimension is sharded, lets each device compute its own stage. Passing the results on rotates that
 dimension, which XLA compiles to a collective-permute.
 
-Shapes: S stages, M microbatches, D shards of the batch, b examples of a microbatch in a shard, L
-layers, B = M * D * b examples.
+With several rounds, the layers form R groups, each stage holds a part of every group, and a
+microbatch passes through all stages R times. S microbatches circulate at a time: the last stage
+passes them on to the first one, until their last round is over. A stage then waits for 1/R of the
+time that it would wait otherwise.
+
+Shapes: S stages, R rounds, M microbatches, D shards of the batch, b examples of a microbatch in a
+shard, L layers, B = M * D * b examples.
 """
 
 import math
@@ -29,11 +34,12 @@ from shardwise.models.example_keys import drawn_shapes, example_key, is_position
 from shardwise.sharding import (
     STACKED,
     MeshAxes,
+    Pipeline,
     batch_axes,
+    current_pipeline,
     has_explicit_axes,
     mapped_axes,
     mapped_over,
-    num_microbatches,
     num_stages,
     stage_axes,
     step_layout,
@@ -161,14 +167,14 @@ def default_microbatches(stages: int, rows: int) -> int:
     return max(count for count in counts if rows % count == 0)
 
 
-def bubble(stages: int, microbatches: int) -> float:
+def bubble(stages: int, pipeline: Pipeline) -> float:
     """Return the share of time in which a stage waits for its first or after its last microbatch.
 
     Args:
         stages: the number S of stages.
-        microbatches: the number M of microbatches.
+        pipeline: the numbers of microbatches and rounds.
     """
-    return (stages - 1) / (microbatches + stages - 1)
+    return (stages - 1) / (pipeline.rounds * pipeline.microbatches + stages - 1)
 
 
 @dataclass(frozen=True)
@@ -184,6 +190,7 @@ class _Schedule:
         num_stages: the number S of stages.
         num_shards: the number D of shards.
         microbatches: the number M of microbatches.
+        rounds: the number R of rounds. With several rounds, M is a multiple of S.
         batch_size: the number B of examples.
     """
 
@@ -194,7 +201,39 @@ class _Schedule:
     num_stages: int
     num_shards: int
     microbatches: int
+    rounds: int
     batch_size: int
+
+    @property
+    def num_ticks(self) -> int:
+        """The number of ticks until the last microbatch has left the last stage."""
+        return self.microbatches * self.rounds + self.num_stages - 1
+
+    def laps(self, x: Array) -> Array:
+        """Return microbatches (M, ...) by the tick in which they enter the first stage.
+
+        Stages without a microbatch of their own work on some examples too. Their results are not
+        used, but zeros could give non-finite values, which gradients of 0 do not hide.
+        """
+        idle = jax.lax.stop_gradient(x)
+        repeats = -(-(self.num_stages - 1) // self.microbatches)
+        after = jnp.concatenate([idle] * repeats)[: self.num_stages - 1]
+        if self.rounds > 1:
+            groups, others = (
+                part.reshape(-1, self.num_stages, *x.shape[1:]) for part in (x, idle)
+            )
+            x = jnp.concatenate([groups, *[others] * (self.rounds - 1)], axis=1)
+            x = x.reshape(-1, *x.shape[2:])
+        return jnp.concatenate([x, after])
+
+    def last_round(self, x: Array) -> Array:
+        """Return the microbatches (M, ...) that have left the last stage, from all ticks."""
+        rest = x.shape[1:]
+        x = x[self.num_stages - 1 :]
+        if self.rounds == 1:
+            return x
+        x = x.reshape(-1, self.rounds, self.num_stages, *rest)
+        return x[:, -1].reshape(-1, *rest)
 
     def split(self, x: Array) -> Array:
         """Return (B, ...) as microbatches, (M, D, b, ...). No example leaves its device.
@@ -235,12 +274,14 @@ class _Schedule:
         return self.stage if is_divided else ()
 
     def spread(self, x: Array) -> Array:
-        """Return (L, ...) as a copy for each shard of the batch: (S, D, L / S, ...).
+        """Return (L, ...) as a copy for each shard of the batch: (S, D, R, L / (R * S), ...).
 
         With one copy per shard, the loop adds up gradients of each shard on its own. They are
-        reduced over the shards after the loop, once per step.
+        reduced over the shards after the loop, once per step. With several rounds, layers change
+        their devices: the parameters are stored as without rounds, and move once per step.
         """
-        x = x.reshape(self.num_stages, 1, -1, *x.shape[1:])
+        x = x.reshape(self.rounds, self.num_stages, -1, *x.shape[1:])
+        x = jnp.moveaxis(x, 1, 0)[:, None]
         shape = (self.num_stages, self.num_shards, *x.shape[2:])
         return constrained(jnp.broadcast_to(x, shape), self.stage, self.shards)
 
@@ -280,10 +321,12 @@ def _make_schedule(batch_size: int) -> _Schedule:
     order += [i for i, axis in enumerate(axes) if axis not in stage]
     rows = batch_size // _size(mesh, axes)
     held_by = stages if set(stage) <= set(axes) else 1
-    per_stage, rest = divmod(num_microbatches.value or 0, held_by)
+    pipeline: Pipeline = current_pipeline.value or Pipeline(0)
+    per_stage, rest = divmod(pipeline.microbatches, held_by)
     if not per_stage or rest or rows % per_stage:
         # An evaluation with batches of another size, or no number was chosen.
         per_stage = default_microbatches(stages, rows * held_by) // held_by
+    microbatches = per_stage * held_by
     return _Schedule(
         sizes=tuple(mesh.shape[axis] for axis in axes),
         order=tuple(order),
@@ -291,7 +334,8 @@ def _make_schedule(batch_size: int) -> _Schedule:
         shards=shards,
         num_stages=stages,
         num_shards=_size(mesh, shards),
-        microbatches=per_stage * held_by,
+        microbatches=microbatches,
+        rounds=pipeline.rounds if microbatches % stages == 0 else 1,
         batch_size=batch_size,
     )
 
@@ -413,52 +457,94 @@ def _ticks(
     examples: PyTree,
 ) -> tuple[PyTree, PyTree]:
     """Return the output of the last stage for all examples, and the new counters (L,)."""
-    stages, count = schedule.num_stages, schedule.microbatches
+    stages = schedule.num_stages
     parts = (layers.weights, layers.keys, layers.counts)
-    weights, keys, counts = jax.tree.map(schedule.spread, parts)
+    spread = jax.tree.map(schedule.spread, parts)
     positions = jnp.arange(schedule.batch_size, dtype=jnp.uint32)
     # Segment ids and positions travel with the examples that they belong to.
     travelers = jax.tree.map(
         lambda leaf: schedule.per_stage(schedule.split(leaf)), (x, examples, positions)
     )
-    # Stages without a microbatch of their own work on some examples too. Their results are not
-    # used, but zeros could give non-finite values, which gradients of 0 do not hide.
-    repeats = -(-(stages - 1) // count)
-
-    def fill(leaf: Array) -> Array:
-        idle = jnp.concatenate([jax.lax.stop_gradient(leaf)] * repeats)
-        return jnp.concatenate([leaf, idle[: stages - 1]])
-
-    incoming = jax.tree.map(fill, travelers)
+    incoming = jax.tree.map(schedule.laps, travelers)
     start = jax.tree.map(lambda leaf: jax.lax.stop_gradient(leaf[0]), travelers)
-    every_shard = jax.vmap(run_stage, spmd_axis_name=schedule.shards or None)
+    every_shard = jax.vmap(
+        _with_round(run_stage, schedule.rounds),
+        in_axes=(None, *(0,) * 4),
+        spmd_axis_name=schedule.shards or None,
+    )
     every_stage = jax.vmap(every_shard, spmd_axis_name=schedule.stage)
 
-    def tick(state: PyTree, new: PyTree) -> tuple[PyTree, PyTree]:
+    def tick(state: PyTree, now: tuple[Array, PyTree]) -> tuple[PyTree, PyTree]:
+        number, new = now
+        # The tick of each stage since the first microbatch reached it.
+        own = number - jnp.arange(stages)
+        lap = schedule.rounds * stages
+
         def move(old: Array, new: Array) -> Array:
-            # A shift by one stage. XLA compiles this form of it to a collective-permute.
-            by_one = [(1, -1, 0), *[(0, 0, 0)] * (old.ndim - 1)]
-            shifted = jax.lax.pad(old, jnp.zeros((), old.dtype), by_one)
-            moved = jnp.where(_is_stage(0, old.ndim, stages), new, shifted)
+            if schedule.rounds > 1:
+                # The last stage passes on to the first one, except when a group enters.
+                returned = _pass_on(old, 1 - stages)
+                new = jnp.where(number % lap < stages, new, returned)
+            moved = jnp.where(_is_stage(0, old.ndim, stages), new, _pass_on(old, 1))
             return constrained(moved, schedule.stage, schedule.shards)
 
         x, examples, positions = jax.tree.map(move, state, new)
-        x, new_counts = every_stage(weights, keys, counts, x, examples, positions)
+        rounds = (own % lap) // stages
+        x, drawn = every_stage(rounds, spread, x, examples, positions)
         x = jax.tree.map(
             lambda leaf: constrained(leaf, schedule.stage, schedule.shards), x
         )
-        return (x, examples, positions), (x, new_counts)
+        return (x, examples, positions), (x, drawn)
 
-    _, (outputs, new_counts) = jax.lax.scan(tick, start, incoming)
+    ticks = jnp.arange(schedule.num_ticks)
+    _, (outputs, drawn) = jax.lax.scan(tick, start, (ticks, incoming))
 
     # A sum instead of outputs[:, -1], for which XLA would gather the outputs of all stages.
     def last_stage(outputs: Array) -> Array:
-        outputs = outputs[stages - 1 :]
+        outputs = schedule.last_round(outputs)
         is_last = _is_stage(stages - 1, outputs.ndim - 1, stages)
         return schedule.join(jnp.where(is_last, outputs, 0).sum(axis=1))
 
-    new_counts = jax.tree.map(lambda leaf: leaf[-1, :, 0].reshape(-1), new_counts)
-    return jax.tree.map(last_stage, outputs), new_counts
+    # All layers draw equally often.
+    counts = jax.tree.map(
+        lambda count, drawn: count + drawn[-1, 0, 0, 0], layers.counts, drawn
+    )
+    return jax.tree.map(last_stage, outputs), counts
+
+
+def _with_round(
+    run_stage: Callable[..., tuple[PyTree, PyTree]], rounds: int
+) -> Callable[..., tuple[PyTree, PyTree]]:
+    """Return `run_stage` as a function of a round and of the layers of all rounds.
+
+    It also returns how often each layer has drawn random numbers.
+    """
+
+    def run(
+        number: Array, layers: PyTree, x: PyTree, examples: PyTree, positions: Array
+    ) -> tuple[PyTree, PyTree]:
+        weights, keys, counts = jax.tree.map(
+            lambda leaf: leaf[0 if rounds == 1 else number], layers
+        )
+        x, after = run_stage(weights, keys, counts, x, examples, positions)
+        return x, jax.tree.map(jnp.subtract, after, counts)
+
+    if rounds == 1:
+        return run
+
+    def is_saved(
+        operation: jax.extend.core.Primitive, *_: object, **__: object
+    ) -> bool:
+        # The layers of a round would be saved for each tick. They are read again instead.
+        return operation.name not in ("gather", "dynamic_slice")
+
+    return jax.checkpoint(run, policy=is_saved)
+
+
+def _pass_on(x: Array, by: int) -> Array:
+    """Return `x` shifted by some stages. XLA compiles this form to a collective-permute."""
+    shift = [(by, -by, 0), *[(0, 0, 0)] * (x.ndim - 1)]
+    return jax.lax.pad(x, jnp.zeros((), x.dtype), shift)
 
 
 def _is_stage(index: int, ndim: int, stages: int) -> Array:

@@ -515,7 +515,7 @@ class _KnownFields(TypedDict):
 
 
 def _known_fields(run: Run, prepared: Prepared) -> _KnownFields:
-    microbatches = prepared.step.spec.microbatches or 0
+    pipeline = prepared.step.spec.pipeline
     stages = num_stages(prepared.spec.mesh, run.rules)
     return {
         "batch": _batch_shapes(prepared.step),
@@ -530,8 +530,8 @@ def _known_fields(run: Run, prepared: Prepared) -> _KnownFields:
         "leaves": [
             _planned_leaf(placement) for placement in prepared.spec.params.values()
         ],
-        "microbatches": microbatches,
-        "bubble": bubble(stages, microbatches) if microbatches else 0.0,
+        "microbatches": 0 if pipeline is None else pipeline.microbatches,
+        "bubble": 0.0 if pipeline is None else bubble(stages, pipeline),
     }
 
 

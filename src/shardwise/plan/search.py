@@ -22,13 +22,13 @@ from shardwise.data.layout import make_layout, num_tokens
 from shardwise.errors import ConfigError
 from shardwise.mesh import make_mesh, show_sizes
 from shardwise.models.stack import bubble
-from shardwise.module import ModuleDef
+from shardwise.module import ModuleDef, num_experts, num_layers
 from shardwise.plan.compile import find_idle_axes
 from shardwise.plan.plan import OptionValue, Plan
 from shardwise.plan.roofline import axis_rate
 from shardwise.plan.target import Target
 from shardwise.run import Run, describe_state
-from shardwise.sharding import context_axes, num_batch_shards, num_stages
+from shardwise.sharding import Pipeline, context_axes, num_batch_shards, num_stages
 from shardwise.state import StateSpec
 from shardwise.step import num_rows
 from shardwise.text import Json, show_bytes
@@ -202,11 +202,11 @@ def searched_axes(batch: Batch, model: ModuleDef, num_devices: int) -> list[str]
         num_devices: the number of devices.
     """
     is_long = (num_tokens(batch) or 0) >= LONG_SEQUENCE
-    has_stages = model.num_layers > 1 and num_devices >= MANY_DEVICES
+    has_stages = num_layers(model) > 1 and num_devices >= MANY_DEVICES
     return [
         *(STAGE[:1] if has_stages else ()),
         *(axis for axis in SEARCHED if axis not in TENSOR),
-        *(EXPERT[:1] if model.num_experts > 1 else ()),
+        *(EXPERT[:1] if num_experts(model) > 1 else ()),
         *(CONTEXT[:1] if is_long else ()),
         *(axis for axis in SEARCHED if axis in TENSOR),
     ]
@@ -487,7 +487,7 @@ class _Predictor:
             state_bytes=float(spec.bytes_per_device),
             examples=examples / run.accumulate / num_context,
             accumulate=run.accumulate,
-            busy=1 - bubble(stages, MICROBATCHES * stages),
+            busy=1 - bubble(stages, Pipeline(MICROBATCHES * stages, run.rounds)),
         )
 
     def seconds(self, candidate: Candidate) -> float:

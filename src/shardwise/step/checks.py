@@ -1,5 +1,6 @@
 """Check that padding and micro-batches do not change the loss."""
 
+import math
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
@@ -15,7 +16,8 @@ from shardwise.loss.trace import (
 )
 from shardwise.loss.value import Kind
 from shardwise.models.stack import default_microbatches
-from shardwise.sharding import num_batch_shards, num_stages
+from shardwise.module import num_layers
+from shardwise.sharding import Pipeline, num_batch_shards, num_stages
 from shardwise.state import StateSpec
 
 # What accumulation does with a loss that combines examples, see `Run.coupled_examples`.
@@ -28,8 +30,9 @@ def train_layout(
     traced: TracedLoss,
     accumulate: int,
     microbatches: int | None = None,
-) -> tuple[BatchLayout, int | None]:
-    """Return the layout of training batches, and the number of microbatches in a pipeline.
+    rounds: int = 1,
+) -> tuple[StateSpec, BatchLayout]:
+    """Return the layout of training batches, and the state with the `Pipeline` for them.
 
     Args:
         spec: the abstract state.
@@ -38,9 +41,10 @@ def train_layout(
         accumulate: the number of micro-batches that are computed one after the other.
         microbatches: the number of microbatches that a pipeline divides each of them into; None
             chooses it. It has no effect without a stage axis.
+        rounds: how often each of them passes through all stages.
 
     Raises:
-        ConfigError: if the batch size does not fit the mesh.
+        ConfigError: if the batch size or the number of layers does not fit the mesh.
     """
     rows = num_rows(traced.shapes)
     shards = num_batch_shards(spec.mesh, spec.rules)
@@ -63,9 +67,16 @@ def train_layout(
         _check_padding(spec, loss, traced, padded, shards, parts)
     layout = make_layout(traced.shapes, rows, padded, spec.mesh, spec.rules)
     if stages == 1:
-        return layout, None
+        return spec, layout
+    layers = num_layers(spec.definition)
+    if layers % (stages * rounds):
+        raise ConfigError(
+            f"rounds={rounds}: {layers} layers cannot be divided into {stages} stages times "
+            f"{rounds} rounds. Use rounds={math.gcd(layers // stages, rounds)}."
+        )
     in_pipeline = padded * stages // (shards * accumulate)
-    return layout, microbatches or default_microbatches(stages, in_pipeline)
+    count = microbatches or default_microbatches(stages, in_pipeline)
+    return replace(spec, pipeline=Pipeline(count, rounds)), layout
 
 
 def check_pipeline(
@@ -106,7 +117,7 @@ def check_accumulate(
         spec: the abstract state.
         loss: the loss.
         traced: the loss, traced with the complete batch.
-        accumulate: the number of micro-batches.
+        accumulate: the number of micro-batches; there is nothing to check for 1.
         coupled_examples: see `Run.coupled_examples`.
 
     Returns:
@@ -115,6 +126,8 @@ def check_accumulate(
     Raises:
         ConfigError: if the loss would change and `coupled_examples` is "exact".
     """
+    if accumulate == 1:
+        return traced, ()
     rows = -(-num_rows(traced.shapes) // accumulate)
     part = trace_loss(spec, loss, traced.shapes, rows=rows)
     sums = summed_scalars(traced, part, accumulate)

@@ -368,6 +368,7 @@ def make_train_step(
     accumulate: int = 1,
     coupled_examples: CoupledExamples = "exact",
     microbatches: int | None = None,
+    rounds: int = 1,
     compute_dtype: DTypeLike | None = None,
     norms: bool = False,
     deterministic: bool = True,
@@ -381,10 +382,9 @@ def make_train_step(
         seed: the root of all random streams. A stream of step n depends on (seed, path of the
             stream, n).
         accumulate: the number of micro-batches that a batch is split into, to save memory.
-        coupled_examples: what `accumulate` does with a loss that combines examples with each other,
-            see `Run.coupled_examples`.
-        microbatches: the number of parts that a pipeline divides the batch into, see
-            `Run.microbatches`. None chooses it.
+        coupled_examples: see `Run.coupled_examples`.
+        microbatches: see `Run.microbatches`. None chooses it.
+        rounds: see `Run.rounds`.
         compute_dtype: the dtype in which the model computes, for example "bfloat16", see
             `precision.compute_in`. Batch, parameters and optimizer state keep their own dtypes.
         norms: add norms of updates and parameters to the metrics, also for each parameter group.
@@ -401,13 +401,8 @@ def make_train_step(
     spec = spec.computing_in(compute_dtype)
     spec, traced = settle_loss(spec, loss, batch)
     check_pipeline(spec, traced, coupled_examples)
-    layout, chosen = train_layout(spec, loss, traced, accumulate, microbatches)
-    spec = replace(spec, microbatches=chosen)
-    sums: tuple[str, ...] = ()
-    if accumulate > 1:
-        traced, sums = check_accumulate(
-            spec, loss, traced, accumulate, coupled_examples
-        )
+    spec, layout = train_layout(spec, loss, traced, accumulate, microbatches, rounds)
+    traced, sums = check_accumulate(spec, loss, traced, accumulate, coupled_examples)
     platform = spec.mesh.devices.flat[0].platform
     is_deterministic = needs_options(spec.mesh, deterministic)
     functions = _StepFunctions(

@@ -34,7 +34,7 @@ TOLERANCES = {"loss": 1e-3, "grad_norm": 1e-2}
 # What must be the same for equal bits.
 SAME_BITS = (
     *("mesh", "devices", "versions", "deterministic"),
-    *("accumulate", "microbatches"),
+    *("accumulate", "microbatches", "rounds"),
 )
 # How many arrays a text names at most.
 MAX_NAMED = 12

@@ -18,6 +18,7 @@ from shardwise.axes import DATA
 from shardwise.data.layout import num_tokens
 from shardwise.errors import ConfigError, ShardwiseError, where
 from shardwise.mesh import make_mesh, mesh_text, parse_sizes, show_sizes
+from shardwise.module import num_experts, num_layers
 from shardwise.plan.compile import check_divided, compile_run
 from shardwise.run import Run
 from shardwise.sharding import Rules, context_axes, expert_axis, show_spec
@@ -332,19 +333,20 @@ def meshes_to_verify(
     data = next((axis for axis in batch_axes if axis not in rules.fsdp), None)
     fsdp = next(iter(rules.fsdp), None)
     tensor = _tensor_axes(spec, rules)
-    expert = expert_axis(rules) if spec.definition.num_experts else None
-    stage = next(iter(rules.stage), None) if spec.definition.num_layers else None
+    layers, experts = num_layers(spec.definition), num_experts(spec.definition)
+    expert = expert_axis(rules) if experts else None
+    stage = next(iter(rules.stage), None) if layers else None
     half, quarter = num_devices // 2, num_devices // 4
     meshes = [{axis: num_devices} for axis in (data, fsdp, *tensor)]
     if num_devices % 2 == 0:
         meshes += [{data: half, axis: 2} for axis in tensor]
         if not tensor:
             meshes.append({data: 2, fsdp: half})
-        if spec.definition.num_layers % 2 == 0:
+        if layers % 2 == 0:
             meshes.append({stage: 2, data: half})
-        experts = math.gcd(spec.definition.num_experts, half)
-        if experts > 1:
-            meshes.append({data: num_devices // experts, expert: experts})
+        shards = math.gcd(experts, half)
+        if shards > 1:
+            meshes.append({data: num_devices // shards, expert: shards})
     if num_devices % 4 == 0:
         meshes += [{data: quarter, fsdp: 2, axis: 2} for axis in tensor]
     if length is not None and num_devices % 2 == 0:
