@@ -394,10 +394,10 @@ def test_tokens_that_are_counted_twice_are_found(monkeypatch):
     assert verify(run_of(), ["data=2,expert=4"], steps=1).ok
     own_experts = experts._own_experts
 
-    def with_bug(x, choice, weight, kernels, first, is_partial, activation):
-        if is_partial:
+    def with_bug(x, choice, weight, kernels, first, num_shards, activation):
+        if num_shards > 1:
             weight = jnp.where(choice == first, 2 * weight, weight)
-        return own_experts(x, choice, weight, kernels, first, is_partial, activation)
+        return own_experts(x, choice, weight, kernels, first, num_shards, activation)
 
     monkeypatch.setattr(experts, "_own_experts", with_bug)
     jax.clear_caches()

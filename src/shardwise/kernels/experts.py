@@ -161,7 +161,7 @@ def _apply_experts(
     layout: ExpertLayout | None,
 ) -> Array:
     if layout is None:
-        return _own_experts(x, choice, weight, kernels, 0, False, activation)
+        return _own_experts(x, choice, weight, kernels, 0, 1, activation)
 
     def compute(x: Array, choice: Array, weight: Array, kernels: Kernels) -> Array:
         for axis in reversed(layout.gathered):
@@ -172,8 +172,8 @@ def _apply_experts(
         first: int | Array = 0
         if layout.experts:
             first = axis_index(layout.experts) * kernels[1].shape[0]
-        is_partial = layout.num_experts > 1
-        y = _own_experts(x, choice, weight, kernels, first, is_partial, activation)
+        num_shards = layout.num_experts
+        y = _own_experts(x, choice, weight, kernels, first, num_shards, activation)
         if layout.summed:
             y = psum(y, layout.summed)
         for axis in layout.gathered:
@@ -196,7 +196,7 @@ def _own_experts(
     weight: Array,
     kernels: Kernels,
     first: int | Array,
-    is_partial: bool,
+    num_shards: int,
     activation: Activation,
 ) -> Array:
     """Return the sum of the outputs of some experts; other choices contribute 0.
@@ -207,12 +207,12 @@ def _own_experts(
         weight: (B, T, k).
         kernels: the kernels of the experts from `first` on.
         first: the number of the first expert.
-        is_partial: whether there are other experts than these.
+        num_shards: the number of devices among which all experts are divided.
         activation: an element-wise function.
     """
     gate, up, down = kernels
     num_choices = choice.shape[-1]
-    tiles = tiling(choice.size, up.shape[0], is_partial)
+    tiles = tiling(choice.size, up.shape[0], num_shards)
     multiply = partial(grouped_matmul, tiles=tiles)
     rows = sort_slots(choice.reshape(-1) - first, up.shape[0], tiles)
     sorted_x = spread(x.reshape(-1, x.shape[-1]), rows, num_choices)

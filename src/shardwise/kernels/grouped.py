@@ -1,6 +1,7 @@
 """Matmuls of groups of rows, each with its own kernel: the work of the experts of a layer."""
 
 import math
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import jax
@@ -28,19 +29,30 @@ class Tiling:
         chunk: the number of blocks that are multiplied at once. A loop stops after the last chunk
             that is not empty.
         num_rows: the number of rows, enough for any distribution over the groups.
+        num_shards: the number of devices among which all groups are divided. If groups are used
+            evenly, only this part of the rows is in use.
+        num_groups: the number of groups of this device.
     """
 
     block: int
     chunk: int
     num_rows: int
+    num_shards: int = 1
+    num_groups: int = 1
 
     @property
     def num_blocks(self) -> int:
         """The number of blocks."""
         return self.num_rows // self.block
 
+    @property
+    def expected_chunks(self) -> int:
+        """The number of chunks that are not empty if groups are used evenly, for `plan`."""
+        used = self.num_rows / self.num_shards - self.num_groups * self.block / 2
+        return max(1, math.ceil(used / (self.block * self.chunk)))
 
-def tiling(num_rows: int, num_groups: int, is_partial: bool = False) -> Tiling:
+
+def tiling(num_rows: int, num_groups: int, num_shards: int = 1) -> Tiling:
     """Return the layout of rows for the platform of the current trace.
 
     On a GPU, each block reads a copy of its kernel, which costs as much as multiplying about 290
@@ -50,19 +62,19 @@ def tiling(num_rows: int, num_groups: int, is_partial: bool = False) -> Tiling:
     Args:
         num_rows: the largest number of rows in all groups together.
         num_groups: the number of groups.
-        is_partial: whether there are usually fewer rows, because other devices have other groups.
+        num_shards: the number of devices among which all groups are divided.
     """
     if platform() == "tpu":
-        return Tiling(1, 1, num_rows)
+        return Tiling(1, 1, num_rows, num_shards, num_groups)
     if platform() == "cpu":
         block, chunk = CPU_BLOCK, 1
     else:
         best = math.sqrt(2 * 290 * num_rows / num_groups)
         smallest, largest = GPU_BLOCKS
         block = min(max(2 ** round(math.log2(best)), smallest), largest)
-        chunk = GPU_CHUNK if is_partial else num_rows // block + num_groups
+        chunk = GPU_CHUNK if num_shards > 1 else num_rows // block + num_groups
     num_chunks = -(-(num_rows // block + num_groups) // chunk)
-    return Tiling(block, chunk, num_chunks * chunk * block)
+    return Tiling(block, chunk, num_chunks * chunk * block, num_shards, num_groups)
 
 
 def grouped_matmul(x: Array, kernels: Array, sizes: Array, tiles: Tiling) -> Array:
@@ -82,7 +94,9 @@ def grouped_matmul(x: Array, kernels: Array, sizes: Array, tiles: Tiling) -> Arr
         An array (R, F). Rows after the last group are zeros or arbitrary numbers.
     """
     if tiles.block == 1:
-        return jax.lax.ragged_dot(x, kernels, sizes)
+        # `plan` reads from the name which share of the rows is in use.
+        with jax.named_scope(f"one_of_{tiles.num_shards}"):
+            return jax.lax.ragged_dot(x, kernels, sizes)
     return _in_blocks(x, kernels, sizes, tiles)
 
 
@@ -123,7 +137,8 @@ def _multiply_blocks(x: Array, kernels: Array, sizes: Array, tiles: Tiling) -> A
         return multiply(blocks, groups).reshape(len(x), -1)
     zeros = jnp.zeros((*blocks.shape[:2], kernels.shape[2]), x.dtype)
     num_chunks = _num_chunks(sizes, tiles)
-    products: Array = jax.lax.fori_loop(0, num_chunks, multiply_chunk, zeros)
+    with _expected_trips(tiles):
+        products: Array = jax.lax.fori_loop(0, num_chunks, multiply_chunk, zeros)
     return products.reshape(len(x), -1)
 
 
@@ -159,8 +174,14 @@ def _kernel_gradients(x: Array, grad: Array, sizes: Array, tiles: Tiling) -> Arr
         )
     zeros = jnp.zeros((len(sizes), x.shape[1], grad.shape[1]), jnp.float32)
     num_chunks = _num_chunks(sizes, tiles)
-    total: Array = jax.lax.fori_loop(0, num_chunks, add_chunk, zeros)
+    with _expected_trips(tiles):
+        total: Array = jax.lax.fori_loop(0, num_chunks, add_chunk, zeros)
     return total
+
+
+def _expected_trips(tiles: Tiling) -> AbstractContextManager[None]:
+    """Return a scope whose name tells `plan` how often a loop over chunks usually runs."""
+    return jax.named_scope(f"trips_{tiles.expected_chunks}")
 
 
 def _groups(sizes: Array, tiles: Tiling) -> Array:

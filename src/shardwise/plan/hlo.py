@@ -59,6 +59,9 @@ SLICES = ("dynamic-slice", "slice", "gather")
 FREE_CALL = re.compile(
     r'custom_call_target="(Allocate|AsyncCollective|Assume|Sharding|Pin)'
 )
+# The kernel of a TPU compiler for `jax.lax.ragged_dot`, and the one that prepares it.
+RAGGED_DOT = "ragged-dot-none"
+COMPILERS_OWN = (RAGGED_DOT, "ragged-dot-metadata")
 # A custom call to one of these runs a Pallas kernel.
 KERNEL_TARGETS = ("tpu_custom_call", "triton", "mosaic")
 
@@ -240,18 +243,22 @@ class Program:
             flops=self._flops(computation, op),
             bytes=self._bytes(computation, op),
             kernel=kernel,
-            is_known=not kernel or kernel in self.kernels,
+            is_known=not kernel or kernel in self.kernels or kernel in COMPILERS_OWN,
             attends=attends,
         )
 
     def trips(self, op: Op) -> int:
         """Return how often the body of a loop runs.
 
-        If the compiler does not print it, this is the largest integer constant in the condition.
+        If the compiler does not print it, this is the number in the name of a scope around the
+        loop, for example `jax.named_scope("trips_4")`, or else the largest integer constant in the
+        condition.
         """
         known = re.search(r'known_trip_count[^0-9]*"?n"?[^0-9]*(\d+)', op.attributes)
         if known:
             return int(known[1])
+        if expected := re.search(r"/trips_(\d+)/", op.op_name):
+            return int(expected[1])
         condition = self.computations[op.called("condition") or ""]
         return max(self._integer_constants(condition), default=1)
 
@@ -345,6 +352,12 @@ class Program:
             num_matmuls = 5 if "Backward" in op.attributes else 2
             share = 0.5 if "CAUSAL" in op.attributes else 1.0
             return num_matmuls * 2.0 * math.prod(queries) * keys[1] * share
+        if _kernel(op) == RAGGED_DOT:
+            # From (rows, k) to (rows, n), or for a gradient from (rows, k) and (rows, n) to
+            # (groups, k, n). Not all rows are in use.
+            rows, part = arrays[-2], re.search(r"/one_of_(\d+)/", op.op_name)
+            used = 1 / int(part[1]) if part else 1.0
+            return 2.0 * math.prod(rows.dims) * op.arrays[0].dims[-1] * used
         # A kernel called within `jax.named_scope("causal")` skips half of its blocks.
         share = 0.5 if "causal" in op.op_name else 1.0
         return self.kernels.get(_kernel(op), 0.0) * share

@@ -153,6 +153,26 @@ ENTRY %main (p: f32[4,4]) -> f32[4,4] {
     assert counted(program).flops == 2 * 64 + 500
 
 
+def test_rows_in_use_and_expected_trips_are_read_from_scopes():
+    text = """HloModule m, is_scheduled=true
+
+ENTRY %main (x: bf16[64,8], w: bf16[4,8,16]) -> bf16[64,16] {
+  %x = bf16[64,8]{1,0} parameter(0)
+  %w = bf16[4,8,16]{2,1,0} parameter(1)
+  ROOT %k = bf16[64,16]{1,0} custom-call(%x, %x, %w), custom_call_target="tpu_custom_call", \
+metadata={op_name="jit(step)/one_of_4/ragged_dot_general/ragged-dot-none"}
+}
+"""
+    assert counted(parse(text)).flops == 2 * 64 * 8 * 16 / 4
+
+    def function(count, x):
+        with jax.named_scope("trips_7"):
+            return jax.lax.fori_loop(0, count, lambda _, x: x @ x, x)
+
+    program = compiled(function, np.int32(3), np.ones((16, 16), "f4"))
+    assert counted(program).flops == 7 * 2 * 16**3
+
+
 def test_a_slice_of_a_large_array_counts_as_the_slice():
     """Each iteration over scanned layers reads the weights of its layer, not the stack."""
     layers, width = 16, 64
