@@ -20,6 +20,8 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
+from shardwise.text import show_bytes
+
 RECIPE = Path(__file__).parent.parent / "recipes" / "llama.py"
 
 
@@ -34,7 +36,8 @@ class Row:
         batch_size: sequences per step.
         remat: what the backward pass recomputes.
         target: the devices.
-        is_plain: use an attention kernel that knows nothing about the context axis.
+        is_plain: leave attention, experts and layers to XLA's partitioner, as code without
+            shardwise does.
     """
 
     size: str
@@ -47,7 +50,16 @@ class Row:
 
 
 LONG, SHORT = 131_072, 8192
+_small = partial(Row, remat="none", target="v5e:2x4")
 ROWS = {
+    "small-context": _small("tiny", 4096, "data=2,context=4", 8),
+    "small-context-plain": _small("tiny", 4096, "data=2,context=4", 8, is_plain=True),
+    "small-expert": _small("tiny-moe", 1024, "data=2,expert=4", 64),
+    "small-expert-plain": _small(
+        "tiny-moe", 1024, "data=2,expert=4", 64, is_plain=True
+    ),
+    "small-stage": _small("tiny", 1024, "stage=2,data=4", 64),
+    "small-stage-plain": _small("tiny", 1024, "stage=2,data=4", 64, is_plain=True),
     "fsdp": Row("8b", LONG, "fsdp=64", 64),
     "context": Row("8b", LONG, "fsdp=8,context=8", 8),
     "plain": Row("8b", LONG, "fsdp=8,context=8", 8, is_plain=True),
@@ -58,7 +70,7 @@ ROWS = {
     "8x7b-fsdp": Row("8x7b", SHORT, "fsdp=64", 256),
     "8x7b-expert": Row("8x7b", SHORT, "fsdp=8,expert=8", 256),
     "8x7b-expert-512": Row("8x7b", SHORT, "fsdp=64,expert=8", 1024, target="v5p:8x8x8"),
-    "70b-fsdp": Row("70b", SHORT, "fsdp=64", 256),
+    "70b-fsdp": Row("70b", SHORT, "fsdp=64", 64),
     "70b-stage": Row("70b", SHORT, "stage=8,model=8", 32),
     "70b-stage-fsdp": Row("70b", SHORT, "stage=4,fsdp=16", 256),
     "70b-stage-512": Row(
@@ -76,13 +88,16 @@ ROWS = {
 
 
 @contextmanager
-def plain_attention() -> Iterator[None]:
-    """Compute attention with a kernel that shards sequences and heads only, as most code does."""
+def plain_layers() -> Iterator[None]:
+    """Compute with attention that shards sequences and heads only, and without own collectives."""
     from shardwise.axes import TENSOR
-    from shardwise.kernels import attention
+    from shardwise.kernels import attention, experts
+    from shardwise.models import stack
 
     kernel = partial(attention.tpu_attention, heads=TENSOR)
     with (
+        mock.patch.object(experts, "expert_layout", return_value=None),
+        mock.patch.object(stack, "is_pipelined", return_value=False),
         mock.patch.object(attention, "context_attention", return_value=None),
         mock.patch.object(attention, "tpu_attention", kernel),
     ):
@@ -104,26 +119,27 @@ def plan(row: Row) -> dict[str, object]:
     )
     if not row.is_plain:
         return plan_run(run, row.target).as_json()
-    with plain_attention():
+    with plain_layers():
         return plan_run(run, row.target).as_json()
 
 
 def show(name: str, found: dict) -> str:
     """Return a row of the table in docs/parallelism.md."""
     moved: dict[str, str] = {}
+    largest = max(traffic["bytes"] for traffic in found["traffic"])
     for traffic in found["traffic"]:
-        text = f"{traffic['kind']} {traffic['bytes'] / 2**30:.1f} GiB"
-        if traffic["bytes"] >= 2**27:
+        text = f"{traffic['kind']} {show_bytes(traffic['bytes'])}"
+        if traffic["bytes"] >= largest / 100:
             known = moved.get(traffic["axes"])
             moved[traffic["axes"]] = f"{known}, {text}" if known else text
     collectives = "; ".join(f"{axes}: {text}" for axes, text in moved.items())
-    peak = f"{found['peak'] / 2**30:.1f} GiB" + ("" if found["fits"] else " (!)")
+    peak = show_bytes(found["peak"]) + ("" if found["fits"] else " (!)")
     row = ROWS[name]
     return (
         f"| `{name}` | {row.target} | `{row.mesh}` | {row.batch_size} | {row.remat} | "
         f"{collectives} | "
-        f"{found['memory']['temporaries'] / 2**30:.1f} GiB | {peak} | "
-        f"{found['seconds']:.1f} s | {found['mfu']:.1%} |"
+        f"{show_bytes(found['memory']['temporaries'])} | {peak} | "
+        f"{found['seconds']:.3g} s | {found['mfu']:.1%} |"
     )
 
 

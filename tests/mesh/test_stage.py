@@ -30,6 +30,7 @@ from shardwise import (
     make_eval_step,
     make_mesh,
     make_train_step,
+    plan_run,
     steps,
     verify,
 )
@@ -302,6 +303,24 @@ def test_stages_hold_their_layers():
 def run_of(model, loss=logits_loss, **options):
     options = {"mesh": "stage=4,data=2", "steps": 2, "data": batches, **options}
     return Run(model=model, loss=loss, optimizer=optax.adamw(3e-3), **options)
+
+
+@pytest.mark.slow
+def test_idle_time_follows_the_formula():
+    """Stages without a microbatch compute too, so the compiled FLOPs show the idle time."""
+
+    def planned(mesh, **options):
+        run = run_of(CASES["llama"].model, mesh=mesh, **options)
+        return plan_run(run, "cpu:8")
+
+    without = planned("data=8")
+    for microbatches, rounds in ((4, 1), (8, 1), (8, 2)):
+        plan = planned("stage=4,data=2", microbatches=microbatches, rounds=rounds)
+        assert plan.bubble == 3 / (microbatches * rounds + 3)
+        # The embedding and the output are not in the pipeline.
+        outside = 3 * 2 * LLAMA_CONFIG.vocab_size * LLAMA_CONFIG.width * ROWS * LENGTH
+        in_pipeline = [p.flops - outside / 8 for p in (without, plan)]
+        assert in_pipeline[0] / in_pipeline[1] == pytest.approx(1 - plan.bubble, 0.03)
 
 
 class Plain(nnx.Module):

@@ -208,6 +208,15 @@ def test_every_expert_has_its_own_adapters():
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data=2,context=2", "stage=2,data=2"])
+def test_adapters_train_the_same_with_other_axes(mesh):
+    model = lora(llama(), LLAMA, rank=2)
+    _, expected = trained(spec_of(model))
+    _, losses = trained(spec_on(mesh, 4, model))
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+
+
 def test_the_metadata_of_a_weight_can_name_its_inputs():
     shapes = shapes_of(spec_of(lora(llama(), LLAMA, rank=3)))
     assert shapes["blocks/query/lora_a"] == (2, 16, 3)
