@@ -69,7 +69,6 @@ ROWS = {
     "8b": Row("8b", SHORT, "fsdp=64", 256),
     "8x7b-fsdp": Row("8x7b", SHORT, "fsdp=64", 256),
     "8x7b-expert": Row("8x7b", SHORT, "fsdp=8,expert=8", 256),
-    "8x7b-expert-512": Row("8x7b", SHORT, "fsdp=64,expert=8", 1024, target="v5p:8x8x8"),
     "70b-fsdp": Row("70b", SHORT, "fsdp=64", 64),
     "70b-stage": Row("70b", SHORT, "stage=8,model=8", 32),
     "70b-stage-fsdp": Row("70b", SHORT, "stage=4,fsdp=16", 256),
