@@ -198,11 +198,7 @@ class Verification:
         lines += [
             f"{result.mesh}: {result.note}" for result in self._all if result.note
         ]
-        lines += [
-            f"{result.mesh}: {result.choices}"
-            for result in self._all
-            if result.choices.changed
-        ]
+        lines += self._choice_lines()
         for result in self._all:
             if result.first is not None:
                 lines += ["", *result.first.lines(result.mesh, result.against)]
@@ -212,6 +208,18 @@ class Verification:
             "",
             f"{num_ok} of {len(self.results)} meshes agree with one device.",
         ]
+
+    def _choice_lines(self) -> list[str]:
+        """Return how many tokens got other experts; no lines for a model without experts."""
+        changed = [
+            f"{result.mesh}: {result.choices}"
+            for result in self._all
+            if result.choices.changed
+        ]
+        compared = max((result.choices.total for result in self._all), default=0)
+        if changed or not compared:
+            return changed
+        return [f"all {compared:,} choices of experts are the same on every mesh"]
 
     def as_json(self) -> Json:
         """Return the verification as a JSON object."""
