@@ -409,6 +409,7 @@ def test_tokens_that_are_counted_twice_are_found(monkeypatch):
     assert result.choices.changed == 0
 
 
+@pytest.mark.slow
 def test_tokens_that_change_experts_by_rounding_are_counted():
     def close(rngs):
         model = Model(rngs, 2, dropout=0.0)
