@@ -26,6 +26,7 @@ from typing import TypeAlias, TypeVar, cast
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.extend.core import Primitive
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from shardwise.errors import ConfigError
@@ -532,9 +533,7 @@ def _with_round(
     if rounds == 1:
         return run
 
-    def is_saved(
-        operation: jax.extend.core.Primitive, *_: object, **__: object
-    ) -> bool:
+    def is_saved(operation: Primitive, *_: object, **__: object) -> bool:
         # The layers of a round would be saved for each tick. They are read again instead.
         return operation.name not in ("gather", "dynamic_slice")
 
