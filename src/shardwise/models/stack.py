@@ -537,7 +537,8 @@ def _with_round(
         # The layers of a round would be saved for each tick. They are read again instead.
         return operation.name not in ("gather", "dynamic_slice")
 
-    return jax.checkpoint(run, policy=is_saved)
+    # Inside of a scan, XLA does not undo it.
+    return jax.checkpoint(run, policy=is_saved, prevent_cse=False)
 
 
 def _pass_on(x: Array, by: int) -> Array:
