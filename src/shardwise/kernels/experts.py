@@ -55,14 +55,14 @@ class ExpertLayout:
         context: the mesh axes that shard the tokens of each sequence.
         experts: the mesh axes that shard the experts.
         mlp: the mesh axes that shard the hidden width of an expert.
-        num_experts: the number of shards of the experts.
+        num_shards: the number of shards of the experts.
     """
 
     batch: MeshAxes
     context: MeshAxes
     experts: MeshAxes
     mlp: MeshAxes
-    num_experts: int
+    num_shards: int
 
     @property
     def gathered(self) -> MeshAxes:
@@ -172,7 +172,7 @@ def _apply_experts(
         first: int | Array = 0
         if layout.experts:
             first = axis_index(layout.experts) * kernels[1].shape[0]
-        num_shards = layout.num_experts
+        num_shards = layout.num_shards
         y = _own_experts(x, choice, weight, kernels, first, num_shards, activation)
         if layout.summed:
             y = psum(y, layout.summed)
@@ -454,7 +454,7 @@ def _to_experts(x: Array, layout: ExpertLayout | None, num_experts: int) -> Arra
     """Send (B, E, places, D) to the devices of the experts: (more B, fewer E, places, D)."""
     if layout is None or not layout.experts:
         return x
-    own = num_experts // layout.num_experts
+    own = num_experts // layout.num_shards
     moved: Array
     if layout.gathered:
         moved = all_to_all(x, layout.gathered, 1, 0, tiled=True)
@@ -468,7 +468,7 @@ def _from_experts(y: Array, layout: ExpertLayout | None, num_experts: int) -> Ar
     """Undo `_to_experts`. Experts of other devices have zeros where tokens did not move."""
     if layout is None or not layout.experts:
         return y
-    own = num_experts // layout.num_experts
+    own = num_experts // layout.num_shards
     moved: Array
     if layout.gathered:
         moved = all_to_all(y, layout.gathered, 0, 1, tiled=True)

@@ -30,7 +30,7 @@ class Tiling:
             that is not empty.
         num_rows: the number of rows, enough for any distribution over the groups.
         num_shards: the number of devices among which all groups are divided. If groups are used
-            evenly, only this part of the rows is in use.
+            evenly, 1 / `num_shards` of the rows are in use.
         num_groups: the number of groups of this device.
     """
 
@@ -48,7 +48,9 @@ class Tiling:
     @property
     def expected_chunks(self) -> int:
         """The number of chunks that are not empty if groups are used evenly, for `plan`."""
-        used = self.num_rows / self.num_shards - self.num_groups * self.block / 2
+        # Each group ends with a block that is not full, on average half of it.
+        empty = self.num_groups * self.block
+        used = (self.num_rows - empty) / self.num_shards + empty / 2
         return max(1, math.ceil(used / (self.block * self.chunk)))
 
 

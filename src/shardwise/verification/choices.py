@@ -5,7 +5,7 @@ score, that decides between them, and everything after it changes by more than r
 choices are counted separately.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -19,7 +19,7 @@ from shardwise.run import Run
 from shardwise.state import TrainState
 from shardwise.step import TrainStep
 from shardwise.step.access import access_hooks
-from shardwise.tracing.choices import read_choices
+from shardwise.tracing.choices import Choices, read_choices
 from shardwise.tree import Batch, PyTree
 
 # Scores that are closer to each other, in relation to the largest one, differ by rounding only.
@@ -63,16 +63,12 @@ class ChangedChoices:
         )
 
 
-def choices_of(
-    run: Run, step: TrainStep, state: TrainState, batch: Batch
-) -> HostChoices:
-    """Return the choices in the forward pass of a step; there are none without `top_k`.
+def choice_reader(run: Run, step: TrainStep) -> Callable[[TrainState, Batch], Choices]:
+    """Return a jitted function from a state and a batch to the choices in the forward pass.
 
     Args:
         run: the run.
         step: its step.
-        state: the state before the step.
-        batch: the batch, on the mesh.
     """
     hooks = access_hooks(step.spec)
 
@@ -84,8 +80,17 @@ def choices_of(
         arrays = (state.params, state.frozen, state.other)
         return step.spec.call(forward, arrays, batch, key, state.step, hooks=hooks)
 
-    choices = jax.jit(read_choices(loss))(state, batch)
-    rows = step.layout.rows
+    reader: Callable[[TrainState, Batch], Choices] = jax.jit(read_choices(loss))
+    return reader
+
+
+def choices_to_host(choices: Choices, rows: int) -> HostChoices:
+    """Return choices as NumPy arrays.
+
+    Args:
+        choices: the scores and the chosen indices of each `top_k`.
+        rows: the number of examples without padding.
+    """
     return [
         (np.asarray(scores)[..., :rows, :, :], np.asarray(chosen)[..., :rows, :, :])
         for scores, chosen in choices

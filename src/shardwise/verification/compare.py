@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import wraps
+from functools import cached_property, wraps
 from types import EllipsisType
 from typing import TypeAlias, TypeVar
 
@@ -37,11 +37,13 @@ from shardwise.run import Prepared, Run, prepare
 from shardwise.sharding import Rules
 from shardwise.state import StateSpec, TrainState, init_state
 from shardwise.step import Gradients, LossValue, Metrics, TrainStep, num_rows
+from shardwise.tracing.choices import Choices
 from shardwise.tree import Batch, DType, PyTree, is_key, named_leaves
 from shardwise.verification.choices import (
     ChangedChoices,
     HostChoices,
-    choices_of,
+    choice_reader,
+    choices_to_host,
     compare_choices,
 )
 from shardwise.weights.load import load_initial
@@ -164,6 +166,21 @@ class Side:
     def batch(self, n: int) -> Batch:
         """Return the batch of step `n`, counted from 0, on the mesh."""
         return self.step.place(self.prepared.batches(n))
+
+    @cached_property
+    def _choice_reader(self) -> Callable[[TrainState, Batch], Choices]:
+        """Compiled once for all steps."""
+        return choice_reader(self.run, self.step)
+
+    def choices(self, state: TrainState, batch: Batch) -> HostChoices:
+        """Return the choices in the forward pass of a step; there are none without `top_k`.
+
+        Args:
+            state: the state before the step.
+            batch: the batch, on the mesh.
+        """
+        choices = self._choice_reader(state, batch)
+        return choices_to_host(choices, self.step.layout.rows)
 
     @property
     def num_fsdp_leaves(self) -> int:
@@ -372,7 +389,7 @@ def record(side: Side, num_steps: int) -> Reference:
             nudged[seed], metrics = side.step(nudged[seed], batch)
             _add_effects(effects, moved | _run_values(nudged[seed], metrics), values)
         tolerances = _tolerances(effects, values)
-        choices = choices_of(side.run, side.step, before, batch)
+        choices = side.choices(before, batch)
         on_host = side.on_host(batch)
         steps.append(
             ReferenceStep(on_host, before, gradients, values, tolerances, choices)
@@ -452,8 +469,7 @@ def changed_choices(side: Side, expected: ReferenceStep) -> ChangedChoices:
     if not expected.choices:
         return ChangedChoices()
     state, _ = on_side(side, expected)
-    batch = side.step.place(expected.batch)
-    choices = choices_of(side.run, side.step, state, batch)
+    choices = side.choices(state, side.step.place(expected.batch))
     return compare_choices(expected.choices, choices)
 
 

@@ -350,7 +350,7 @@ def meshes_to_verify(
         meshes += [{data: half, axis: 2} for axis in tensor]
         if not tensor:
             meshes.append({data: 2, fsdp: half})
-        if layers % 2 == 0:
+        if stage is not None and layers % 2 == 0:
             meshes.append({stage: 2, data: half})
         shards = math.gcd(experts, half)
         if shards > 1:
