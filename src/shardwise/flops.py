@@ -36,6 +36,8 @@ DELIBERATE = (str(Path(flax.__file__).parent), PACKAGE)
 TRANSPARENT = (JAX, f"{PACKAGE}/kernels")
 # The functions of `kernels.experts` that apply experts to tokens.
 EXPERTS = ("_apply_experts", "_apply_experts_with_capacity")
+# The kernels of `kernels.flash`, and how many matmuls of the size of `q @ k.T` they compute.
+ATTENTION_MATMULS = {"attention_forward": 2, "attention_dq": 3, "attention_dkv": 4}
 
 
 def count_flops(function: Callable[..., PyTree], *args: PyTree) -> float:
@@ -294,7 +296,10 @@ def _expert_flops(equation: core.JaxprEqn) -> float:
 
 def _mosaic_kernel_flops(equation: core.JaxprEqn) -> float:
     """Kernels named `product_...` multiply their first two arguments, (N, D) and (D, F)."""
-    if not _kernel_name(equation.params).startswith("product_"):
+    name = _kernel_name(equation.params)
+    if name in ATTENTION_MATMULS:
+        return _attention_flops(equation) / 2 * ATTENTION_MATMULS[name]
+    if not name.startswith("product_"):
         return 0.0
     return (
         2.0 * math.prod(shape_of(equation.invars[0])) * shape_of(equation.outvars[0])[1]

@@ -3,7 +3,8 @@
 Shapes: B sequences, T tokens, H query heads, G key and value heads (H is a multiple of G), K head
 width.
 
-- GPUs: cuDNN, called through `jax.nn.dot_product_attention`.
+- Hopper GPUs: the kernels in `kernels.flash`. Other GPUs, and shapes that they do not take:
+  cuDNN, called through `jax.nn.dot_product_attention`.
 - TPUs: the Pallas kernel "splash attention" that comes with JAX. JAX's own attention would keep the
   scores, (B, H, T, T), in memory; the kernel keeps one block of them at a time.
 - CPUs: plain JAX with a custom backward pass.
@@ -12,6 +13,7 @@ On a mesh that shards tokens, `context_attention` brings all tokens of some head
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Literal, TypeAlias
@@ -23,9 +25,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from shardwise.axes import BATCH, CONTEXT, TENSOR
+from shardwise.kernels import flash
 from shardwise.kernels.context import context_attention
 from shardwise.kernels.mask import MASKED_SCORE, Mask, same_document
-from shardwise.kernels.platform import platform, step_mesh
+from shardwise.kernels.platform import has_gpu_kernels, platform, step_mesh
 from shardwise.sharding import mapped_axes, step_layout
 
 Array = jax.Array
@@ -149,6 +152,11 @@ def _attention(
     # Outside a step no mesh says how to shard the TPU kernel.
     if where == "tpu" and step_mesh() is not None and q.shape[1] % LANES == 0:
         return tpu_attention(q, k, v, segment_ids, mask=mask)
+    # Outside a step, arrays on several devices may be sharded in any way.
+    is_placed = step_mesh() is not None or jax.device_count() == 1
+    if has_gpu_kernels() and is_placed and flash.supports(q, k):
+        kernel = partial(_flash_attention, mask=mask)
+        return attention_on_shards(kernel, q, k, v, segment_ids)
     if where == "cpu" and mask == Mask():
         k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
         # `count_flops` recognizes this call by its name.
@@ -291,10 +299,8 @@ def tpu_attention(
 ) -> Array:
     """Return attention, computed by the splash attention kernel for TPUs.
 
-    XLA cannot partition a kernel, so it runs inside `jax.shard_map`: each device works on its own
-    sequences and heads. The name `"attention"` covers all values that the backward pass needs in
-    addition to q, k and v. If a policy of `jax.checkpoint` saves them, the forward kernel does not
-    run again.
+    The name `"attention"` covers all values that the backward pass needs in addition to q, k and v.
+    If a policy of `jax.checkpoint` saves them, the forward kernel does not run again.
 
     Args:
         q: queries, (B, T, H, K). T must be a multiple of 128.
@@ -318,6 +324,36 @@ def tpu_attention(
             f"sequence length {q.shape[1]} is not a multiple of {LANES}, as tpu_attention "
             "requires. Pad the sequences."
         )
+    kernel = partial(_splash_attention, mask=mask, block=block, interpret=interpret)
+    return attention_on_shards(kernel, q, k, v, segment_ids, batch=batch, heads=heads)
+
+
+def attention_on_shards(
+    kernel: Callable[[Array, Array, Array, Array | None], Array],
+    q: Array,
+    k: Array,
+    v: Array,
+    segment_ids: Array | None,
+    *,
+    batch: tuple[str, ...] | None = None,
+    heads: tuple[str, ...] = (*TENSOR, *CONTEXT),
+) -> Array:
+    """Call an attention kernel on each device, with its own sequences and heads.
+
+    XLA cannot partition a kernel, so it runs inside `jax.shard_map`.
+
+    Args:
+        kernel: a function of the four arrays.
+        q: queries, (B, T, H, K).
+        k: keys, (B, T, G, K).
+        v: values, (B, T, G, K).
+        segment_ids: (B, T), or None.
+        batch: the mesh axes that shard the sequences; None for those of the step.
+        heads: the mesh axes that shard the heads.
+
+    Returns:
+        The outputs of the heads, (B, T, H, K).
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if batch is None:
         layout = step_layout()
@@ -332,7 +368,6 @@ def tpu_attention(
         # There are fewer key heads than devices, so each device gets a copy of the one it needs.
         copies = head_shards // math.gcd(head_shards, k.shape[2])
         k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v))
-    kernel = partial(_splash_attention, mask=mask, block=block, interpret=interpret)
     # In a pipeline, `vmap` adds its axes to the `shard_map`.
     if not batch_axes and not head_axes and not mapped_axes():
         return kernel(q, k, v, segment_ids)
@@ -347,6 +382,13 @@ def tpu_attention(
         check_vma=False,
     )
     return sharded_kernel(q, k, v, segment_ids)
+
+
+def _flash_attention(
+    q: Array, k: Array, v: Array, segment_ids: Array | None, *, mask: Mask
+) -> Array:
+    """Run the kernels on the sequences and heads of one device."""
+    return flash.flash_attention(q, k, v, segment_ids, mask)
 
 
 def _splash_attention(

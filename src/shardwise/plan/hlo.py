@@ -235,10 +235,12 @@ class Program:
         """Return the work of an instruction that is neither a loop nor a collective."""
         if op.opcode in FREE or op.opcode.endswith("-done"):
             return Work()
-        is_attention = op.opcode == "custom-call" and "__cudnn$fmha" in op.attributes
+        kernel = _kernel(op)
+        is_attention = kernel.startswith("attention_") or (
+            op.opcode == "custom-call" and "__cudnn$fmha" in op.attributes
+        )
         # The keys have shape (batch, keys, heads, head_dim).
         attends = computation.arrays(op.operands[1])[0].dims[1] if is_attention else 0
-        kernel = _kernel(op)
         return Work(
             flops=self._flops(computation, op),
             bytes=self._bytes(computation, op),
