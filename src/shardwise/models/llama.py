@@ -19,6 +19,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from shardwise.kernels.attention import causal_attention
 from shardwise.kernels.lookup import look_up
+from shardwise.kernels.norm import computed_again
 from shardwise.models.annotate import annotated
 from shardwise.models.kv_cache import Cache, advance, cached_attention, empty_cache
 from shardwise.models.moe import MoE, Routing, empty_routing
@@ -214,11 +215,14 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         """Normalize `x` (..., D)."""
-        x32 = x.astype(jnp.float32)
-        normalized = x32 * jax.lax.rsqrt(
-            jnp.square(x32).mean(-1, keepdims=True) + self.epsilon
-        )
-        return normalized.astype(x.dtype) * self.scale[...]
+        normalize = computed_again(partial(_rms_norm, epsilon=self.epsilon))
+        return normalize(x, self.scale[...])
+
+
+def _rms_norm(x: Array, scale: Array, epsilon: float) -> Array:
+    x32 = x.astype(jnp.float32)
+    mean_square = jnp.square(x32).mean(-1, keepdims=True)
+    return (x32 * jax.lax.rsqrt(mean_square + epsilon)).astype(x.dtype) * scale
 
 
 class LlamaBlock(nnx.Module):

@@ -21,6 +21,7 @@ from shardwise.kernels.norm import (
     cpu_layer_norm,
     fused_layer_norm,
     plain_layer_norm,
+    saving_layer_norm,
 )
 
 
@@ -56,7 +57,7 @@ def inputs(tokens, width, seed=0):
     )
 
 
-@pytest.mark.parametrize("norm", [fused, cpu_layer_norm, plain_layer_norm])
+@pytest.mark.parametrize("norm", [fused, cpu_layer_norm, saving_layer_norm])
 @settings(max_examples=4)
 @given(
     tokens=st.integers(1, 70),
@@ -142,3 +143,17 @@ def test_module_returns_the_stream_and_its_layer_norm():
     np.testing.assert_allclose(
         normal, nnx.LayerNorm(16, rngs=nnx.Rngs(0))(x), atol=1e-5
     )
+
+
+def test_backward_pass_keeps_the_tokens_in_their_dtype():
+    """Not the centered tokens in float32 as well, as JAX alone would."""
+    x = jnp.ones((32, 64), jnp.bfloat16)
+    weights = jnp.ones(64, jnp.bfloat16), jnp.zeros(64, jnp.bfloat16)
+    for norm, expected in (
+        (saving_layer_norm, {"bfloat16"}),
+        (plain_layer_norm, {"bfloat16", "float32"}),
+    ):
+        _, pull = jax.vjp(lambda x, *w, norm=norm: norm(x, *w, 1e-5)[1], x, *weights)
+        kept = [leaf for leaf in jax.tree.leaves(pull) if leaf.shape == x.shape]
+        assert {str(leaf.dtype) for leaf in kept} <= expected
+        assert len(kept) == 1 or norm is plain_layer_norm
