@@ -7,6 +7,7 @@ rematerialized work, which MFU must exclude.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -63,6 +64,16 @@ def count_flops(function: Callable[..., PyTree], *args: PyTree) -> float:
 def count_jaxpr_flops(jaxpr: core.Jaxpr) -> float:
     """Return what `count_flops` returns, for a function that is traced already."""
     return sum(matmul.flops for matmul in _matmuls(jaxpr))
+
+
+def count_step_flops(jaxpr: core.Jaxpr) -> float:
+    """Return the FLOPs of a traced step as the devices compute it, all of them together.
+
+    The blocks of rows that experts multiply are not full, and with few tokens that is most of the
+    work: it counts here, but not in `count_jaxpr_flops`. TPUs have no blocks.
+    """
+    padded = sum(matmul.flops for matmul in _matmuls(jaxpr, is_padded=True))
+    return max(padded, count_jaxpr_flops(jaxpr))
 
 
 @dataclass(frozen=True)
@@ -179,15 +190,22 @@ class _Matmul:
 
 
 def _matmuls(
-    jaxpr: core.Jaxpr, caller: core.JaxprEqn | None = None
+    jaxpr: core.Jaxpr, caller: core.JaxprEqn | None = None, is_padded: bool = False
 ) -> Iterator[_Matmul]:
-    """Yield all matmuls; `caller` is the equation to name as the source, if not their own."""
+    """Yield all matmuls.
+
+    Args:
+        jaxpr: the traced function.
+        caller: the equation to name as the source, if not their own.
+        is_padded: whether experts count with the blocks that they multiply, see
+            `count_step_flops`.
+    """
     for equation in jaxpr.eqns:
-        yield from _equation_matmuls(equation, caller or equation)
+        yield from _equation_matmuls(equation, caller or equation, is_padded)
 
 
 def _equation_matmuls(
-    equation: core.JaxprEqn, source: core.JaxprEqn
+    equation: core.JaxprEqn, source: core.JaxprEqn, is_padded: bool = False
 ) -> Iterator[_Matmul]:
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
@@ -202,23 +220,30 @@ def _equation_matmuls(
     ):
         yield _matmul(_attention_flops(equation), equation, source)
     # Each token passes through the experts that it chose, whatever the implementation computes.
-    elif params.get("name") in EXPERTS and _has_choices(equation):
+    elif not is_padded and params.get("name") in EXPERTS and _has_choices(equation):
         yield _matmul(_expert_flops(equation), equation, source)
     elif name == "mpmd_map":
         if flops := _mosaic_kernel_flops(equation):
             yield _matmul(flops, equation, source)
     elif name == "cond":
         branches = [branch.jaxpr for branch in params["branches"]]
-        yield from _matmuls(max(branches, key=count_jaxpr_flops))
+        costliest = max(branches, key=count_jaxpr_flops)
+        yield from _matmuls(costliest, is_padded=is_padded)
     else:
-        yield from _inner_matmuls(equation, source)
+        yield from _inner_matmuls(equation, source, is_padded)
 
 
-def _inner_matmuls(equation: core.JaxprEqn, source: core.JaxprEqn) -> Iterator[_Matmul]:
+def _inner_matmuls(
+    equation: core.JaxprEqn, source: core.JaxprEqn, is_padded: bool
+) -> Iterator[_Matmul]:
     name, params = equation.primitive.name, equation.params
     repeats = 1
     if name == "scan":
         repeats = params["length"]
+    elif name == "while":
+        # `kernels.grouped` names its loops after the number of iterations that it expects.
+        scope = str(equation.source_info.name_stack)
+        repeats = int(trips[1]) if (trips := re.search(r"trips_(\d+)", scope)) else 1
     elif name == "pallas_call":
         grid = params["grid_mapping"].grid
         repeats = math.prod(size for size in grid if isinstance(size, int))
@@ -231,7 +256,7 @@ def _inner_matmuls(equation: core.JaxprEqn, source: core.JaxprEqn) -> Iterator[_
         # JAX traces its jitted library functions once, and every caller gets the same equations.
         # Their source is then the first caller, so the equation of the call is used instead.
         is_shared = name in ("jit", "pjit") and is_defined_in_jax(inner)
-        for matmul in _matmuls(inner, source if is_shared else None):
+        for matmul in _matmuls(inner, source if is_shared else None, is_padded):
             yield replace(matmul, flops=repeats * matmul.flops)
 
 

@@ -433,3 +433,28 @@ def test_resume_with_and_without_expert_axes(tmp_path):
         resumed = fit(run_of(mesh=mesh, steps=2 * number, out=tmp_path))
     straight = fit(run_of(mesh="data=8", steps=2 * len(meshes)))
     assert resumed.metrics["loss"] == pytest.approx(straight.metrics["loss"], rel=2e-6)
+
+
+@pytest.mark.slow
+def test_blocks_that_are_not_full_do_not_look_like_repeated_work():
+    """With few tokens, experts multiply more padding than tokens, on every mesh."""
+    config = LlamaConfig(64, 4, 8, 8, 64, 128, num_experts=4, top_k=2)
+
+    def llama_loss(model, batch):
+        features, routing = model.features_and_routing(batch["inputs"])
+        nats = optax.softmax_cross_entropy_with_integer_labels(
+            features @ model.output(), batch["labels"]
+        )
+        return Mean(nats + 0.01 * routing.balance[:, None])
+
+    run = Run(
+        model=lambda rngs: Llama(config, rngs),
+        loss=llama_loss,
+        optimizer=optax.adamw(1e-3),
+        data=lambda n: {
+            name: batches(n)[name][:8, :16] for name in ("inputs", "labels")
+        },
+        steps=1,
+        mesh="data=2,expert=2,context=2",
+    )
+    assert np.isfinite(fit(run).metrics["loss"])

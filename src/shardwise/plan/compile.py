@@ -30,7 +30,7 @@ from shardwise.files.cache import cache_folder, make_private
 from shardwise.files.durable import text_digest, write_atomically
 from shardwise.files.paths import AnyPath, local_path
 from shardwise.findings import Finding
-from shardwise.flops import count_jaxpr_flops, count_kernels
+from shardwise.flops import count_kernels, count_step_flops
 from shardwise.hardware import Chip
 from shardwise.mesh import make_mesh, mesh_text
 from shardwise.models.stack import bubble
@@ -116,7 +116,7 @@ def plan_run(
     plan = replace(
         make_plan(run, prepared, target, compiled, seconds),
         options=all_options,
-        step_flops=count_jaxpr_flops(traced.jaxpr.jaxpr),
+        step_flops=count_step_flops(traced.jaxpr.jaxpr),
     )
     if file is not None:
         # A plan that cannot be stored is still a plan.
@@ -163,7 +163,7 @@ def compile_run(run: Run, prepared: Prepared) -> tuple[Plan, Prepared]:
     program = parse(step.program.as_text() or "", kernels) if is_readable else None
     compiled = Compiled(program, _reported_memory(step.program, prepared), [])
     plan = make_plan(run, prepared, target, compiled, time.perf_counter() - start)
-    plan = replace(plan, step_flops=count_jaxpr_flops(traced.jaxpr.jaxpr))
+    plan = replace(plan, step_flops=count_step_flops(traced.jaxpr.jaxpr))
     return plan, replace(prepared, step=step)
 
 
