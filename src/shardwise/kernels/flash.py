@@ -49,7 +49,7 @@ def block_ranges(
     *,
     of_keys: bool = False,
 ) -> Array:
-    """Return which blocks the rows of each warpgroup visit.
+    """Return which blocks each warpgroup visits with its rows.
 
     Args:
         tiles: the sizes of tiles and blocks.

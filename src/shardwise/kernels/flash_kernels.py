@@ -36,7 +36,7 @@ class Tiles(NamedTuple):
     """How a kernel divides its work.
 
     Attributes:
-        warpgroups: the number of computing warpgroups; each has `ROWS` rows of the tile.
+        warpgroups: the number of computing warpgroups; each has `ROWS` tokens of the tile.
         columns: the number of tokens of a streamed block.
         stages: the number of streamed blocks in shared memory.
         buffers: the number of tiles whose own operands are in shared memory.
@@ -59,7 +59,7 @@ class Tiles(NamedTuple):
 
 
 class BlockRange(NamedTuple):
-    """The blocks that the rows of a warpgroup visit.
+    """The blocks that a warpgroup visits.
 
     Attributes:
         load_first: the first block that any warpgroup of the tile visits.
@@ -418,11 +418,11 @@ class Kernel:
 
     @property
     def rows(self) -> Any:
-        """The rows of the tile that this warpgroup works on."""
+        """The part of the tile that this warpgroup works on."""
         return pl.ds(self.warpgroup * ROWS, ROWS)
 
     def wait_fixed(self, item: Item) -> list[Ref]:
-        """Wait for the operands of a tile, and return the rows of this warpgroup."""
+        """Wait for the operands of a tile, and return this warpgroup's part of them."""
         gpu.barrier_wait(self.fixed_loaded.at[item.buffer])
         return [x.at[item.buffer, self.rows] for x in self.fixed]
 
