@@ -95,9 +95,9 @@ def _visible_blocks(
 
     Both results are (B or 1, T / rows, T / columns).
     """
-    rows_of_queries, rows_of_keys = (columns, rows) if of_keys else (rows, columns)
-    first_query, last_query = _edges(length, rows_of_queries)
-    first_key, last_key = _edges(length, rows_of_keys)
+    query_size, key_size = (columns, rows) if of_keys else (rows, columns)
+    first_query, last_query = _edges(length, query_size)
+    first_key, last_key = _edges(length, key_size)
     # How far a key is before a query.
     nearest = first_query[:, None] - last_key
     farthest = last_query[:, None] - first_key
@@ -113,7 +113,7 @@ def _visible_blocks(
     if segment_ids is not None:
         queries, keys = (
             segment_ids.reshape(-1, length // size, size)
-            for size in (rows_of_queries, rows_of_keys)
+            for size in (query_size, key_size)
         )
         low_q, high_q = queries.min(-1)[:, :, None], queries.max(-1)[:, :, None]
         low_k, high_k = keys.min(-1)[:, None], keys.max(-1)[:, None]
@@ -198,7 +198,7 @@ def forward(
         q: queries, (B, T, H, K).
         k: keys, (B, T, G, K).
         v: values, (B, T, G, K).
-        segment_ids: the document of each token, (B, T), int32; or None.
+        segment_ids: the document of each token, (B, T), or None.
         mask: which keys a query attends to.
 
     Returns:
@@ -239,19 +239,16 @@ def backward(
     """
     _, tiles_q, tiles_k = TILES[q.shape[3]]
     length = q.shape[1]
+    # The gradient of a score is its weight times (the gradient of the weight minus this).
     dots = jnp.einsum(
         "bthk,bthk->bht", out.astype(jnp.float32), grad.astype(jnp.float32)
     )
-    streamed = log_sums, dots
+    inputs = q, k, v, grad, log_sums, dots
     (dq,) = call(QueryGradient, tiles_q, mask, (q,))(
-        q, k, v, grad, *streamed, *_mask_inputs(tiles_q, mask, length, segment_ids)
+        *inputs, *_mask_inputs(tiles_q, mask, length, segment_ids)
     )
     dk, dv = call(KeyGradient, tiles_k, mask, (k, v))(
-        q,
-        k,
-        v,
-        grad,
-        *streamed,
+        *inputs,
         *_mask_inputs(tiles_k, mask, length, segment_ids, of_keys=True),
     )
     return dq, dk, dv
@@ -265,5 +262,7 @@ def _mask_inputs(
     of_keys: bool = False,
 ) -> tuple[Array, ...]:
     """Return the inputs of a kernel that describe the mask."""
+    if segment_ids is not None:
+        segment_ids = segment_ids.astype(jnp.int32)
     ranges = block_ranges(tiles, mask, length, segment_ids, of_keys=of_keys)
     return (ranges,) if segment_ids is None else (ranges, segment_ids)

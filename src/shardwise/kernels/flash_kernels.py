@@ -16,7 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardwise.kernels.hopper import LOG2_E, multiprocessors
+from shardwise.kernels.hopper import (
+    LOG2_E,
+    int32,
+    multiprocessors,
+    store_per_row,
+)
 from shardwise.kernels.mask import MASKED_SCORE, Mask
 from shardwise.kernels.partitioning import Ref, gpu, pl
 
@@ -104,10 +109,6 @@ def call(
     )
     # From this name, a plan knows that the kernel skips the scores above the diagonal.
     return jax.named_scope("causal" if mask.causal else "full")(call)
-
-
-def _int32(value: int) -> Array:
-    return jnp.array(value, dtype=jnp.int32)
 
 
 def _column(vector: Array, shape: tuple[int, ...]) -> Array:
@@ -327,23 +328,23 @@ class Kernel:
         programs = multiprocessors()
         program = lax.axis_index("program")
         pairs = (total + 1) // 2
-        count = 2 * lax.div(pairs - program + programs - 1, _int32(programs))
-        last = ((lax.div(count, _int32(2)) - 1) * programs + program) * 2 + 1
+        count = 2 * lax.div(pairs - program + programs - 1, int32(programs))
+        last = ((lax.div(count, int32(2)) - 1) * programs + program) * 2 + 1
         count = count - (last >= total).astype(jnp.int32)
 
         def locate(i: Array) -> tuple[Array, Array, Array]:
-            pair = lax.div(i, _int32(2)) * programs + program
-            index = 2 * pair + lax.rem(i, _int32(2))
-            place = lax.rem(index, _int32(num_tiles))
-            row = lax.div(index, _int32(num_tiles))
-            half = lax.div(place, _int32(2))
-            is_late = lax.rem(place, _int32(2)) == 1
+            pair = lax.div(i, int32(2)) * programs + program
+            index = 2 * pair + lax.rem(i, int32(2))
+            place = lax.rem(index, int32(num_tiles))
+            row = lax.div(index, int32(num_tiles))
+            half = lax.div(place, int32(2))
+            is_late = lax.rem(place, int32(2)) == 1
             tile = jnp.where(is_late, num_tiles - 1 - half, half)
-            return lax.div(row, _int32(heads)), lax.rem(row, _int32(heads)), tile
+            return lax.div(row, int32(heads)), lax.rem(row, int32(heads)), tile
 
         def read_range(i: Array) -> BlockRange:
             batch, _, tile = locate(i)
-            table = batch if self.ranges.shape[0] > 1 else _int32(0)
+            table = batch if self.ranges.shape[0] > 1 else int32(0)
             # The loading warpgroup reads the fields that all warpgroups of the tile share.
             warpgroup = jnp.minimum(self.warpgroup, self.tiles.warpgroups - 1)
             row = tile * self.tiles.warpgroups + warpgroup
@@ -358,13 +359,13 @@ class Kernel:
                 batch=batch,
                 head=head,
                 start=tile * self.tiles.rows,
-                buffer=lax.rem(i, _int32(self.tiles.buffers)),
+                buffer=lax.rem(i, int32(self.tiles.buffers)),
                 blocks=blocks,
             )
             return job(item, i, step), next_blocks
 
         def do_items() -> None:
-            lax.fori_loop(0, count, do_item, (_int32(0), read_range(_int32(0))))
+            lax.fori_loop(0, count, do_item, (int32(0), read_range(int32(0))))
 
         pl.when(count > 0)(do_items)
 
@@ -387,7 +388,7 @@ class Kernel:
             gpu.copy_gmem_to_smem(source, target.at[item.buffer], barriers[1])
 
         def load_block(head: Array, block: Array, step: Array) -> Array:
-            slot = lax.rem(step, _int32(self.tiles.stages))
+            slot = lax.rem(step, int32(self.tiles.stages))
             sources = self.block_sources(item, head, block)
             for i, parts in enumerate(sources):
                 used, loaded = self.used[i].at[slot], self.loaded[i].at[slot]
@@ -408,7 +409,7 @@ class Kernel:
         self, body: Callable[[Array, State], State], state: State
     ) -> State:
         """Loop over the streamed heads of an item."""
-        return body(_int32(0), state)
+        return body(int32(0), state)
 
     # The warpgroups that compute
 
@@ -453,14 +454,15 @@ class Kernel:
             is_masked: bool, block: Array, state: tuple[Array, Carry]
         ) -> tuple[Array, Carry]:
             step, carry = state
-            slot = lax.rem(step, _int32(self.tiles.stages))
+            slot = lax.rem(step, int32(self.tiles.stages))
             return step + 1, body(block, slot, is_masked, carry)
 
         def skip_block(_: Array, step: Array) -> Array:
-            slot = lax.rem(step, _int32(self.tiles.stages))
+            slot = lax.rem(step, int32(self.tiles.stages))
             for operand in range(self.num_blocks):
                 gpu.barrier_wait(self.loaded[operand].at[slot])
                 self.release(operand, slot)
+                # Two turns per block, as many as a warpgroup takes that computes it.
                 self.take_turns()
             return step + 1
 
@@ -516,15 +518,15 @@ class Kernel:
             result &= condition
         return result
 
-    def take_turns(self, before: Callable[[], None] = lambda: None) -> None:
+    def take_turns(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Let the other warpgroup use the tensor cores, and wait until they are free.
 
         Args:
-            before: what else to wait for, before the tensor cores are free.
+            meanwhile: what to do before waiting.
         """
         if self.has_turns:
             gpu.barrier_arrive(self.turn)
-        before()
+        meanwhile()
         if self.has_turns:
             gpu.barrier_wait(self.turn)
 
@@ -558,7 +560,17 @@ class Kernel:
             gpu.copy_smem_to_gmem(buffer.at[self.rows], target)
 
 
-class Forward(Kernel):
+class QueryTiles(Kernel):
+    """A kernel whose tiles are tiles of queries."""
+
+    def block_sources(self, item: Item, head: Array, block: Array) -> list[list[Ref]]:
+        """Keys and values."""
+        tokens = pl.ds(block * self.tiles.columns, self.tiles.columns)
+        head = lax.div(item.head, int32(self.group))
+        return [[x.at[item.batch, tokens, head]] for x in self.inputs[1:3]]
+
+
+class Forward(QueryTiles):
     """Outputs, and the logarithms of the sums of exponentials."""
 
     name = "attention_forward"
@@ -568,12 +580,6 @@ class Forward(Kernel):
         """Queries."""
         tokens = pl.ds(item.start, self.tiles.rows)
         return [self.inputs[0].at[item.batch, tokens, item.head]]
-
-    def block_sources(self, item: Item, head: Array, block: Array) -> list[list[Ref]]:
-        """Keys and values."""
-        tokens = pl.ds(block * self.tiles.columns, self.tiles.columns)
-        head = lax.div(item.head, _int32(self.group))
-        return [[x.at[item.batch, tokens, head]] for x in self.inputs[1:3]]
 
     def compute(self, item: Item, count: Array, step: Array) -> Array:
         """Compute one tile of outputs."""
@@ -634,18 +640,17 @@ class Forward(Kernel):
             [weighted * _column(inverse, weighted.shape)],
             [out.at[item.batch, tokens, item.head]],
         )
-        _store_vector(
+        store_per_row(
             log_sums.at[item.batch, item.head, tokens],
             maximum + jnp.log(total) * LOG2_E,
         )
         return step
 
 
-class QueryGradient(Forward):
+class QueryGradient(QueryTiles):
     """The gradient of the queries."""
 
     name = "attention_dq"
-    has_turns = False
     num_inputs = 6
     num_fixed = 2
     num_fixed_vectors = 2
@@ -677,7 +682,7 @@ class QueryGradient(Forward):
             def multiply(scores: Ref, dweights: Ref) -> Array:
                 gpu.wgmma(scores, query, _transpose(keys.at[slot]))
                 gpu.wgmma(dweights, grad, _transpose(values.at[slot]))
-                # The second matmul runs on.
+                # The second matmul is still running.
                 x = gpu.wgmma_accumulator_load(scores, wait_n=1)
                 weights = self.weights(
                     item, block, x, is_masked, _column(log_sums, self.shape)
@@ -733,7 +738,7 @@ class KeyGradient(Kernel):
     ) -> State:
         """Loop over the query heads that share the key head of an item."""
         if self.group == 1:
-            return body(_int32(0), state)
+            return body(int32(0), state)
         return cast(State, lax.fori_loop(0, self.group, body, state))
 
     def compute(self, item: Item, count: Array, step: Array) -> Array:
@@ -789,11 +794,3 @@ class KeyGradient(Kernel):
         where = item.batch, self.my_tokens(item), item.head
         self.store([dkey * self.scale, dvalue], [x.at[where] for x in self.results])
         return step
-
-
-def _store_vector(ref: Ref, values: Array) -> None:
-    """Store one number per row. A warp stores only a few neighboring values at once."""
-    if hasattr(gpu, "store"):
-        gpu.store(ref, values, optimized=False)
-    else:
-        ref[...] = values

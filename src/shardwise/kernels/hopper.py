@@ -329,7 +329,8 @@ def _matmul_kernel(a: Ref, b: Ref, extra: Ref, *outs: Ref, epilogue: Epilogue) -
     )
 
 
-def _int32(value: int) -> Array:
+def int32(value: int) -> Array:
+    """Return a number that a kernel can divide another one by."""
     return jnp.array(value, dtype=jnp.int32)
 
 
@@ -438,12 +439,12 @@ class _MatmulKernel:
         """
         group_rows = math.gcd(self.tiles_down, GROUP_TILES)
         group_size = group_rows * self.tiles_across
-        group = lax.div(index, _int32(group_size))
-        within = lax.rem(index, _int32(group_size))
-        row = (group * group_rows + lax.rem(within, _int32(group_rows))) * (
+        group = lax.div(index, int32(group_size))
+        within = lax.rem(index, int32(group_size))
+        row = (group * group_rows + lax.rem(within, int32(group_rows))) * (
             2 * TILE_ROWS
         )
-        return row, lax.div(within, _int32(group_rows)) * TILE_COLUMNS
+        return row, lax.div(within, int32(group_rows)) * TILE_COLUMNS
 
     # Warpgroup 2
 
@@ -453,7 +454,7 @@ class _MatmulKernel:
 
         def load_step(i: Array, _: None) -> None:
             step = count * self.steps + i
-            stage = lax.rem(step, _int32(STAGES))
+            stage = lax.rem(step, int32(STAGES))
             pl.when(step >= STAGES)(lambda: gpu.barrier_wait(self.used.at[stage]))
             depth = pl.ds(i * DEPTH, DEPTH)
             columns = pl.ds(column, TILE_COLUMNS)
@@ -497,7 +498,7 @@ class _MatmulKernel:
 
         def multiply_step(i: Array, _: None) -> None:
             step = count * self.steps + i
-            stage = lax.rem(step, _int32(STAGES))
+            stage = lax.rem(step, int32(STAGES))
             gpu.barrier_wait(self.loaded.at[stage])
             right = self.b_stages.at[stage]
             gpu.wgmma(
@@ -516,7 +517,7 @@ class _MatmulKernel:
         return result
 
     def _release_stage(self, step: Array) -> None:
-        gpu.barrier_arrive(self.used.at[lax.rem(step, _int32(STAGES))])
+        gpu.barrier_arrive(self.used.at[lax.rem(step, int32(STAGES))])
 
     # Warpgroup 3
 
@@ -566,7 +567,7 @@ class _MatmulKernel:
         row, column = self.origin(index)
         for block, total in enumerate(totals):
             sums = jnp.sum(total, axis=0)
-            tile_row = lax.div(row, _int32(2 * TILE_ROWS))
+            tile_row = lax.div(row, int32(2 * TILE_ROWS))
             columns = pl.ds(column + block * PART_COLUMNS, PART_COLUMNS)
             sums_ref.at[tile_row, columns][...] = sums
 
@@ -584,9 +585,9 @@ class _MatmulKernel:
             total = total + exponential
             if block == self.column_blocks - 1:
                 sums = jnp.sum(total, axis=1)
-                tile_column = lax.div(column, _int32(TILE_COLUMNS))
+                tile_column = lax.div(column, int32(TILE_COLUMNS))
                 rows = pl.ds(row + half * TILE_ROWS + part_row, PART_ROWS)
-                _store_column_sums(sums_ref.at[tile_column, rows], sums)
+                store_per_row(sums_ref.at[tile_column, rows], sums)
                 total = 0.0
 
     def _locate(
@@ -632,16 +633,16 @@ def _part_layout() -> Any:
     )
 
 
-def _store_column_sums(ref: Ref, sums: Array) -> None:
-    """Store one sum per row of a part.
+def store_per_row(ref: Ref, values: Array) -> None:
+    """Store one number for each row of a matrix.
 
     A warp stores only a few neighboring values at once. jax 0.12 refuses such a store unless it is
     told not to optimize it; older versions have no such option, and do not refuse it.
     """
     if hasattr(gpu, "store"):
-        gpu.store(ref, sums, optimized=False)
+        gpu.store(ref, values, optimized=False)
     else:
-        ref[...] = sums
+        ref[...] = values
 
 
 def gelu_and_slope(
