@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pickle import PicklingError
@@ -137,12 +137,16 @@ class Prefetch:
         with self._changed:
             future = self._futures.setdefault(step, Future())
         try:
-            while not future.done():
-                # A wait without a timeout would keep signals from being handled.
-                wait([future], timeout=POLL)
+            while True:
+                try:
+                    # A wait without a timeout would keep signals from being handled.
+                    return future.result(timeout=POLL)
+                except TimeoutError:
+                    # The batch function may have raised a TimeoutError as well.
+                    if future.done():
+                        raise
                 if self._is_stopped():
                     raise Stopped(f"stopped by a signal while waiting for batch {step}")
-            return future.result()
         finally:
             self.waited += time.perf_counter() - start
             with self._changed:

@@ -93,6 +93,17 @@ def test_an_error_comes_at_its_step_and_unchanged(workers):
             prefetch(3)
 
 
+def test_a_timeout_of_the_data_is_not_taken_for_one_of_the_wait():
+    def times_out(step):
+        raise TimeoutError("the bucket did not answer")
+
+    with (
+        Prefetch(times_out, 0, 1) as prefetch,
+        pytest.raises(TimeoutError, match="bucket"),
+    ):
+        prefetch(0)
+
+
 def test_processes_are_spawned_and_end_with_the_prefetch():
     with Prefetch(pid_of, 0, 10, processes=2) as prefetch:
         pids = {prefetch(step)["pid"] for step in range(10)}
