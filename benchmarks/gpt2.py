@@ -13,7 +13,7 @@ import statistics
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -34,7 +34,13 @@ from shardwise.run import prepare
 from shardwise.weights.hf import params_to_hf
 
 
-def make_run(config: GPTConfig, rows: int, length: int, chunks: int = 1) -> Run:
+def make_run(
+    config: GPTConfig,
+    rows: int,
+    length: int,
+    chunks: int = 1,
+    matmul_dtype: Literal["float8"] | None = None,
+) -> Run:
     """Return the run to measure: `rows` sequences of `length` tokens per step."""
     tokens = stdlib_tokens()
 
@@ -57,6 +63,7 @@ def make_run(config: GPTConfig, rows: int, length: int, chunks: int = 1) -> Run:
         data=lambda n: batch(tokens, n, rows, length),
         steps=1,
         compute_dtype="bfloat16",
+        matmul_dtype=matmul_dtype,
         # As PyTorch's attention is. `benchmarks/determinism.py` measures the difference.
         deterministic=False,
         unit="tokens",
@@ -159,6 +166,7 @@ def main() -> None:
     parser.add_argument("--remat", default="none")
     parser.add_argument("--scan", action="store_true")
     parser.add_argument("--chunks", type=int, default=1, help="chunks of the loss")
+    parser.add_argument("--float8", action="store_true", help="matmuls of 8 bits")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--share", type=Path)
@@ -174,10 +182,11 @@ def main() -> None:
         remat=options.remat,
         scan_layers=options.scan,
     )
-    run = make_run(config, options.rows, options.length, options.chunks)
+    matmul_dtype: Literal["float8"] | None = "float8" if options.float8 else None
+    run = make_run(config, options.rows, options.length, options.chunks, matmul_dtype)
     print(
         f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {options.preset}, "
-        f"{options.rows} x {options.length} tokens"
+        f"{options.rows} x {options.length} tokens, matmuls {matmul_dtype or 'bfloat16'}"
     )
     if options.profile:
         profile(run, options.profile)

@@ -4,7 +4,7 @@ bound.
 The bound is cuBLAS's plain matmul, or moving every byte once at the memory bandwidth.
 
     python -m benchmarks.kernels
-    python -m benchmarks.kernels --set DEPTH=32 STAGES=6 SLOPES=4
+    python -m benchmarks.kernels --set STAGES=4 SLOPES=4
 
 `--set` changes constants of kernels/hopper.py or kernels/norm.py. Large matmuls warm up the chip
 before each measurement, as in a training step. A cold chip has a higher clock.

@@ -45,6 +45,7 @@ def recipe(
     lr: float = 6e-4,
     clip: float = 1.0,
     compute_dtype: str | None = "bfloat16",
+    matmul_dtype: Literal["float8"] | None = None,
     remat: Literal["none", "dots", "block"] = "none",
     scan_layers: bool = True,
     loss_chunks: int = 1,
@@ -67,6 +68,7 @@ def recipe(
         lr: Peak learning rate.
         clip: Largest norm of all gradients. 0 does not clip.
         compute_dtype: Dtype of the computation. None uses that of the parameters.
+        matmul_dtype: "float8" uses matmuls of 8 bits, on Hopper GPUs.
         remat: What the backward pass recomputes: nothing, blocks, or all but matmuls and attention.
         scan_layers: Compile one block for all layers: faster to compile, but slower to run on GPUs.
         loss_chunks: Number of chunks in which the logits are computed, to save memory.
@@ -109,6 +111,7 @@ def recipe(
         microbatches=microbatches,
         rounds=rounds,
         compute_dtype=compute_dtype,
+        matmul_dtype=matmul_dtype,
         save_every=save_every,
         out=out,
         unit="tokens",

@@ -29,7 +29,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
 from shardwise.findings import Finding
 from shardwise.flops import MatmulDtypes
 from shardwise.text import show_share
-from shardwise.tracing.jaxpr import rewrite, with_inner_jaxprs
+from shardwise.tracing.jaxpr import replace_equation, rewrite, with_inner_jaxprs
 from shardwise.tree import DType, PyTree
 
 SUMS = ("reduce_sum", "scatter-add", "cumsum")
@@ -207,7 +207,7 @@ def sums_in_float32(
         name = equation.primitive.name
         own = own_sum(equation) if own_sum and name in SUMS else None
         if own is not None:
-            return _replace(equation, own)
+            return replace_equation(equation, own)
         if name in SUMS and _output_dtype(equation) in HALF:
             return _sum_in_float32(equation)
         return equation if name in OPAQUE else with_inner_jaxprs(equation, widen)
@@ -238,20 +238,7 @@ def _sum_in_float32(equation: JaxprEqn) -> JaxprEqn:
             total = equation.primitive.bind(*wide, **equation.params)
         return total.astype(_output_dtype(equation))
 
-    return _replace(equation, widened)
-
-
-def _replace(
-    equation: JaxprEqn, function: Callable[[Sequence[jax.Array]], jax.Array]
-) -> JaxprEqn:
-    """Replace an equation with one result by a call of a function of its operands."""
-    call_function = jax.jit(lambda *args: function(args))
-    avals = (variable.aval for variable in equation.invars)
-    call = jax.make_jaxpr(call_function)(*avals).jaxpr.eqns[0]
-    replaced: JaxprEqn = equation.replace(
-        primitive=call.primitive, params=call.params, effects=call.effects
-    )
-    return replaced
+    return replace_equation(equation, widened)
 
 
 def _scatter_add(

@@ -126,6 +126,10 @@ class Run:
             reads its parameters in it, and layers of Flax without a `dtype` cast their inputs to
             it. The batch, the parameters and the optimizer state keep their own dtypes. None uses
             those of parameters and inputs.
+        matmul_dtype: "float8" computes large matmuls with operands of 8 bits: the forward pass, and
+            the gradients of activations. Gradients of weights keep `compute_dtype`. Losses differ
+            from those without it, see docs/float8.md. It needs a Hopper GPU or a newer one; CPUs
+            emulate it slowly. Evaluations keep `compute_dtype`.
         wrt: the variables that are trained, as an NNX filter, for example
             `nnx.All(nnx.Param, nnx.Not(nnx.PathContains("teacher")))`. All others are part of the
             state, and change only if the loss assigns to them.
@@ -155,7 +159,7 @@ class Run:
             run stops in any case.
         keep: which checkpoints are kept. The default keeps the last 3.
         accept: differences to the checkpoint that are allowed when the run resumes: "lr", "data",
-            "optimizer", "loss", "seed", "compute_dtype". All others are refused.
+            "optimizer", "loss", "seed", "compute_dtype", "matmul_dtype". All others are refused.
         out: the run directory, for metrics, checkpoints and reports. None writes nothing.
         data_scope: what `data` supplies if several processes run. "global": every process supplies
             the complete batch. "process": every process supplies only the examples for its own
@@ -206,6 +210,7 @@ class Run:
     microbatches: int = 0
     rounds: int = 1
     compute_dtype: str | None = None
+    matmul_dtype: Literal["float8"] | None = None
     wrt: Filter = nnx.Param
     init_from: InitFrom | None = None
     deterministic: bool = True
@@ -368,6 +373,7 @@ def _train_step(run: Run, spec: StateSpec, example: Batch) -> TrainStep:
         microbatches=run.microbatches or None,
         rounds=run.rounds,
         compute_dtype=run.compute_dtype,
+        matmul_dtype=run.matmul_dtype,
         norms=run.norms,
         deterministic=run.deterministic,
     )
@@ -567,6 +573,7 @@ def describe_run(run: Run, prepared: Prepared) -> Json:
         "optimizer": _describe_optimizer(run.optimizer, prepared.spec.abstract.params),
         "seed": run.seed,
         "compute_dtype": run.compute_dtype,
+        "matmul_dtype": run.matmul_dtype,
         **_describe_determinism(run, prepared.spec),
         "accumulate": run.accumulate,
         **_describe_pipeline(prepared.step.spec),

@@ -23,6 +23,7 @@ ACCEPTABLE = {
     "optimizer": "another optimizer",
     "seed": "other random numbers",
     "compute_dtype": "another precision",
+    "matmul_dtype": "another precision",
 }
 # Settings that may change between two starts of a run.
 HARMLESS = {

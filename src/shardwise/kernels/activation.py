@@ -11,11 +11,20 @@ Shapes: N tokens, D width, F hidden width of the MLP.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from shardwise.kernels import hopper
+from shardwise.kernels.float8 import (
+    GRADIENTS,
+    Narrowed,
+    gradient_scale,
+    matmul8,
+    narrow,
+    narrow_exactly,
+)
 from shardwise.kernels.partitioning import (
     Ref,
     Residuals,
@@ -60,11 +69,11 @@ def plain_bias_gelu(x: Array, bias: Array) -> Array:
     return jax.nn.gelu((x + bias).astype(jnp.float32), approximate=True).astype(x.dtype)
 
 
-def gelu_mlp(x: Array, up: Array, bias: Array, down: Array) -> Array:
+def gelu_mlp(x: Array | Narrowed, up: Array, bias: Array, down: Array) -> Array:
     """Return `gelu(x @ up + bias) @ down`: an MLP without the bias of its second layer.
 
     Args:
-        x: (N, D).
+        x: (N, D). If it is `Narrowed`, the matmuls use 8 bits.
         up: (D, F).
         bias: (F,).
         down: (F, D).
@@ -72,13 +81,15 @@ def gelu_mlp(x: Array, up: Array, bias: Array, down: Array) -> Array:
     Returns:
         An array (N, D).
     """
-    if (
-        has_gpu_kernels()
-        and hopper.is_available()
-        and hopper.supports_matmul(x, up.shape[1])
-    ):
+    if isinstance(x, Narrowed):
+        return float8_gelu_mlp(x.wide, x.narrow, up, bias, down)
+    if _is_on_hopper() and hopper.supports_matmul(x, up.shape[1]):
         return fused_gelu_mlp(x, up, bias, down)
     return plain_gelu_mlp(x, up, bias, down)
+
+
+def _is_on_hopper() -> bool:
+    return has_gpu_kernels() and hopper.is_available()
 
 
 def plain_gelu_mlp(x: Array, up: Array, bias: Array, down: Array) -> Array:
@@ -132,6 +143,79 @@ def _matmul_slope(g: Array, down: Array, slope: Array) -> tuple[Array, Array]:
         return gradient, bias_gradient
     gradient = (g @ down.T).astype(jnp.float32) * slope
     return gradient.astype(g.dtype), gradient.sum(0)
+
+
+@jax.custom_vjp
+def float8_gelu_mlp(x: Array, x8: Array, up: Array, bias: Array, down: Array) -> Array:
+    """Return `gelu_mlp` with matmuls of 8 bits; gradients of weights use the dtype of `x`.
+
+    The hidden activations and their gradient are written twice, in 16 and in 8 bits: for the
+    gradients of the weights, and for the next matmul.
+
+    Args:
+        x: (N, D).
+        x8: the same in 8 bits.
+        up: (D, F).
+        bias: (F,).
+        down: (F, D).
+    """
+    return _float8_mlp_forward(x, x8, up, bias, down)[0]
+
+
+def _float8_mlp_forward(
+    x: Array, x8: Array, up: Array, bias: Array, down: Array
+) -> tuple[Array, Residuals]:
+    (up8, up_scale), (down8, down_scale) = narrow_exactly(up.T), narrow_exactly(down.T)
+    factors = jnp.stack([1 / up_scale, jnp.ones_like(up_scale)])
+    local = partial(_matmul_gelu8, is_on_hopper=_is_on_hopper())
+    rule = "n d, f d, f, k -> n f, n f, n f"
+    call = partitioned(local, rule, replicated="d k")
+    y, slope, y8 = call(x8, up8, bias.astype(x.dtype), factors)
+    out = matmul8(y8, down8, ((1,), (1,)), 1 / down_scale, x.dtype)
+    return out, (x, up, bias, down, y, slope)
+
+
+def _float8_mlp_backward(
+    residuals: Residuals, g: Array
+) -> tuple[Array, None, Array, Array, Array]:
+    x, up, bias, down, y, slope = residuals
+    (up8, up_scale), (down8, down_scale) = narrow_exactly(up), narrow_exactly(down)
+    scale = gradient_scale(g)
+    local = partial(_matmul_slope8, is_on_hopper=_is_on_hopper())
+    rule = "n d, f d, n f, k -> n f, f, n f"
+    call = partitioned(local, rule, replicated="d k")
+    factors = jnp.stack([1 / (scale * down_scale), scale])
+    g8 = narrow(g, scale, GRADIENTS)
+    dhidden, dbias, dhidden8 = call(g8, down8, slope, factors)
+    dx = matmul8(dhidden8, up8, ((1,), (1,)), 1 / (up_scale * scale), x.dtype)
+    return dx, None, x.T @ dhidden, dbias.astype(bias.dtype), y.T @ g
+
+
+float8_gelu_mlp.defvjp(_float8_mlp_forward, _float8_mlp_backward)
+
+
+def _matmul_gelu8(
+    x: Array, up: Array, bias: Array, factors: Array, *, is_on_hopper: bool
+) -> tuple[Array, Array, Array]:
+    """Return `hopper.product_gelu8` on one device, with its kernel or without."""
+    if is_on_hopper and hopper.supports_matmul(x, up.shape[0]):
+        y, slope, y8 = hopper.product_gelu8(x, up, bias, factors)
+        return y, slope, y8
+    product = matmul8(x, up, ((1,), (1,)), factors[0], bias.dtype)
+    y, slope = hopper.gelu_and_slope(product.astype(jnp.float32) + bias)
+    return y.astype(bias.dtype), slope.astype(bias.dtype), narrow(y, factors[1])
+
+
+def _matmul_slope8(
+    g: Array, down: Array, slope: Array, factors: Array, *, is_on_hopper: bool
+) -> tuple[Array, Array, Array]:
+    """Return `hopper.product_slope8` on one device, with its kernel or without."""
+    if is_on_hopper and hopper.supports_matmul(g, down.shape[0]):
+        dx, sums, dx8 = hopper.product_slope8(g, down, slope, factors)
+        return dx, sums, dx8
+    product = matmul8(g, down, ((1,), (1,)), factors[0], jnp.dtype(jnp.float32))
+    dx = product * slope
+    return dx.astype(slope.dtype), dx.sum(0), narrow(dx, factors[1], GRADIENTS)
 
 
 @jax.custom_vjp

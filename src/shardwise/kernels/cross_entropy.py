@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from shardwise.axes import TENSOR
 from shardwise.kernels import hopper
+from shardwise.kernels.float8 import matmul8, narrow_exactly, uses_float8
 from shardwise.kernels.partitioning import (
     Ref,
     Residuals,
@@ -206,7 +207,11 @@ def linear_cross_entropy(features: Array, table: Array, labels: Array) -> Array:
     """
     has_sequences = features.ndim == 3 and labels.ndim == 2
     rows, row_labels = _as_rows(has_sequences, features, labels)
-    loss = _fused_linear if _is_fused(rows, table) else _plain_linear
+    loss = _plain_linear
+    if uses_float8() and _vocabulary_is_unsharded():
+        loss = _float8_linear
+    elif _is_fused(rows, table):
+        loss = _fused_linear
     nats = loss(rows, table, row_labels)
     return _from_rows(has_sequences, nats, labels.shape)
 
@@ -274,6 +279,55 @@ def _linear_backward(residuals: Residuals, g: Array) -> tuple[Array, Array, None
 _fused_linear.defvjp(_linear_forward, _linear_backward)
 
 
+@jax.custom_vjp
+def _float8_linear(features: Array, table: Array, labels: Array) -> Array:
+    """Return the losses with logits from a matmul of 8 bits. Gradients use 16 bits.
+
+    The gradient of the logits cannot be written in 8 bits: it is relative to the probability of
+    the label, so its range is too large.
+    """
+    return _float8_forward(features, table, labels)[0]
+
+
+def _float8_forward(
+    features: Array, table: Array, labels: Array
+) -> tuple[Array, Residuals]:
+    is_on_hopper = platform() == "gpu" and hopper.is_available()
+    local = partial(_float8_exponentials, is_on_hopper=is_on_hopper)
+    call = partitioned(local, "n d, v d, n -> n v, n", replicated="d v")
+    gradient, total = call(features, table, labels)
+    return jnp.log(total), (features, table, gradient, 1 / total)
+
+
+_float8_linear.defvjp(_float8_forward, _linear_backward)
+
+
+def _float8_exponentials(
+    features: Array, table: Array, labels: Array, *, is_on_hopper: bool
+) -> tuple[Array, Array]:
+    """Return the results of `_exponentials` from a matmul of 8 bits."""
+    (features8, feature_scale), (table8, table_scale) = (
+        narrow_exactly(features),
+        narrow_exactly(table),
+    )
+    factor = 1 / (feature_scale * table_scale)
+    # From the rounded values, so that the exponential at the label is 1.
+    label_logits = factor * (
+        features8.astype(jnp.float32) * table8[labels].astype(jnp.float32)
+    ).sum(1)
+    if is_on_hopper and hopper.supports_matmul(features8, table.shape[0]):
+        factors = jnp.stack([factor, jnp.ones_like(factor)])
+        exponentials, total = hopper.product_exp8(
+            features8, table8, label_logits, factors, dtype=features.dtype
+        )
+    else:
+        product = matmul8(features8, table8, ((1,), (1,)), factor, jnp.float32)
+        exponentials, total = _clipped_exp(
+            product - label_logits[:, None], features.dtype
+        )
+    return _with_label(exponentials, total, labels), total
+
+
 def _nats_and_gradient(
     features: Array, table: Array, labels: Array
 ) -> tuple[Array, Array, Array]:
@@ -302,16 +356,25 @@ def _exponentials(features: Array, table: Array, labels: Array) -> tuple[Array, 
     else:
         # The tiles of the kernel divide the complete array, but not the shard of this device.
         exponents = _logits(features, table).astype(jnp.float32) - label_logits[:, None]
-        exponentials = jnp.exp(jnp.minimum(exponents, hopper.MAX_EXPONENT))
-        exponentials, total = exponentials.astype(features.dtype), exponentials.sum(1)
+        exponentials, total = _clipped_exp(exponents, features.dtype)
+    return _with_label(exponentials, total, labels), total
+
+
+def _clipped_exp(exponents: Array, dtype: DType) -> tuple[Array, Array]:
+    """Return exponentials (N, V), and their sums (N,), as the kernels compute them."""
+    exponentials = jnp.exp(jnp.minimum(exponents, hopper.MAX_EXPONENT))
+    return exponentials.astype(dtype), exponentials.sum(1)
+
+
+def _with_label(exponentials: Array, total: Array, labels: Array) -> Array:
+    """Return exponentials with `1 - total` at the label."""
     token = jnp.arange(len(labels))
     # Without the promises, XLA would sort the indices in a deterministic step.
-    gradient = exponentials.at[token, labels].set(
+    return exponentials.at[token, labels].set(
         (1 - total).astype(exponentials.dtype),
         indices_are_sorted=True,
         unique_indices=True,
     )
-    return gradient, total
 
 
 def _matmul_backward(

@@ -5,7 +5,8 @@ traffic:
 
 - `product_gelu`, `product_slope` and `product_exp` are matmuls with an epilogue. The result of the
   matmul becomes its GELU, is multiplied by the slope of the GELU, or becomes exponentials for the
-  loss, before it leaves the chip.
+  loss, before it leaves the chip. `product_gelu8`, `product_slope8` and `product_exp8` multiply
+  numbers of 8 bits, and write the result a second time in 8 bits for the next matmul.
 - `cross_entropy` holds the logits of a token on chip while it sums and divides, so it reads and
   writes each logit once.
 
@@ -27,8 +28,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardwise.kernels.partitioning import Ref, gpu, pl
+from shardwise.tree import DType
 
 Array = jax.Array
+# The operands of matmuls of 8 bits: weights and activations, and gradients.
+EIGHT_BITS = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 Epilogue: TypeAlias = Literal["gelu", "slope", "exp"]
 
 # Constants of the tanh approximation of the GELU.
@@ -49,8 +53,8 @@ SHARED_MEMORY = 227 * 1024
 TILE_ROWS = 128
 TILE_COLUMNS = 128
 
-# Columns of `a` (and rows of `b`) that are multiplied in one step.
-DEPTH = 64
+# Bytes of each row of `a` (and of each column of `b`) that are multiplied in one step.
+DEPTH_BYTES = 128
 
 # Steps whose operands are in shared memory, or on their way to it.
 STAGES = 3
@@ -215,11 +219,16 @@ def supports_matmul(x: Array | jax.ShapeDtypeStruct, columns: int) -> bool:
     """Return whether the tiles divide the matmul of `x` (N, D) and a matrix (D, `columns`)."""
     num_tokens, depth = x.shape
     return (
-        x.dtype in (jnp.bfloat16, jnp.float16)
+        x.dtype in (jnp.bfloat16, jnp.float16, *EIGHT_BITS)
         and num_tokens % (2 * TILE_ROWS) == 0
-        and depth % DEPTH == 0
+        and depth % _depth(x.dtype) == 0
         and columns % TILE_COLUMNS == 0
     )
+
+
+def _depth(dtype: DType) -> int:
+    """Return the columns of `a` (and rows of `b`) that are multiplied in one step."""
+    return DEPTH_BYTES // dtype.itemsize
 
 
 @jax.jit
@@ -277,12 +286,89 @@ def product_exp(x: Array, table: Array, offset: Array) -> tuple[Array, Array]:
     return exponentials, partial_sums.sum(0)
 
 
+@jax.jit
+def product_gelu8(
+    x: Array, kernel: Array, bias: Array, factors: Array
+) -> tuple[Array, Array, Array]:
+    """Return the GELU of a linear layer of 8 bits, its slope, and the GELU in 8 bits.
+
+    Args:
+        x: (N, D), 8 bits.
+        kernel: the weights, transposed, (F, D), 8 bits.
+        bias: (F,), 16 bits.
+        factors: two float32 numbers: the product is multiplied by the first, and the GELU in 8
+            bits by the second.
+
+    Returns:
+        `y = gelu(x @ kernel.T * factors[0] + bias)` and the derivative of the GELU there, in the
+        dtype of the bias, and `y * factors[1]` in the dtype of `x`, all (N, F).
+    """
+    shape = x.shape[0], kernel.shape[0]
+    wide = jax.ShapeDtypeStruct(shape, bias.dtype)
+    narrow = jax.ShapeDtypeStruct(shape, x.dtype)
+    call = _matmul_call("gelu", wide, wide, narrow)
+    y, slope, y8 = call(x, kernel, bias, factors)
+    return y, slope, y8
+
+
+@jax.jit
+def product_slope8(
+    g: Array, kernel: Array, slope: Array, factors: Array
+) -> tuple[Array, Array, Array]:
+    """Return the gradient of the input of a GELU, its sum over tokens, and itself in 8 bits.
+
+    Args:
+        g: the gradient of the layer after the GELU, (N, D), 8 bits.
+        kernel: the weights of this layer, (F, D), 8 bits.
+        slope: the slope of the GELU, (N, F), 16 bits.
+        factors: two float32 numbers: the product is multiplied by the first, and the gradient in
+            8 bits by the second.
+
+    Returns:
+        `dx = (g @ kernel.T) * factors[0] * slope`, (N, F), in the dtype of the slope; its sum over
+        tokens, (F,), float32; `dx * factors[1]`, (N, F), in the dtype of `g`.
+    """
+    num_tokens, columns = slope.shape
+    sums = jax.ShapeDtypeStruct((num_tokens // (2 * TILE_ROWS), columns), jnp.float32)
+    wide = jax.ShapeDtypeStruct(slope.shape, slope.dtype)
+    narrow = jax.ShapeDtypeStruct(slope.shape, g.dtype)
+    call = _matmul_call("slope", wide, sums, narrow)
+    gradient, partial_sums, gradient8 = call(g, kernel, slope, factors)
+    return gradient, partial_sums.sum(0), gradient8
+
+
+@partial(jax.jit, static_argnames=("dtype",))
+def product_exp8(
+    x: Array, table: Array, offset: Array, factors: Array, dtype: DType
+) -> tuple[Array, Array]:
+    """Return exponentials of logits from a matmul of 8 bits, and their sum for each token.
+
+    Args:
+        x: the features of the tokens, (N, D), 8 bits.
+        table: the weights of the output layer, (V, D), 8 bits.
+        offset: a number for each token that is subtracted from its logits, (N,), float32.
+        factors: two float32 numbers: the product is multiplied by the first; the second is not
+            used.
+        dtype: the dtype of the exponentials.
+
+    Returns:
+        `exp(min(x @ table.T * factors[0] - offset, MAX_EXPONENT))`, (N, V), and its sums, (N,),
+        float32.
+    """
+    num_tokens, columns = x.shape[0], table.shape[0]
+    sums = jax.ShapeDtypeStruct((columns // TILE_COLUMNS, num_tokens), jnp.float32)
+    out = jax.ShapeDtypeStruct((num_tokens, columns), dtype)
+    call = _matmul_call("exp", out, sums)
+    exponentials, partial_sums = call(x, table, offset, factors)
+    return exponentials, partial_sums.sum(0)
+
+
 def _matmul_call(
     epilogue: Epilogue, *out_type: jax.ShapeDtypeStruct
-) -> Callable[..., tuple[Array, Array]]:
+) -> Callable[..., tuple[Array, ...]]:
     """Return a call of the matmul kernel, with one program on each multiprocessor."""
-    call: Callable[..., tuple[Array, Array]] = gpu.kernel(
-        partial(_matmul_kernel, epilogue=epilogue),
+    call: Callable[..., tuple[Array, ...]] = gpu.kernel(
+        partial(_matmul_kernel, epilogue=epilogue, num_outs=len(out_type)),
         out_type=out_type,
         grid=(multiprocessors(),),
         grid_names=("program",),
@@ -300,26 +386,55 @@ def _matmul_call(
     return call
 
 
-def _matmul_kernel(a: Ref, b: Ref, extra: Ref, *outs: Ref, epilogue: Epilogue) -> None:
+def _matmul_kernel(
+    a: Ref,
+    b: Ref,
+    extra: Ref,
+    *refs: Ref,
+    epilogue: Epilogue,
+    num_outs: int,
+) -> None:
     """Multiply `a` and `b` tile by tile, and apply the epilogue to each tile."""
-    dtype = a.dtype
+    # Matmuls of 8 bits have one more input, before the results.
+    outs = refs[-num_outs:]
+    factors = refs[0] if len(refs) > num_outs else None
     warpgroup = lax.axis_index("wg")
-    b_stage = (DEPTH, TILE_COLUMNS) if epilogue == "gelu" else (TILE_COLUMNS, DEPTH)
+    depth = _depth(a.dtype)
+    transposed = epilogue != "gelu" or factors is not None
+    b_stage = (TILE_COLUMNS, depth) if transposed else (depth, TILE_COLUMNS)
 
-    def shared(*shape: int, width: int) -> object:
+    def shared(*shape: int, dtype: DType, width: int) -> object:
         """Return shared memory in the order that the tensor cores and the copies require."""
-        transforms = gpu.TilingTransform((8, width)), gpu.SwizzleTransform(2 * width)
+        transforms = (
+            gpu.TilingTransform((8, width)),
+            gpu.SwizzleTransform(dtype.itemsize * width),
+        )
         return gpu.SMEM(shape, dtype, transforms=transforms)
 
     def run(**buffers: Ref) -> None:
-        _MatmulKernel(a, b, extra, outs, epilogue, warpgroup, **buffers).run()
+        _MatmulKernel(
+            a,
+            b,
+            extra,
+            factors,
+            outs,
+            epilogue,
+            transposed,
+            warpgroup,
+            **buffers,
+        ).run()
 
+    part = (TILE_ROWS, PART_COLUMNS)
     pl.run_scoped(
         run,
-        a_stages=shared(STAGES, 2 * TILE_ROWS, DEPTH, width=DEPTH),
-        b_stages=shared(STAGES, *b_stage, width=DEPTH),
+        a_stages=shared(STAGES, 2 * TILE_ROWS, depth, dtype=a.dtype, width=depth),
+        b_stages=shared(STAGES, *b_stage, dtype=b.dtype, width=depth),
         tile=shared(
-            2, TILE_COLUMNS // PART_COLUMNS, TILE_ROWS, PART_COLUMNS, width=PART_COLUMNS
+            2,
+            TILE_COLUMNS // PART_COLUMNS,
+            *part,
+            dtype=outs[0].dtype,
+            width=PART_COLUMNS,
         ),
         loaded=gpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         used=gpu.Barrier(num_arrivals=2, num_barriers=STAGES),
@@ -348,13 +463,16 @@ class _MatmulKernel:
 
     Attributes:
         a: left operand, (N, D).
-        b: right operand: (D, F) for the epilogue "gelu"; (F, D), multiplied as its transpose, for
-            the others.
+        b: right operand: (D, F), or (F, D) if `transposed`.
         extra: third input of the epilogue: the bias (F,), the slope (N, F), or the offset (N,).
-        outs: results: an array (N, F), and the second GELU output (N, F) or partial sums.
+        factors: two numbers: the matmul is multiplied by the first, and a result of 8 bits by the
+            second. None if the operands have 16 bits.
+        outs: results: an array (N, F), the second GELU output (N, F) or partial sums, and if
+            there is a third, the first one in 8 bits.
         epilogue: the function that is applied to the matmul.
+        transposed: whether `b` is multiplied as its transpose.
         warpgroup: the index of this warpgroup, 0 to 3.
-        a_stages: the operands of `STAGES` steps in shared memory, (STAGES, rows, DEPTH).
+        a_stages: the operands of `STAGES` steps in shared memory, (STAGES, rows, depth).
         b_stages: the same for `b`.
         tile: the finished tile in shared memory, (half, block of columns, row, column).
         loaded: barrier for each stage: both operands have arrived.
@@ -366,8 +484,10 @@ class _MatmulKernel:
     a: Ref
     b: Ref
     extra: Ref
+    factors: Ref | None
     outs: tuple[Ref, ...]
     epilogue: Epilogue
+    transposed: bool
     warpgroup: Array
     a_stages: Ref
     b_stages: Ref
@@ -378,14 +498,14 @@ class _MatmulKernel:
     free: Ref
 
     @property
-    def transposed(self) -> bool:
-        """Whether `b` is stored as (F, D)."""
-        return self.epilogue != "gelu"
+    def depth(self) -> int:
+        """The columns of `a` that are multiplied in one step."""
+        return _depth(self.a.dtype)
 
     @property
     def steps(self) -> int:
         """The number of steps along the depth of the matmul."""
-        return int(self.a.shape[1]) // DEPTH
+        return int(self.a.shape[1]) // self.depth
 
     @property
     def tiles_down(self) -> int:
@@ -456,7 +576,7 @@ class _MatmulKernel:
             step = count * self.steps + i
             stage = lax.rem(step, int32(STAGES))
             pl.when(step >= STAGES)(lambda: gpu.barrier_wait(self.used.at[stage]))
-            depth = pl.ds(i * DEPTH, DEPTH)
+            depth = pl.ds(i * self.depth, self.depth)
             columns = pl.ds(column, TILE_COLUMNS)
             gpu.copy_gmem_to_smem(
                 self.a.at[pl.ds(row, 2 * TILE_ROWS), depth],
@@ -488,9 +608,11 @@ class _MatmulKernel:
         pl.when(count > 0)(lambda: gpu.barrier_wait(self.free.at[half]))
         for block in range(self.column_blocks):
             x = total[:, block * PART_COLUMNS : (block + 1) * PART_COLUMNS]
+            if self.factors is not None:
+                x = x * self.factors[0]
             if self.epilogue == "exp":
                 x = x - lax.broadcast_in_dim(offset, x.shape, [0])
-            self.tile[half, block] = x.astype(self.a.dtype)
+            self.tile[half, block] = x.astype(self.tile.dtype)
         gpu.barrier_arrive(self.finished.at[half])
 
     def _accumulate(self, count: Array, accumulator: Ref) -> Array:
@@ -542,9 +664,11 @@ class _MatmulKernel:
             for vector in vectors
         ]
         for part, x in zip(self.parts, self._prefetch(self._load_part, 1), strict=True):
-            bias = biases[part[2]]
-            for out, value in zip(self.outs, gelu_and_slope(x + bias), strict=True):
-                out.at[self._locate(index, *part)][...] = value.astype(self.a.dtype)
+            where = self._locate(index, *part)
+            y, slope = gelu_and_slope(x + biases[part[2]])
+            self.outs[0].at[where][...] = y.astype(self.outs[0].dtype)
+            self.outs[1].at[where][...] = slope.astype(self.outs[1].dtype)
+            self._store_narrow(where, y)
 
     def end_slope(self, count: Array, index: Array) -> None:
         """Write `tile * slope`, and its sum over the rows of the tile."""
@@ -554,15 +678,15 @@ class _MatmulKernel:
             slope: Array = gpu.load(where, layout=_part_layout(), optimized=False)
             return slope
 
-        gradient_ref, sums_ref = self.outs
+        gradient_ref, sums_ref = self.outs[:2]
         totals = [jnp.float32(0)] * self.column_blocks
         slopes = self._prefetch(load_slope, SLOPES)
         values = self._prefetch(self._load_part, 1)
         for part, slope, x in zip(self.parts, slopes, values, strict=True):
+            where = self._locate(index, *part)
             gradient = x * slope
-            gradient_ref.at[self._locate(index, *part)][...] = gradient.astype(
-                self.a.dtype
-            )
+            gradient_ref.at[where][...] = gradient.astype(gradient_ref.dtype)
+            self._store_narrow(where, gradient)
             totals[part[2]] += gradient
         row, column = self.origin(index)
         for block, total in enumerate(totals):
@@ -580,7 +704,7 @@ class _MatmulKernel:
             half, part_row, block = part
             exponential = jnp.exp2(jnp.minimum(x, MAX_EXPONENT) * LOG2_E)
             exponentials_ref.at[self._locate(index, *part)][...] = exponential.astype(
-                self.a.dtype
+                exponentials_ref.dtype
             )
             total = total + exponential
             if block == self.column_blocks - 1:
@@ -589,6 +713,13 @@ class _MatmulKernel:
                 rows = pl.ds(row + half * TILE_ROWS + part_row, PART_ROWS)
                 store_per_row(sums_ref.at[tile_column, rows], sums)
                 total = 0.0
+
+    def _store_narrow(self, where: tuple[object, object], values: Array) -> None:
+        """Write a part of the first result in 8 bits too, if the kernel has such a result."""
+        if self.factors is not None and len(self.outs) == 3:
+            out = self.outs[2]
+            # The conversion on the GPU saturates.
+            out.at[where][...] = (values * self.factors[1]).astype(out.dtype)
 
     def _locate(
         self, index: Array, half: int, part_row: int, block: int

@@ -5,7 +5,7 @@ again: 5.7 ms of a 63 ms step of GPT-2 124M on an H200, where one read and one w
 takes 1.8 ms. Here the residual stream passes through the function, so the backward kernel also adds
 the two gradients that meet at `x`.
 
-The bias of the preceding layer can be added here, too (`pending_bias`). Its gradient is a sum over
+The bias of the preceding layer can be added here, too (`pending`). Its gradient is a sum over
 all tokens, which would be another pass over memory. The backward kernel of the norm reads the same
 values anyway, so it computes this sum as well.
 
@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from shardwise.kernels.float8 import WEIGHTS, Narrowed, narrow, uses_float8
 from shardwise.kernels.partitioning import (
     Ref,
     Residuals,
@@ -43,36 +44,64 @@ TILE = 2048
 # up the gradients of scale and biases on the way.
 PROGRAMS = 1024
 
-_FusedResiduals: TypeAlias = tuple[Array, Array | None, Array]
+# What a layer leaves to the next norm: a bias (D,), or the output of a branch (N, D) and its bias.
+Pending: TypeAlias = Array | tuple[Array, Array] | None
+_FusedResiduals: TypeAlias = tuple[Array, Pending, Array]
 
 
 class ResidualNorm(nnx.LayerNorm):
     """Layer norm of a residual stream that also returns the stream."""
 
     def __call__(  # type: ignore[override]
-        self, x: Array, pending_bias: Array | None = None
+        self, x: Array, pending: Pending = None
     ) -> tuple[Array, Array]:
         """Normalize a stream of tokens.
 
         Args:
             x: the residual stream, (N, D).
-            pending_bias: a vector (D,) that the preceding layer has left to be added to all tokens.
+            pending: what the preceding layer has left to be added to the stream.
 
         Returns:
-            The stream with `pending_bias` added, and its normalized form, both (N, D).
+            The stream with `pending` added, and its normalized form, both (N, D).
         """
         assert self.scale is not None
         assert self.bias is not None
         weights = self.scale[...], self.bias[...], self.epsilon
         if has_gpu_kernels() and x.shape[1] <= MAX_WIDTH:
-            return fused_layer_norm(x, pending_bias, *weights)
+            x, normalized = fused_layer_norm(x, pending, *weights)
+            return x, normalized
         layer_norm = cpu_layer_norm if platform() == "cpu" else saving_layer_norm
-        return layer_norm(add_pending_bias(x, pending_bias), *weights)
+        return layer_norm(add_pending(x, pending), *weights)
+
+    def for_matmul(
+        self, x: Array, pending: Pending = None
+    ) -> tuple[Array, Array | Narrowed]:
+        """Return the results of a call, the second one in the form that the next matmul takes.
+
+        That is an array, or a `Narrowed` one if matmuls use 8 bits.
+        """
+        if not uses_float8():
+            return self(x, pending)
+        if has_gpu_kernels() and x.shape[1] <= MAX_WIDTH:
+            assert self.scale is not None
+            assert self.bias is not None
+            weights = self.scale[...], self.bias[...], self.epsilon
+            x, normalized, eight = fused_layer_norm(x, pending, *weights, True)
+        else:
+            x, normalized = self(x, pending)
+            eight = narrow(normalized)
+        return x, Narrowed(normalized, jax.lax.stop_gradient(eight))
 
 
-def add_pending_bias(x: Array, pending_bias: Array | None) -> Array:
-    """Return `x` (N, D) with the bias (D,) added if there is one."""
-    return x if pending_bias is None else x + pending_bias
+def add_pending(x: Array, pending: Pending) -> Array:
+    """Return the stream `x` (N, D) with everything that is pending."""
+    if pending is None:
+        return x
+    if isinstance(pending, tuple):
+        branch, bias = pending
+        # In this order, a matmul of 8 bits adds both in its epilogue.
+        return x + (branch + bias)
+    return x + pending
 
 
 def plain_layer_norm(
@@ -164,49 +193,69 @@ def _cpu_backward(
 _cpu_normalize.defvjp(_cpu_forward, _cpu_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def fused_layer_norm(
-    x: Array, pending_bias: Array | None, scale: Array, bias: Array, epsilon: float
-) -> tuple[Array, Array]:
-    """Return the stream `x + pending_bias` and its layer norm, with the kernels for GPUs.
+    x: Array,
+    pending: Pending,
+    scale: Array,
+    bias: Array,
+    epsilon: float,
+    is_narrowed: bool = False,
+) -> tuple[Array, ...]:
+    """Return the stream `x + pending` and its layer norm, with the kernels for GPUs.
 
     Args:
         x: the residual stream, (N, D). D is at most `MAX_WIDTH`.
-        pending_bias: (D,), or None.
+        pending: see `Pending`.
         scale: (D,).
         bias: (D,).
         epsilon: added to the variance.
+        is_narrowed: whether to return the layer norm in 8 bits too.
 
     Returns:
-        Two arrays (N, D) of the dtype of `x`.
+        Two arrays (N, D) of the dtype of `x`, and the second one in 8 bits if asked to.
     """
     # Not in the kernel: the matmul that computes x adds the bias in its epilogue.
-    x = add_pending_bias(x, pending_bias)
-    forward = partial(_forward, epsilon=epsilon)
-    (normalized,) = partitioned(forward, "n d, d, d -> n d", replicated="d")(
-        x, scale, bias
-    )
-    return x, normalized
+    x = add_pending(x, pending)
+    forward = partial(_forward, epsilon=epsilon, is_narrowed=is_narrowed)
+    rule = "n d, d, d -> n d, n d" if is_narrowed else "n d, d, d -> n d"
+    return x, *partitioned(forward, rule, replicated="d")(x, scale, bias)
 
 
 def _forward_rule(
-    x: Array, pending_bias: Array | None, scale: Array, bias: Array, epsilon: float
-) -> tuple[tuple[Array, Array], _FusedResiduals]:
-    x, normalized = fused_layer_norm(x, pending_bias, scale, bias, epsilon)
-    return (x, normalized), (x, pending_bias, scale)
+    x: Array,
+    pending: Pending,
+    scale: Array,
+    bias: Array,
+    epsilon: float,
+    is_narrowed: bool,
+) -> tuple[tuple[Array, ...], _FusedResiduals]:
+    results = fused_layer_norm(x, pending, scale, bias, epsilon, is_narrowed)
+    if isinstance(pending, tuple):
+        # The backward pass needs the form of what was pending, but not the branch.
+        pending = pending[1], pending[1]
+    return results, (results[0], pending, scale)
 
 
 def _backward_rule(
-    epsilon: float, residuals: _FusedResiduals, grads: tuple[Array, Array]
-) -> tuple[Array, Array | None, Array, Array]:
-    x, pending_bias, scale = residuals
+    epsilon: float,
+    is_narrowed: bool,
+    residuals: _FusedResiduals,
+    grads: tuple[Array, ...],
+) -> tuple[Array, Pending, Array, Array]:
+    x, pending, scale = residuals
     backward = partial(_backward, epsilon=epsilon)
     rule = "n d, d, n d, n d -> n d, k d"
-    dx, sums = partitioned(backward, rule, replicated="d")(x, scale, *grads)
-    dscale, dbias, dpending = sums
+    dx, sums = partitioned(backward, rule, replicated="d")(x, scale, *grads[:2])
+    dscale, dbias, dstream = sums
+    dpending: Pending = None
+    if isinstance(pending, tuple):
+        dpending = dx, dstream.astype(pending[1].dtype)
+    elif pending is not None:
+        dpending = dstream.astype(pending.dtype)
     return (
         dx,
-        None if pending_bias is None else dpending.astype(pending_bias.dtype),
+        dpending,
         dscale.astype(scale.dtype),
         dbias.astype(scale.dtype),
     )
@@ -227,9 +276,9 @@ def _tokens_per_program(num_tokens: int) -> int:
 
 
 def _forward_kernel(
-    x_ref: Ref, scale_ref: Ref, bias_ref: Ref, y_ref: Ref, *, epsilon: float
+    x_ref: Ref, scale_ref: Ref, bias_ref: Ref, *y_refs: Ref, epsilon: float
 ) -> None:
-    """Normalize one tile of complete tokens."""
+    """Normalize one tile of complete tokens. The second result, if any, has 8 bits."""
     num_tokens, width = x_ref.shape
     tile_tokens, tile_columns = _tile_shape(width)
     token = pl.program_id(0) * tile_tokens + jnp.arange(tile_tokens)[:, None]
@@ -245,11 +294,12 @@ def _forward_kernel(
     centered = jnp.where(inside, x - jnp.sum(x, axis=1, keepdims=True) / width, 0)
     variance = jnp.sum(centered * centered, axis=1, keepdims=True) / width
     inverse_std = jax.lax.rsqrt(variance + epsilon)
-    triton.store(
-        y_ref.at[token, column],
-        (centered * inverse_std * scale + bias).astype(y_ref.dtype),
-        mask=inside,
-    )
+    y = centered * inverse_std * scale + bias
+    for y_ref in y_refs:
+        values = y.astype(y_ref.dtype)
+        if y_ref.dtype == WEIGHTS:
+            values = narrow(y)
+        triton.store(y_ref.at[token, column], values, mask=inside)
 
 
 def _backward_kernel(
@@ -314,18 +364,21 @@ def _backward_kernel(
         triton.store(sums_ref.at[program, i, column], total, mask=column < width)
 
 
-def _forward(x: Array, scale: Array, bias: Array, epsilon: float) -> tuple[Array]:
-    """Return the layer norm of the tokens of one device."""
+def _forward(
+    x: Array, scale: Array, bias: Array, epsilon: float, is_narrowed: bool
+) -> tuple[Array, ...]:
+    """Return the layer norm of the tokens of one device, and the same in 8 bits if asked to."""
     tile_tokens, tile_columns = _tile_shape(x.shape[1])
-    normalized = pl.pallas_call(
+    dtypes = (x.dtype, WEIGHTS) if is_narrowed else (x.dtype,)
+    results: tuple[Array, ...] = pl.pallas_call(
         partial(_forward_kernel, epsilon=epsilon),
-        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        out_shape=tuple(jax.ShapeDtypeStruct(x.shape, dtype) for dtype in dtypes),
         grid=(pl.cdiv(x.shape[0], tile_tokens),),
         compiler_params=triton.CompilerParams(num_warps=max(2, tile_columns // 1024)),
         interpret=interpret(),
         name="layer_norm_forward",
     )(x, scale, bias)
-    return (normalized,)
+    return results
 
 
 def _backward(

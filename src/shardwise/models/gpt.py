@@ -23,8 +23,14 @@ from flax import nnx
 
 from shardwise.kernels.activation import gelu_mlp, plain_gelu_mlp
 from shardwise.kernels.attention import causal_attention
+from shardwise.kernels.float8 import (
+    Narrowed,
+    matmul8,
+    narrow_exactly,
+    uses_float8,
+)
 from shardwise.kernels.lookup import look_up
-from shardwise.kernels.norm import ResidualNorm, add_pending_bias
+from shardwise.kernels.norm import Pending, ResidualNorm, add_pending
 from shardwise.kernels.tokens import merge_tokens, split_tokens
 from shardwise.models.annotate import annotated
 from shardwise.models.kv_cache import Cache, advance, cached_attention, empty_cache
@@ -159,6 +165,38 @@ def _matmuls_backward(
 matmuls.defvjp(_matmuls_forward, _matmuls_backward)
 
 
+@jax.custom_vjp
+def _float8_matmuls(x: Array, x8: Array, kernels: list[Array]) -> list[Array]:
+    """Return `matmuls(x, kernels)`, with matmuls of 8 bits in the forward pass.
+
+    Args:
+        x: of shape (N, D).
+        x8: the same in 8 bits.
+        kernels: each of shape (D, F).
+    """
+    products = []
+    for kernel in kernels:
+        kernel8, scale = narrow_exactly(kernel.T)
+        products.append(matmul8(x8, kernel8, ((1,), (1,)), 1 / scale, x.dtype))
+    return products
+
+
+def _float8_matmuls_forward(
+    x: Array, x8: Array, kernels: list[Array]
+) -> tuple[list[Array], tuple[Array, list[Array]]]:
+    return _float8_matmuls(x, x8, kernels), (x, kernels)
+
+
+def _float8_matmuls_backward(
+    residuals: tuple[Array, list[Array]], grads: list[Array]
+) -> tuple[Array, None, list[Array]]:
+    dx, dkernels = _matmuls_backward(residuals, grads)
+    return dx, None, dkernels
+
+
+_float8_matmuls.defvjp(_float8_matmuls_forward, _float8_matmuls_backward)
+
+
 class Attention(nnx.Module):
     """Causal self-attention. The bias of the output layer is returned, not added."""
 
@@ -183,7 +221,10 @@ class Attention(nnx.Module):
         )
 
     def __call__(
-        self, x: Array, shape: BatchShape, segment_ids: Array | None = None
+        self,
+        x: Array | Narrowed,
+        shape: BatchShape,
+        segment_ids: Array | None = None,
     ) -> WithoutBias:
         """Return the attention of tokens `x` (N, D) in sequences of this shape."""
         return self._project_out(causal_attention(*self.heads(x, shape), segment_ids))
@@ -204,7 +245,9 @@ class Attention(nnx.Module):
         bias = project(self.qkv.bias[...][2][None], kernel)[0] + self.out.bias[...]
         return project(merge_tokens(mixed), kernel), bias
 
-    def heads(self, x: Array, shape: BatchShape) -> tuple[Array, Array, Array]:
+    def heads(
+        self, x: Array | Narrowed, shape: BatchShape
+    ) -> tuple[Array, Array, Array]:
         """Return queries, keys and values, each (B, T, H, K), of tokens `x` (N, D).
 
         The biases of keys and values are not added. A bias of the keys adds the same number to all
@@ -216,7 +259,10 @@ class Attention(nnx.Module):
         # Three matmuls instead of one: their outputs need not be split, nor the gradients joined.
         # They have two dimensions, not (N, H, K), so that the matmul adds the bias in its epilogue.
         kernels = [kernel[:, i].reshape(len(kernel), -1) for i in range(3)]
-        q, k, v = matmuls(x, kernels)
+        if isinstance(x, Narrowed):
+            q, k, v = _float8_matmuls(x.wide, x.narrow, kernels)
+        else:
+            q, k, v = matmuls(x, kernels)
         q, k, v = (
             split_tokens(y.reshape(-1, *bias.shape[1:]), *shape)
             for y in (q + bias[0].reshape(-1), k, v)
@@ -242,10 +288,13 @@ class MLP(nnx.Module):
         # The policy "dots" saves the matmul alone, and recomputes the GELU from it.
         self.saves_matmul = c.remat == "dots"
 
-    def __call__(self, x: Array) -> WithoutBias:
+    def __call__(self, x: Array | Narrowed) -> WithoutBias:
         """Return the MLP of tokens `x` (N, D)."""
-        mlp = plain_gelu_mlp if self.saves_matmul else gelu_mlp
-        out = mlp(x, self.up.kernel[...], self.up.bias[...], self.down.kernel[...])
+        weights = self.up.kernel[...], self.up.bias[...], self.down.kernel[...]
+        if self.saves_matmul:
+            out = plain_gelu_mlp(x.wide if isinstance(x, Narrowed) else x, *weights)
+        else:
+            out = gelu_mlp(x, *weights)
         return out, self.down.bias[...]
 
 
@@ -283,33 +332,33 @@ class GPTBlock(nnx.Module):
     def __call__(
         self,
         x: Array,
-        pending_bias: Array | None,
+        pending: Pending,
         shape: BatchShape,
         segment_ids: Array | None = None,
-    ) -> tuple[Array, Array | None]:
+    ) -> tuple[Array, Pending]:
         """Apply the block.
 
         Args:
             x: the residual stream, (N, D).
-            pending_bias: (D,), to be added to all tokens of `x` first.
+            pending: what the preceding block has left to be added to `x`.
             shape: the numbers B and T.
             segment_ids: (B, T), as for `GPT`.
 
         Returns:
-            The new stream (N, D), and a bias (D,) that the caller has to add, or None.
+            The new stream (N, D), and what the caller has to add to it.
         """
-        x, normalized = self.norm1(x, pending_bias)
+        x, normalized = self.norm1.for_matmul(x, pending)
         branch, bias = self.attn(normalized, shape, segment_ids)
-        x, normalized = self.norm2(*self._add(x, branch, bias, shape))
+        x, normalized = self.norm2.for_matmul(*self._add(x, branch, bias, shape))
         return self._add(x, *self.mlp(normalized), shape)
 
     def _add(
         self, x: Array, branch: Array, bias: Array, shape: BatchShape
-    ) -> tuple[Array, Array | None]:
+    ) -> tuple[Array, Pending]:
         """Add a branch to the stream. With dropout, the bias must be added to the branch first."""
-        if self.dropout.rate == 0:
-            return x + branch, bias
-        return x + _drop_tokens(self.dropout, branch + bias, shape), None
+        if self.dropout.rate:
+            return x + _drop_tokens(self.dropout, branch + bias, shape), None
+        return (x, (branch, bias)) if uses_float8() else (x + branch, bias)
 
     def decode(
         self, x: Array, shape: BatchShape, cache: Cache, layer: int | Array
@@ -425,8 +474,8 @@ class GPT(nnx.Module):
         else:
             x = x + look_up(self.positions[...], merge_tokens(positions))
         x = _drop_tokens(self.dropout, x, shape)
-        x, pending_bias = self._apply_blocks(x, shape, segment_ids)
-        return split_tokens(self.norm(x, pending_bias)[1], *shape), table
+        x, pending = self._apply_blocks(x, shape, segment_ids)
+        return split_tokens(self.norm(x, pending)[1], *shape), table
 
     def _repeated(self, positions: Array, shape: BatchShape) -> Array:
         """Return the embeddings of the positions of one sequence (T, D) for all tokens (N, D)."""
@@ -435,14 +484,14 @@ class GPT(nnx.Module):
 
     def _apply_blocks(
         self, x: Array, shape: BatchShape, segment_ids: Array | None
-    ) -> tuple[Array, Array | None]:
-        """Return the residual stream after all blocks, and a bias that is not added yet."""
+    ) -> tuple[Array, Pending]:
+        """Return the residual stream after all blocks, and what is not added to it yet."""
 
         def block_function(shape: BatchShape, segment_ids: Array | None) -> _ApplyBlock:
             def apply_block(
-                block: GPTBlock, x: Array, pending_bias: Array | None
-            ) -> tuple[Array, Array | None]:
-                return block(x, pending_bias, shape, segment_ids)
+                block: GPTBlock, x: Array, pending: Pending
+            ) -> tuple[Array, Pending]:
+                return block(x, pending, shape, segment_ids)
 
             return REMAT[self.config.remat](apply_block)
 
@@ -454,7 +503,7 @@ class GPT(nnx.Module):
             ) -> Array:
                 shape = x.shape[0], x.shape[1]
                 run_block = block_function(shape, segment_ids)
-                rows = add_pending_bias(*run_block(block, merge_tokens(x), None))
+                rows = add_pending(*run_block(block, merge_tokens(x), None))
                 return split_tokens(rows, *shape)
 
             # A pipeline divides sequences, not their tokens.
@@ -465,13 +514,13 @@ class GPT(nnx.Module):
 
             def apply_layer(block: GPTBlock, x: Array) -> Array:
                 # Left to the next norm, the bias would be added in a separate pass over memory.
-                return add_pending_bias(*run_block(block, x, None))
+                return add_pending(*run_block(block, x, None))
 
             return run_layers(self._stack(), apply_layer, x), None
-        pending_bias: Array | None = None
+        pending: Pending = None
         for block in self._layers():
-            x, pending_bias = run_block(block, x, pending_bias)
-        return x, pending_bias
+            x, pending = run_block(block, x, pending)
+        return x, pending
 
     def _stack(self) -> GPTBlock:
         """Return the block whose parameters have a leading layer dimension (`scan_layers=True`)."""
@@ -533,9 +582,7 @@ class GPT(nnx.Module):
         return self.norm(last)[1] @ self.tokens[...].T, advance(cache, count)
 
 
-_ApplyBlock: TypeAlias = Callable[
-    [GPTBlock, Array, Array | None], tuple[Array, Array | None]
-]
+_ApplyBlock: TypeAlias = Callable[[GPTBlock, Array, Pending], tuple[Array, Pending]]
 
 # How each value of `GPTConfig.remat` wraps the function that applies a block.
 REMAT: dict[str, Callable[[_ApplyBlock], _ApplyBlock]] = {

@@ -22,6 +22,10 @@ from shardwise.state import StateSpec
 
 # What accumulation does with a loss that combines examples, see `Run.coupled_examples`.
 CoupledExamples: TypeAlias = Literal["exact", "separate"]
+# See `Run.matmul_dtype`.
+MatmulDtype: TypeAlias = Literal["float8"]
+# The first compute capability of NVIDIA GPUs with matmuls of 8 bits.
+FLOAT8_CAPABILITY = (8, 9)
 
 
 def train_layout(
@@ -101,6 +105,34 @@ def check_pipeline(
             "on a mesh with a stage axis, the layers of a stack see the examples of one "
             f"microbatch, and {metric.reason}. Use a mesh without a stage axis. If examples are "
             'combined outside of the stack only, use coupled_examples="separate".'
+        )
+
+
+def check_matmul_dtype(spec: StateSpec, matmul_dtype: str | None) -> None:
+    """Check that the devices of a mesh multiply in this dtype.
+
+    Raises:
+        ConfigError: if they do not, or if the dtype is unknown.
+    """
+    if matmul_dtype is None:
+        return
+    if matmul_dtype != "float8":
+        raise ConfigError(
+            f"matmul_dtype={matmul_dtype!r} is unknown. Use 'float8' or None."
+        )
+    device = spec.mesh.devices.flat[0]
+    capability = str(getattr(device, "compute_capability", "9.0"))
+    version = tuple(int(part) for part in capability.split("."))
+    is_old = device.platform == "gpu" and version < FLOAT8_CAPABILITY
+    if device.platform not in ("cpu", "gpu") or is_old:
+        raise ConfigError(
+            f"matmul_dtype='float8': {device.device_kind} has no matmuls of 8-bit floats. Use "
+            "matmul_dtype=None there. Hopper GPUs and newer ones have them, and CPUs emulate them."
+        )
+    if num_stages(spec.mesh, spec.rules) > 1:
+        raise ConfigError(
+            "matmul_dtype='float8' does not work in a pipeline yet. Use a mesh without a stage "
+            "axis, or matmul_dtype=None."
         )
 
 

@@ -30,6 +30,7 @@ from jax.typing import DTypeLike
 
 from shardwise.data.layout import BatchLayout, num_rows
 from shardwise.errors import CheckError, ConfigError, where
+from shardwise.kernels.float8 import with_float8_matmuls
 from shardwise.loss import Loss, LossValue, TracedLoss, as_means, call_loss, settle_loss
 from shardwise.metrics import Mask, Mean
 from shardwise.module import AccessHook, Pure
@@ -42,7 +43,9 @@ from shardwise.step.access import access_hooks
 from shardwise.step.accumulate import accumulated
 from shardwise.step.checks import (
     CoupledExamples,
+    MatmulDtype,
     check_accumulate,
+    check_matmul_dtype,
     check_pipeline,
     train_layout,
 )
@@ -184,6 +187,7 @@ class _StepFunctions:
         is_separate: whether each micro-batch counts as a batch, see `Run.coupled_examples`.
         has_checks: whether the model or the loss has value assertions.
         own_sum: computes sums in a fixed order on a GPU; None leaves all sums to XLA.
+        matmul_dtype: see `Run.matmul_dtype`.
     """
 
     spec: StateSpec
@@ -199,6 +203,7 @@ class _StepFunctions:
     is_separate: bool
     has_checks: bool
     own_sum: OwnSum | None
+    matmul_dtype: MatmulDtype | None
 
     def objective(
         self,
@@ -256,7 +261,9 @@ class _StepFunctions:
         """
         key = jax.random.fold_in(jax.random.key(self.seed), state.step)
         is_part = self.accumulate > 1 and not self.is_separate
-        objective = partial(self.objective, is_part=is_part)
+        objective: Callable[..., PyTree] = partial(self.objective, is_part=is_part)
+        if self.matmul_dtype is not None:
+            objective = with_float8_matmuls(objective)
         checked = failure_as_aux(objective, self.has_checks)
         gradient = sums_in_float32(jax.grad(checked, has_aux=True), self.own_sum)
         compute = gradient
@@ -374,6 +381,7 @@ def make_train_step(
     microbatches: int | None = None,
     rounds: int = 1,
     compute_dtype: DTypeLike | None = None,
+    matmul_dtype: MatmulDtype | None = None,
     norms: bool = False,
     deterministic: bool = True,
 ) -> TrainStep:
@@ -391,6 +399,7 @@ def make_train_step(
         rounds: see `Run.rounds`.
         compute_dtype: the dtype in which the model computes, for example "bfloat16", see
             `precision.compute_in`. Batch, parameters and optimizer state keep their own dtypes.
+        matmul_dtype: the dtype of the operands of large matmuls, see `Run.matmul_dtype`.
         norms: add norms of updates and parameters to the metrics, also for each parameter group.
         deterministic: compute the same bits every time on a GPU too, see `step.deterministic`.
 
@@ -405,6 +414,7 @@ def make_train_step(
     spec = spec.computing_in(compute_dtype)
     spec, traced = settle_loss(spec, loss, batch)
     check_pipeline(spec, traced, coupled_examples)
+    check_matmul_dtype(spec, matmul_dtype)
     spec, layout = train_layout(spec, loss, traced, accumulate, microbatches, rounds)
     traced, sums = check_accumulate(spec, loss, traced, accumulate, coupled_examples)
     platform = spec.mesh.devices.flat[0].platform
@@ -422,6 +432,7 @@ def make_train_step(
         is_separate=coupled_examples == "separate",
         has_checks=traced.has_checks,
         own_sum=sum_rows_in_order if is_deterministic else None,
+        matmul_dtype=matmul_dtype,
         checked=representative_leaves(
             spec.optimizer, spec.abstract.params, spec.abstract.opt_state
         ),

@@ -112,6 +112,19 @@ def rewrite(
     return closed if jaxpr is closed.jaxpr else closed.replace(jaxpr=jaxpr)
 
 
+def replace_equation(
+    equation: core.JaxprEqn, function: Callable[[Sequence[jax.Array]], jax.Array]
+) -> core.JaxprEqn:
+    """Replace an equation with one result by a call of a function of its operands."""
+    call_function = jax.jit(lambda *args: function(args))
+    avals = (variable.aval for variable in equation.invars)
+    call = jax.make_jaxpr(call_function)(*avals).jaxpr.eqns[0]
+    replaced: core.JaxprEqn = equation.replace(
+        primitive=call.primitive, params=call.params, effects=call.effects
+    )
+    return replaced
+
+
 def _is_jaxpr(value: object) -> bool:
     return isinstance(value, core.ClosedJaxpr | core.Jaxpr)
 

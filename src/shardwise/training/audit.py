@@ -226,6 +226,7 @@ class _Replicas:
             jax.tree.map(shape_of_part, step.batch),
             seed=run.seed,
             compute_dtype=run.compute_dtype,
+            matmul_dtype=run.matmul_dtype,
             deterministic=run.deterministic,
         )
         return cls(own, parts)

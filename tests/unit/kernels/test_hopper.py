@@ -278,3 +278,54 @@ metadata={op_name="step/product_gelu/mpmd_map"}
     work = program.work(program.entry, op)
     assert work.flops == 1e6
     assert work.bytes == 2 * (256 * 128 + 128 * 256 + 256 * 256)
+
+
+def eight(x, scale, dtype=jnp.float8_e4m3fn):
+    return (x.astype(jnp.float32) * scale).astype(dtype)
+
+
+@needs_interpreter
+def test_matmul_of_8_bits_with_gelu(interpreted):
+    rng = np.random.default_rng(6)
+    x8 = eight(half(rng, 256, 128), 1)
+    kernel8 = eight(half(rng, 128, 128, scale=0.1), 32)
+    bias = half(rng, 128)
+    factors = jnp.asarray([1 / 32, 4], jnp.float32)
+    y, slope, y8 = hopper.product_gelu8(x8, kernel8, bias, factors)
+    product = jnp.asarray(wide(x8) @ wide(kernel8).T / 32, jnp.bfloat16)
+    expected, pull = jax.vjp(
+        lambda product: gelu(product, bias), product.astype(jnp.float32)
+    )
+    np.testing.assert_allclose(wide(y), expected, rtol=2**-8, atol=2e-2)
+    np.testing.assert_allclose(
+        wide(slope), pull(jnp.ones_like(expected))[0], rtol=2**-8, atol=1e-2
+    )
+    np.testing.assert_allclose(wide(y8) / 4, wide(y), rtol=2**-4, atol=2e-2)
+
+
+@needs_interpreter
+def test_matmul_of_8_bits_times_slope(interpreted):
+    rng = np.random.default_rng(7)
+    g8 = eight(half(rng, 256, 128), 16, jnp.float8_e5m2)
+    kernel8 = eight(half(rng, 128, 128, scale=0.1), 32)
+    slope = half(rng, 256, 128)
+    factors = jnp.asarray([1 / (16 * 32), 16], jnp.float32)
+    gradient, sums, gradient8 = hopper.product_slope8(g8, kernel8, slope, factors)
+    product = jnp.asarray(wide(g8) @ wide(kernel8).T / (16 * 32), jnp.bfloat16)
+    expected = wide(product) * wide(slope)
+    np.testing.assert_allclose(wide(gradient), expected, rtol=2**-7, atol=2e-2)
+    np.testing.assert_allclose(sums, expected.sum(0), rtol=1e-3, atol=2e-2)
+    np.testing.assert_allclose(wide(gradient8) / 16, expected, rtol=2**-3, atol=2e-2)
+
+
+@needs_interpreter
+def test_exponentials_of_a_matmul_of_8_bits(interpreted):
+    rng = np.random.default_rng(8)
+    x8, table8 = eight(half(rng, 256, 128), 1), eight(half(rng, 128, 128), 8)
+    offset = jnp.asarray(rng.normal(0, 2, 256), jnp.float32)
+    factors = jnp.asarray([1 / 80, 1], jnp.float32)
+    dtype = jnp.dtype(jnp.bfloat16)
+    found, sums = hopper.product_exp8(x8, table8, offset, factors, dtype=dtype)
+    logits = wide(x8) @ wide(table8).T / 80 - np.asarray(offset)[:, None]
+    np.testing.assert_allclose(wide(found), np.exp(logits), rtol=2**-4)
+    np.testing.assert_allclose(sums, np.exp(logits).sum(1), rtol=5e-3)

@@ -17,7 +17,15 @@ MAX_SOURCE = 200_000
 # Entries of a table of arguments or versions, and of devices or the git state on one line.
 MAX_ENTRIES = 200
 MAX_INLINE_ENTRIES = 20
-FIELDS = ("mesh", "seed", "compute_dtype", "deterministic", "accumulate", "steps")
+FIELDS = (
+    "mesh",
+    "seed",
+    "compute_dtype",
+    "matmul_dtype",
+    "deterministic",
+    "accumulate",
+    "steps",
+)
 
 
 def differences_section(runs: Sequence[RunRecord]) -> str:

@@ -1,0 +1,288 @@
+"""Matmuls of numbers with 8 bits.
+
+A tensor core of a Hopper GPU multiplies numbers of 8 bits twice as fast as numbers of 16 bits. Two
+formats are used, as is common: e4m3 (3 bits of fraction, up to 448) for activations and weights,
+and e5m2 (2 bits, up to 57,344) for gradients. Sums are float32.
+
+- The forward pass and the gradient of the activations use 8 bits.
+- The gradient of the weights uses 16 bits: its operands would have to be transposed copies, which
+  cost more than they save, and it decides what the optimizer sees.
+
+Scales are powers of two, so that scaling alone never rounds, and a scale that differs between two
+meshes hardly changes a result. Values beyond the range of a format saturate.
+
+A step calls `with_float8_matmuls`. Functions in this package that have a version of 8 bits ask
+`uses_float8()` while they are traced; all other large matmuls are replaced in the trace. Without
+the option nothing here is called. CPUs emulate the same rounding, so that tests cover it.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
+
+from shardwise.errors import ConfigError
+from shardwise.kernels.platform import platform
+from shardwise.tracing.jaxpr import (
+    inner_jaxprs,
+    replace_equation,
+    rewrite,
+    with_inner_jaxprs,
+)
+from shardwise.tree import DType, PyTree
+
+Array = jax.Array
+# Contracted dims of the left and of the right operand of a matmul without batch dims.
+Contracted: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+
+# Dtypes of operands that are converted.
+WIDE = (jnp.bfloat16, jnp.float16, jnp.float32)
+WEIGHTS = jnp.float8_e4m3fn
+GRADIENTS = jnp.float8_e5m2
+
+# The dtype of the operands of matmuls: "float8", or None for that of the arrays.
+matmul_dtype = jax.make_user_context(default_value=None)
+
+# Every so many tokens, one is looked at to find the scale of a gradient. Its format has room for
+# values that are 2**11 times as large as the largest one that is found, and 2**20 times as small.
+SAMPLED = 64
+SAMPLED_EXPONENT = 4
+# The exponent of the largest value of a complete array in e4m3, whose largest number is 448.
+EXACT_EXPONENT = 8
+
+# cuBLAS multiplies matrices of 8 bits if all their sizes are multiples of this.
+MULTIPLE = 16
+# Rates of an H200 in matmuls of 16 bits, FLOP/s, and when it converts an array, bytes/s. A matmul
+# of 8 bits is twice as fast. (`python -m benchmarks.float8`)
+MATMUL_RATE = 7e14
+CONVERSION_RATE = 2.2e12
+
+
+@partial(
+    jax.tree_util.register_dataclass, data_fields=("wide", "narrow"), meta_fields=()
+)
+@dataclass(frozen=True)
+class Narrowed:
+    """Activations, and their copy in 8 bits for the next matmul.
+
+    Gradients belong to `wide`.
+
+    Attributes:
+        wide: (N, D), 16 or 32 bits.
+        narrow: (N, D), 8 bits, not scaled.
+    """
+
+    wide: Array
+    narrow: Array
+
+
+def uses_float8() -> bool:
+    """Return whether matmuls of the current trace have operands of 8 bits."""
+    return bool(matmul_dtype.value == "float8")
+
+
+def narrow(x: Array, scale: Array | float = 1.0, dtype: DType = WEIGHTS) -> Array:
+    """Return `x * scale` in 8 bits. Values out of range saturate."""
+    limit = float(jnp.finfo(dtype).max)
+    return jnp.clip(x.astype(jnp.float32) * scale, -limit, limit).astype(dtype)
+
+
+def narrow_exactly(x: Array) -> tuple[Array, Array]:
+    """Return an array in e4m3 and its scale, for which the largest value is just in range."""
+    scale = _power_of_two(jnp.max(jnp.abs(x)), EXACT_EXPONENT)
+    return narrow(x, scale), scale
+
+
+def gradient_scale(g: Array) -> Array:
+    """Return a scale for gradients of tokens (N, ...) in e5m2, from some of the tokens."""
+    sample = g
+    if g.shape[0] % SAMPLED == 0:
+        # Not a slice with a stride: on a mesh this one moves nothing.
+        sample = g.reshape(-1, SAMPLED, *g.shape[1:])[:, 0]
+    return _power_of_two(jnp.max(jnp.abs(sample)), SAMPLED_EXPONENT)
+
+
+def _power_of_two(largest: Array, exponent: int) -> Array:
+    """Return the power of two that brings a value to at most `2 ** exponent`, float32."""
+    # The exponent e of the largest value: 2 ** (e - 1) <= largest < 2 ** e.
+    _, e = jnp.frexp(largest.astype(jnp.float32))
+    is_usual = jnp.isfinite(largest) & (largest > 0)
+    power = jnp.where(is_usual, jnp.clip(exponent - e, -100, 100), 0)
+    # The bits of the number: `jnp.exp2` rounds.
+    return lax.bitcast_convert_type((power.astype(jnp.int32) + 127) << 23, jnp.float32)
+
+
+def matmul8(
+    a: Array, b: Array, contracted: Contracted, factor: Array, dtype: DType
+) -> Array:
+    """Return a matmul of arrays with 8 bits, times a factor.
+
+    Args:
+        a: left operand, 8 bits.
+        b: right operand, 8 bits.
+        contracted: the contracted dims of both.
+        factor: float32, a power of two.
+        dtype: the dtype of the result.
+    """
+    dims = (contracted, ((), ()))
+    if platform() == "gpu":
+        # cuBLAS scales and adds what follows in its epilogue.
+        product = lax.dot_general(a, b, dims, preferred_element_type=dtype)
+        return product * factor.astype(dtype)
+    product = lax.dot_general(a.astype(jnp.float32), b.astype(jnp.float32), dims)
+    return (product * factor).astype(dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def float8_matmul(x: Array, weights: Array, contracted: Contracted) -> Array:
+    """Return a matmul whose forward pass and whose gradient of `x` use 8 bits.
+
+    Args:
+        x: activations.
+        weights: weights; their gradient uses the dtype of `x`.
+        contracted: the contracted dims of both.
+    """
+    return _float8_forward(x, weights, contracted)[0]
+
+
+def _float8_forward(
+    x: Array, weights: Array, contracted: Contracted
+) -> tuple[Array, tuple[Array, Array]]:
+    (x8, x_scale), (w8, w_scale) = narrow_exactly(x), narrow_exactly(weights)
+    y = matmul8(x8, w8, contracted, 1 / (x_scale * w_scale), x.dtype)
+    return y, (x, weights)
+
+
+def _float8_backward(
+    contracted: Contracted, residuals: tuple[Array, Array], g: Array
+) -> tuple[Array, Array]:
+    x, weights = residuals
+
+    def dot(x: Array, weights: Array) -> Array:
+        return lax.dot_general(x, weights, (contracted, ((), ())))
+
+    (w8, w_scale), g_scale = narrow_exactly(weights), gradient_scale(g)
+    g8 = narrow(g, g_scale, GRADIENTS)
+    # The gradient of x contracts all dims of the weights that the matmul left.
+    left = tuple(i for i in range(weights.ndim) if i not in contracted[1])
+    num_kept = x.ndim - len(contracted[0])
+    from_g = tuple(range(num_kept, g.ndim))
+    product = matmul8(g8, w8, (from_g, left), 1 / (g_scale * w_scale), x.dtype)
+    # Its dims: those of x that were kept, then the contracted ones, as the weights order them.
+    order = sorted(range(len(contracted[1])), key=contracted[1].__getitem__)
+    kept = [i for i in range(x.ndim) if i not in contracted[0]]
+    dims = [*kept, *(contracted[0][i] for i in order)]
+    dx = product.transpose([dims.index(i) for i in range(x.ndim)])
+    (dweights,) = jax.linear_transpose(partial(dot, x), weights)(g)
+    return dx, dweights
+
+
+float8_matmul.defvjp(_float8_forward, _float8_backward)
+
+
+def with_float8_matmuls(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """Return a function whose large matmuls use 8 bits.
+
+    Functions with custom gradients are left as they are: they ask `uses_float8()`, before they
+    are differentiated. Rules of custom gradients are traced later, without the context.
+
+    Args:
+        function: a function of pytrees of arrays. While it is called, it raises `ConfigError` if
+            no matmul is changed.
+    """
+
+    def change(equation: JaxprEqn, visit: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
+        name = equation.primitive.name
+        if name == "dot_general" and is_worthwhile(equation):
+            return replace_equation(equation, _as_float8(equation))
+        if name.startswith("custom_") or name == "pallas_call":
+            return equation
+        return with_inner_jaxprs(equation, visit)
+
+    def changed(*args: PyTree) -> PyTree:
+        with matmul_dtype("float8"):
+            closed, output = jax.make_jaxpr(function, return_shape=True)(*args)
+        converted = rewrite(closed, change)
+        if converted is closed and not _has_float8(closed.jaxpr):
+            raise ConfigError(
+                "matmul_dtype='float8' has no effect: every matmul of this model takes longer to "
+                "convert than it saves, or has dimensions that are not multiples of "
+                f"{MULTIPLE}. Use matmul_dtype=None, or a wider model."
+            )
+        leaves = jaxpr_as_fun(converted)(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(output), leaves)
+
+    return changed
+
+
+def _has_float8(jaxpr: Jaxpr) -> bool:
+    """Return whether a value of 8 bits is computed, in loops too."""
+    for equation in jaxpr.eqns:
+        if any(getattr(var.aval, "dtype", None) == WEIGHTS for var in equation.outvars):
+            return True
+        if any(_has_float8(inner) for inner in inner_jaxprs(equation.params)):
+            return True
+    return False
+
+
+def is_worthwhile(equation: JaxprEqn) -> bool:
+    """Return whether a `dot_general` becomes faster, and has a form that cuBLAS supports."""
+    (contracted, batch) = equation.params["dimension_numbers"]
+    a, b = _operands(equation)
+    if batch != ((), ()) or any(x.dtype not in WIDE for x in (a, b)):
+        return False
+    depth = math.prod(a.shape[dim] for dim in contracted[0])
+    if not depth or any(
+        size % MULTIPLE for size in (depth, a.size // depth, b.size // depth)
+    ):
+        return False
+    return saved_seconds(a.size // depth, depth, b.size // depth) > 0
+
+
+def _operands(equation: JaxprEqn) -> list[ShapedArray]:
+    return [cast(ShapedArray, var.aval) for var in equation.invars]
+
+
+def saved_seconds(tokens: int, depth: int, columns: int) -> float:
+    """Return the time that a matmul of 8 bits saves on an H200 in a training step.
+
+    Args:
+        tokens: rows of the activations.
+        depth: their columns, the dimension that is contracted.
+        columns: columns of the weights.
+    """
+    # The smaller operand is the weights, and costs little to convert.
+    tokens, columns = max(tokens, columns), min(tokens, columns)
+    # Forward, and for the gradient of the activations, half of the time.
+    saved = 2 * tokens * depth * columns / MATMUL_RATE
+    # Activations of 16 bits are read twice and written once; gradients are read and written once.
+    converted = tokens * (5 * depth + 3 * columns) / CONVERSION_RATE
+    return saved - converted
+
+
+def _as_float8(equation: JaxprEqn) -> Callable[..., Array]:
+    """Return a function of the operands of a `dot_general` that multiplies with 8 bits.
+
+    The smaller operand counts as the weights. Its gradient uses 16 bits.
+    """
+    (left, right), _ = equation.params["dimension_numbers"]
+    a, b = _operands(equation)
+    dtype = cast(ShapedArray, equation.outvars[0].aval).dtype
+
+    def multiply(args: tuple[Array, Array]) -> Array:
+        if b.size <= a.size:
+            return float8_matmul(*args, (left, right)).astype(dtype)
+        product = float8_matmul(args[1], args[0], (right, left))
+        # The dims of `b` come first: exchange them with those of `a`.
+        num_b = b.ndim - len(right)
+        order = (*range(num_b, product.ndim), *range(num_b))
+        return product.transpose(order).astype(dtype)
+
+    return multiply

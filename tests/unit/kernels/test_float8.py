@@ -1,0 +1,188 @@
+"""Matmuls of 8 bits: numerics against NumPy, and what is left at 16 bits."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from shardwise import Batches, Mean, Run, Tokens, init_state, steps
+from shardwise.errors import ConfigError
+from shardwise.kernels import float8
+from shardwise.models.gpt import GPT, GPTConfig
+from shardwise.models.loss import linear_cross_entropy
+from shardwise.run import prepare
+
+E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+
+
+def rounded(x, dtype=E4M3, largest=256.0):
+    """Return `x` in float64, rounded to 8 bits with the largest power of two that fits."""
+    scale = 2.0 ** np.floor(np.log2(largest / np.abs(x).max()))
+    return (x * scale).astype(np.float32).astype(dtype).astype(np.float64) / scale
+
+
+def normal(seed, *shape, scale=1.0):
+    return (scale * np.random.default_rng(seed).normal(size=shape)).astype("f4")
+
+
+@pytest.mark.parametrize(
+    ("contracted", "x_shape", "w_shape"),
+    [
+        (((1,), (0,)), (64, 32), (32, 48)),
+        (((2,), (1,)), (2, 32, 16), (48, 16)),
+        (((1, 2), (0, 1)), (64, 4, 8), (4, 8, 16)),
+        (((2, 1), (0, 1)), (64, 4, 8), (8, 4, 16)),
+    ],
+)
+def test_matmul_rounds_its_operands_and_nothing_else(contracted, x_shape, w_shape):
+    x, w = normal(0, *x_shape, scale=3), normal(1, *w_shape, scale=0.02)
+    y, pull = jax.vjp(lambda x, w: float8.float8_matmul(x, w, contracted), x, w)
+    expected = np.tensordot(rounded(x), rounded(w), contracted)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
+    g = normal(2, *y.shape, scale=1e-6)
+    dx, dw = pull(jnp.asarray(g))
+    # Gradients of activations: of rounded gradients and weights. Those of weights: of neither.
+    _, exact = jax.vjp(lambda x, w: jnp.tensordot(x, w, contracted), x, rounded(w))
+    np.testing.assert_allclose(
+        dx,
+        exact(jnp.asarray(rounded(g, E5M2, 2.0**10), "f4"))[0],
+        rtol=1e-4,
+        atol=1e-12,
+    )
+    np.testing.assert_allclose(dw, exact(jnp.asarray(g))[1], rtol=1e-4, atol=1e-10)
+
+
+def test_values_out_of_range_saturate():
+    x = jnp.asarray([1e9, -1e9, 448.0, 500.0, 0.0])
+    found = float8.narrow(x).astype(jnp.float32)
+    np.testing.assert_array_equal(found, [448, -448, 448, 448, 0])
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-30, 1.0, 255.0, 256.0, 3e38])
+def test_scales_are_powers_of_two_that_keep_values_in_range(value):
+    found, scale = float8.narrow_exactly(jnp.full((4,), value))
+    assert np.log2(float(scale)) == round(np.log2(float(scale)))
+    assert np.isfinite(found.astype(jnp.float32)).all()
+    if 1e-20 < value < 1e30:
+        np.testing.assert_allclose(found.astype(jnp.float32) / scale, value, rtol=0.07)
+
+
+def test_only_matmuls_that_become_faster_are_changed():
+    tokens, wide, narrow = (
+        normal(0, 4096, 2048),
+        normal(1, 2048, 2048),
+        normal(2, 2048, 64),
+    )
+
+    def function(x, w, v):
+        return x @ w, x @ v
+
+    jaxpr = jax.make_jaxpr(float8.with_float8_matmuls(function))(tokens, wide, narrow)
+    assert str(jaxpr).count("f8_e4m3fn[2048,2048]") > 0
+    assert "f8_e4m3fn[2048,64]" not in str(jaxpr)
+
+
+def test_the_larger_operand_counts_as_activations():
+    x, w = normal(0, 2064, 2048), normal(1, 2048, 2048)
+    first = float8.with_float8_matmuls(lambda x, w: x @ w)(x, w)
+    second = float8.with_float8_matmuls(lambda x, w: (w.T @ x.T).T)(x, w)
+    np.testing.assert_allclose(first, second, rtol=1e-5, atol=1e-4)
+
+
+def gpt_run(**changes):
+    config = GPTConfig(
+        vocab_size=256, max_length=32, num_layers=2, num_heads=4, width=128
+    )
+    config = replace(config, **changes.pop("config", {}))
+    tokens = np.random.default_rng(0).integers(0, 256, 5000)
+
+    def loss(model, batch):
+        return Mean(
+            linear_cross_entropy(*model.features(batch["inputs"]), batch["labels"])
+        )
+
+    run = Run(
+        model=lambda rngs: GPT(config, rngs),
+        loss=loss,
+        optimizer=optax.adamw(1e-3),
+        data=Batches(Tokens(tokens, 32), 8),
+        steps=4,
+        compute_dtype="bfloat16",
+        matmul_dtype="float8",
+    )
+    return replace(run, **changes)
+
+
+def losses(run):
+    prepared = prepare(run)
+    state = init_state(prepared.spec, 0)
+    loop = steps(prepared.step, state, prepared.batches, until=run.steps)
+    return np.array([float(metrics["loss"]) for _, _, metrics in loop])
+
+
+@pytest.mark.parametrize("config", [{}, {"scan_layers": True, "remat": "block"}])
+def test_a_gpt_trains_within_the_rounding_of_8_bits(config):
+    found = losses(gpt_run(config=config))
+    expected = losses(gpt_run(config=config, matmul_dtype=None))
+    assert not np.array_equal(found, expected)
+    np.testing.assert_allclose(found, expected, rtol=2e-3)
+
+
+def test_meshes_agree():
+    one = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+    expected = losses(gpt_run(mesh=one, compute_dtype=None))
+    for mesh in ("data=4,fsdp=2", "data=4,model=2"):
+        found = losses(gpt_run(mesh=mesh, compute_dtype=None))
+        # The same weights give the same loss. Later, a difference in the last bit of a gradient
+        # may change a number of 8 bits to its neighbor.
+        np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
+        np.testing.assert_allclose(found, expected, rtol=1e-3)
+
+
+class Wide(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(64, 1536, rngs=rngs)
+        self.second = nnx.Linear(1536, 1536, rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(nnx.relu(self.first(x))).mean(-1)
+
+
+def wide_run(model=Wide, **changes):
+    x = normal(0, 2048, 64)
+    run = Run(
+        model=model,
+        loss=lambda model, batch: Mean((model(batch["x"]) - batch["y"]) ** 2),
+        optimizer=optax.sgd(0.1),
+        data=lambda n: {"x": x, "y": x[:, 0]},
+        steps=2,
+        matmul_dtype="float8",
+    )
+    return replace(run, **changes)
+
+
+def test_matmuls_of_other_models_are_changed_too():
+    text = str(prepare(wide_run()).step.trace().jaxpr)
+    assert "f8_e4m3fn[1536,1536]" in text
+    assert "f8_e5m2[2048,1536]" in text
+    assert "f8_e4m3fn[64,1536]" not in text
+
+
+def test_a_model_without_a_large_matmul_is_refused():
+    def small(rngs):
+        return nnx.Sequential(nnx.Linear(64, 32, rngs=rngs), lambda x: x.mean(-1))
+
+    with pytest.raises(ConfigError, match="has no effect"):
+        prepare(wide_run(model=small)).step.trace()
+
+
+def test_what_cannot_work_is_refused():
+    with pytest.raises(ConfigError, match="'int8' is unknown"):
+        prepare(wide_run(matmul_dtype="int8"))
+    with pytest.raises(ConfigError, match="pipeline"):
+        prepare(gpt_run(config={"scan_layers": True}, mesh="data=4,stage=2"))
