@@ -8,6 +8,7 @@ from shardwise.optim.groups import decays_matrices as decays_matrices
 from shardwise.optim.groups import label_fn as label_fn
 from shardwise.optim.groups import layerwise_decay as layerwise_decay
 from shardwise.optim.groups import mask_fn as mask_fn
+from shardwise.optim.matrices import orthogonalize as orthogonalize
 from shardwise.optim.optimizers import RECIPES as RECIPES
 from shardwise.optim.optimizers import adafactor as adafactor
 from shardwise.optim.optimizers import adam as adam
@@ -25,7 +26,6 @@ from shardwise.optim.optimizers import unstable as unstable
 from shardwise.optim.parts import evaluation_params as evaluation_params
 from shardwise.optim.parts import keep_average as keep_average
 from shardwise.optim.parts import live_values as live_values
-from shardwise.optim.parts import orthogonalize as orthogonalize
 from shardwise.optim.parts import record as record
 from shardwise.optim.parts import scale_by_lr as scale_by_lr
 from shardwise.optim.parts import skip_spikes as skip_spikes

@@ -38,6 +38,12 @@ def _is_number(name: str) -> Callable[[ChainPart], bool]:
     return check
 
 
+def _iterates_in_wide(part: ChainPart) -> bool:
+    """Newton-Schulz starts from a matrix divided by its norm, plus a small number."""
+    dtype = part.settings.get("dtype")
+    return dtype is not None and str(jnp.dtype(dtype)) in WIDE
+
+
 def _always(part: ChainPart) -> bool:
     return True
 
@@ -51,6 +57,7 @@ SAFE: dict[str, Callable[[ChainPart], bool]] = {
     "add_decayed_weights": _is_number("weight_decay"),
     "scale_by_lion": _always,
     "trace": _is_number("decay"),
+    "orthogonalize": _iterates_in_wide,
     "clip_by_norm": _always,
     "clip_by_global_norm": _always,
     "clip": _always,

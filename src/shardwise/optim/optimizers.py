@@ -28,12 +28,12 @@ from shardwise.optim.groups import (
     map_with_path,
     mask_fn,
 )
+from shardwise.optim.matrices import orthogonalize
 from shardwise.optim.parts import (
     Mask,
     clip_by_norm,
     keep_average,
     norm,
-    orthogonalize,
     record,
     scale_by_lr,
     skip_spikes,

@@ -1,6 +1,5 @@
 """Optax transformations that Optax lacks, and functions that read values from their states."""
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
@@ -16,7 +15,6 @@ from shardwise.tree import (
     Params,
     PyTree,
     any_layer,
-    matches,
     named_leaves,
 )
 
@@ -469,89 +467,3 @@ def skip_spikes(
         return new_updates, Spikes(inner_state, mean, state.count + good, recorded)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def orthogonalize(
-    steps: int = 5,
-    rms: float | None = None,
-    stacked: tuple[str, ...] = (),
-    dtype: DTypeLike = jnp.float32,
-) -> optax.GradientTransformation:
-    """Return the direction of Muon: each matrix becomes approximately the nearest orthogonal one.
-
-    A parameter with more than two dims is reshaped to a matrix. Of all ways to split its dims into
-    inputs and outputs, the one nearest to a square is used.
-
-    Args:
-        steps: the number of Newton-Schulz iterations.
-        rms: the root mean square of the result. 0.2 suits learning rates of AdamW. By default the
-            result is scaled by sqrt(max(1, outputs / inputs)).
-        stacked: patterns of parameters whose first dim counts layers. Each layer is a matrix.
-        dtype: the dtype of the iterations. bfloat16 is faster, but its rounding differs between
-            meshes.
-
-    Example:
-        >>> import optax
-        >>> tx = optax.chain(optax.trace(0.95), orthogonalize(rms=0.2), optax.scale(-1e-3))
-    """
-
-    def update(updates: PyTree, params: Params = None) -> PyTree:
-        leaves, structure = jax.tree_util.tree_flatten_with_path(updates)
-        done: list[jax.Array] = []
-        for path, x in leaves:
-            # Each matrix starts when the one before the last is done. A sharded matrix is gathered
-            # for its matmuls; if all started at once, all would be replicated at once.
-            if len(done) > 1:
-                x, done[-2] = jax.lax.optimization_barrier((x, done[-2]))
-            done.append(one(param_path(path), x))
-        return jax.tree.unflatten(structure, done)
-
-    def one(path: str, x: jax.Array) -> jax.Array:
-        is_stacked = any(matches(pattern, path) for pattern in stacked)
-        layers = x.shape[:1] if is_stacked else ()
-        inputs, outputs = matrix_shape(x.shape[len(layers) :])
-        orthogonal = _newton_schulz(
-            x.reshape(*layers, inputs, outputs).astype(dtype), steps
-        )
-        if rms is None:
-            scale = math.sqrt(max(1, outputs / inputs))
-        else:
-            scale = rms * math.sqrt(max(inputs, outputs))
-        return (scale * orthogonal.astype(jnp.float32)).reshape(x.shape).astype(x.dtype)
-
-    return optax.stateless(update)
-
-
-def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return (inputs, outputs) for the split of the dims that is nearest to a square.
-
-    Of two equal splits, the one with fewer inputs is used.
-
-    Example:
-        >>> matrix_shape((768, 3, 12, 64))
-        (768, 2304)
-    """
-    splits = [
-        (math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))
-    ]
-    return min(splits, key=lambda pair: max(pair) / max(1, min(pair)))
-
-
-def _newton_schulz(x: jax.Array, steps: int) -> jax.Array:
-    """Return `x` with every singular value pushed towards 1.
-
-    With these coefficients, five iterations reach about 0.7 to 1.2.
-    """
-    a, b, c = 3.4445, -4.7750, 2.0315
-    size = jnp.linalg.norm(x.astype(jnp.float32), axis=(-2, -1), keepdims=True)
-    x = x / (size + 1e-7).astype(x.dtype)
-    # The Gram matrix is smaller if the rows are the shorter side.
-    is_tall = x.shape[-2] > x.shape[-1]
-    x = jnp.swapaxes(x, -2, -1) if is_tall else x
-
-    def iterate(_: int, x: jax.Array) -> jax.Array:
-        gram = x @ jnp.swapaxes(x, -2, -1)
-        return a * x + (b * gram + c * gram @ gram) @ x
-
-    x = jax.lax.fori_loop(0, steps, iterate, x, unroll=True)
-    return jnp.swapaxes(x, -2, -1) if is_tall else x

@@ -35,6 +35,7 @@ from shardwise.loss import Loss, LossValue, TracedLoss, as_means, call_loss, set
 from shardwise.metrics import Mask, Mean
 from shardwise.module import AccessHook, Pure
 from shardwise.optim.finite import all_finite, representative_leaves, stays_finite
+from shardwise.optim.matrices import parameters_stored_as
 from shardwise.optim.parts import leaf_changes, live_values, norm
 from shardwise.optim.read import read_chains
 from shardwise.precision import OwnSum, sums_in_float32
@@ -295,9 +296,10 @@ class _StepFunctions:
         grad_norm = norm(grads)
         value = means["loss"].value
         # `value` and `grad` are for optimizers that use them, for example `optax.polyak_sgd`.
-        updates, opt_state = self.optimizer.update(
-            grads, state.opt_state, state.params, value=value, grad=grads
-        )
+        with parameters_stored_as(self.spec.shardings.params):
+            updates, opt_state = self.optimizer.update(
+                grads, state.opt_state, state.params, value=value, grad=grads
+            )
         _check_opt_state(state.opt_state, opt_state)
         params = optax.apply_updates(state.params, updates)
 

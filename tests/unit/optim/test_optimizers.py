@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from shardwise import optim
 from shardwise.errors import ConfigError
 from shardwise.optim import Group
-from shardwise.optim.parts import keep_average, matrix_shape, norm, with_master
+from shardwise.optim.matrices import matrix_shape
+from shardwise.optim.parts import keep_average, norm, with_master
 
 PARAMS = {
     "a": {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)},

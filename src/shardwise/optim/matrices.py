@@ -1,0 +1,344 @@
+"""Directions that treat parameters as matrices, such as that of Muon, and how a mesh shares the
+work.
+
+A Newton-Schulz iteration multiplies a matrix by its transpose. On a matrix that is sharded, each
+matmul would gather or reduce. Therefore matrices of one shape are stacked, and the stack is sharded
+by matrix: each device receives complete matrices, works on them alone, and returns them. This is
+one all-to-all for each mesh axis that shards the matrix, and one back. Devices that hold the same
+matrices (data parallelism) share them too if that pays: each works on some of them, and all gather
+the results.
+
+Optax does not know shardings. The step passes them in a context, `parameters_stored_as`. Outside
+of a step, each matrix is computed where it is.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from shardwise.optim.groups import param_path
+from shardwise.tree import KeyPath, OptState, Params, PyTree, matches, named_leaves
+
+# Mesh axes of each dim.
+_Dims: TypeAlias = tuple[tuple[str, ...], ...]
+
+# Devices that hold the same matrices share the work if no side of a matrix is shorter. Five
+# iterations cost about 5 FLOP for each byte of the result and each row of the shorter side. A TPU
+# v5e, with the lowest rate of links to matmuls, computes about 2,000 FLOP while it gathers a byte.
+SHORTEST_SIDE = 512
+
+# Pairs of the name and the sharding of each parameter of the step that is being traced. JAX's
+# caches of traces depend on it.
+_STORED = jax.make_user_context(default_value=())
+
+
+@contextmanager
+def parameters_stored_as(shardings: PyTree) -> Iterator[None]:
+    """Set how parameters are sharded, while the update of an optimizer is traced.
+
+    Args:
+        shardings: the `NamedSharding` of each parameter, as a tree like the parameters.
+    """
+    with _STORED(tuple(named_leaves(shardings).items())):
+        yield
+
+
+@dataclass(frozen=True)
+class _Matrices:
+    """A parameter as a batch of matrices.
+
+    Attributes:
+        array: of shape `(shards, layers, *dims)`: the layers of each shard of the layer dim. A
+            parameter that is not stacked is one layer in one shard.
+        sharding: the sharding of the parameter; None outside of a step.
+        dims: the mesh axes of each dim of `array` that have more than one device.
+    """
+
+    array: jax.Array
+    sharding: NamedSharding | None
+    dims: _Dims
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether single matrices are sharded."""
+        return any(self.dims[2:])
+
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        """Mesh axes whose devices hold the same matrices, and have fast links to each other."""
+        if (
+            self.sharding is None
+            or min(matrix_shape(self.array.shape[2:])) < SHORTEST_SIDE
+        ):
+            return ()
+        mesh = self.sharding.mesh
+        assert isinstance(mesh, Mesh), "a step has devices"
+        used = {axis for names in self.dims for axis in names}
+        return tuple(
+            axis
+            for axis, size in mesh.shape.items()
+            if size > 1 and axis not in used and _is_fast(mesh, axis)
+        )
+
+
+def map_matrices(
+    function: Callable[[jax.Array], jax.Array],
+    updates: PyTree,
+    stacked: Sequence[str] = (),
+    dtype: DTypeLike = jnp.float32,
+) -> PyTree:
+    """Apply a function to each parameter as a matrix.
+
+    Args:
+        function: a function of matrices, from shape (..., inputs, outputs) to the same shape.
+        updates: the updates of the parameters. `matrix_shape` tells the shape of the matrix.
+        stacked: patterns of parameters whose first dim counts layers. Each layer is a matrix.
+        dtype: the dtype in which matrices are passed to the function and between devices.
+
+    Returns:
+        The results, of the shapes and in the layout of the updates, in `dtype`.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(updates)
+    shardings: Mapping[str, NamedSharding] = dict(_STORED.value)
+    parts: list[_Matrices] = []
+    groups: dict[object, list[int]] = {}
+    for index, (key_path, x) in enumerate(leaves):
+        path = param_path(key_path)
+        is_stacked = is_stack(path, stacked)
+        part = _as_matrices(x.astype(dtype), shardings.get(path), is_stacked)
+        parts.append(part)
+        shape = part.array.shape
+        # To join the layers of several parameters would move those that are sharded by layer.
+        is_alone = not _pays_to_stack(part) or shape[0] > 1
+        kind = index if is_alone else (shape[2:], part.dims)
+        groups.setdefault(kind, []).append(index)
+
+    results: list[jax.Array] = [x for _, x in leaves]
+    done: list[jax.Array] = []
+    for members in groups.values():
+        arrays = [parts[index].array for index in members]
+        # Each group starts when the one before the last is done, so that the temporary arrays of
+        # few groups are in memory at once.
+        if len(done) > 1:
+            arrays, done[-2] = jax.lax.optimization_barrier((arrays, done[-2]))
+        stack = jnp.concatenate(arrays, 1) if len(arrays) > 1 else arrays[0]
+        done.append(_apply(function, stack, parts[members[0]]))
+    for members, result in zip(groups.values(), done, strict=True):
+        start = 0
+        for index in members:
+            end = start + parts[index].array.shape[1]
+            results[index] = result[:, start:end].reshape(results[index].shape)
+            start = end
+    return jax.tree.unflatten(structure, results)
+
+
+def is_stack(path: str, stacked: Sequence[str]) -> bool:
+    """Return whether the first dim of a parameter counts layers.
+
+    Args:
+        path: the path of the parameter.
+        stacked: patterns of such parameters.
+    """
+    return any(matches(pattern, path) for pattern in stacked)
+
+
+def _as_matrices(
+    x: jax.Array, sharding: NamedSharding | None, is_stacked: bool
+) -> _Matrices:
+    """Return a parameter as a batch of matrices."""
+    axes: list[tuple[str, ...]] = [()] * x.ndim
+    if sharding is not None:
+        sizes = sharding.mesh.shape
+        for dim, entry in enumerate(sharding.spec):
+            names = (entry,) if isinstance(entry, str) else entry or ()
+            axes[dim] = tuple(name for name in names if sizes[name] > 1)
+    if not is_stacked:
+        return _Matrices(x[None, None], sharding, ((), (), *axes))
+    shards = 1
+    if sharding is not None:
+        shards = math.prod(sharding.mesh.shape[name] for name in axes[0])
+    array = x.reshape(shards, -1, *x.shape[1:])
+    return _Matrices(array, sharding, (axes[0], (), *axes[1:]))
+
+
+def _is_fast(mesh: Mesh, axis: str) -> bool:
+    """Return whether an axis stays within TPU slices, or within processes on other platforms."""
+
+    def place(device: jax.Device) -> int:
+        if device.platform == "tpu":
+            return int(getattr(device, "slice_index", None) or 0)
+        return int(device.process_index)
+
+    places = np.vectorize(place, otypes=[int])(mesh.devices)
+    dim = mesh.axis_names.index(axis)
+    return bool((places == places.take([0], dim)).all())
+
+
+def _pays_to_stack(part: _Matrices) -> bool:
+    """Return whether a step should join parameters of this kind.
+
+    It saves collectives, and fills a GPU, for which single matrices are too small. A CPU computes
+    single matrices faster.
+    """
+    if part.sharding is None:
+        return False
+    platform = part.sharding.mesh.devices.flat[0].platform
+    return part.is_sharded or bool(part.replicas) or platform == "gpu"
+
+
+def _apply(
+    function: Callable[[jax.Array], jax.Array], stack: jax.Array, like: _Matrices
+) -> jax.Array:
+    """Apply a function to a stack of matrices, each of them complete on one device.
+
+    Args:
+        function: a function of matrices.
+        stack: of shape `(shards, layers, *dims)`.
+        like: a parameter of the stack.
+    """
+    shape = stack.shape
+    matrix = matrix_shape(shape[2:])
+    moves = _moves(like, shape[1])
+    if len(moves) == 1:
+        return function(stack.reshape(*shape[:2], *matrix)).reshape(shape)
+    assert like.sharding is not None
+    mesh = like.sharding.mesh
+    missing = -shape[1] % math.prod(mesh.shape[axis] for axis in moves[-1][1])
+    widths = [(0, missing if dim == 1 else 0) for dim in range(len(shape))]
+    stack = jnp.pad(stack, widths)
+    shardings = [
+        NamedSharding(mesh, PartitionSpec(*(names or None for names in dims)))
+        for dims in moves
+    ]
+    for sharding in shardings:
+        stack = jax.lax.with_sharding_constraint(stack, sharding)
+    padded = stack.shape
+    stack = function(stack.reshape(*padded[:2], *matrix)).reshape(padded)
+    for sharding in reversed(shardings):
+        stack = jax.lax.with_sharding_constraint(stack, sharding)
+    return stack[:, : shape[1]]
+
+
+def _moves(like: _Matrices, layers: int) -> list[_Dims]:
+    """Return shardings that lead to matrices that are complete on each device.
+
+    Each step adds one mesh axis to dim 1. First come axes of replicas, along which every device
+    keeps a part of the matrices, which needs no collective. Then each axis that shards a matrix
+    moves, the last axis of a dim first. XLA exchanges that by one all-to-all. If two axes moved at
+    once, it would gather.
+
+    Args:
+        like: a parameter of the stack.
+        layers: the number of matrices in each shard of the stack.
+    """
+    moves = [like.dims]
+    if like.sharding is None:
+        return moves
+    sizes = like.sharding.mesh.shape
+    num_devices = math.prod(sizes[axis] for names in like.dims[2:] for axis in names)
+    for axis in like.replicas:
+        # Not if most devices would have no matrix: their padding is gathered too.
+        num_devices *= sizes[axis]
+        if num_devices > 2 * layers:
+            break
+        now = list(moves[-1])
+        now[1] = (*now[1], axis)
+        moves.append(tuple(now))
+    for dim in range(2, len(like.dims)):
+        for _ in like.dims[dim]:
+            now = list(moves[-1])
+            *rest, axis = now[dim]
+            now[1] = (*now[1], axis)
+            now[dim] = tuple(rest)
+            moves.append(tuple(now))
+    return moves
+
+
+def orthogonalize(
+    steps: int = 5,
+    rms: float | None = None,
+    stacked: tuple[str, ...] = (),
+    dtype: DTypeLike = jnp.float32,
+) -> optax.GradientTransformation:
+    """Return the direction of Muon: each matrix becomes approximately the nearest orthogonal one.
+
+    A parameter with more than two dims is reshaped to a matrix. Of all ways to split its dims into
+    inputs and outputs, the one nearest to a square is used.
+
+    Args:
+        steps: the number of Newton-Schulz iterations.
+        rms: the root mean square of the result. 0.2 suits learning rates of AdamW. By default the
+            result is scaled by sqrt(max(1, outputs / inputs)).
+        stacked: patterns of parameters whose first dim counts layers. Each layer is a matrix.
+        dtype: the dtype of the iterations. bfloat16 is faster, but its rounding differs between
+            meshes.
+
+    Example:
+        >>> import optax
+        >>> tx = optax.chain(optax.trace(0.95), orthogonalize(rms=0.2), optax.scale(-1e-3))
+    """
+
+    def orthogonal(x: jax.Array) -> jax.Array:
+        return _newton_schulz(x, steps)
+
+    def scaled(path: KeyPath, x: jax.Array, update: jax.Array) -> jax.Array:
+        is_stacked = is_stack(param_path(path), stacked)
+        inputs, outputs = matrix_shape(x.shape[1:] if is_stacked else x.shape)
+        if rms is None:
+            scale = math.sqrt(max(1, outputs / inputs))
+        else:
+            scale = rms * math.sqrt(max(inputs, outputs))
+        return (scale * x.astype(jnp.float32)).astype(update.dtype)
+
+    # `shardwise.optim.read` reads the settings from the variables that this function uses.
+    def update(
+        updates: PyTree, state: OptState, params: Params = None
+    ) -> tuple[PyTree, OptState]:
+        results = map_matrices(orthogonal, updates, stacked, dtype)
+        return jax.tree_util.tree_map_with_path(scaled, results, updates), state
+
+    return optax.GradientTransformation(optax.init_empty_state, update)
+
+
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return (inputs, outputs) for the split of the dims that is nearest to a square.
+
+    Of two equal splits, the one with fewer inputs is used.
+
+    Example:
+        >>> matrix_shape((768, 3, 12, 64))
+        (768, 2304)
+    """
+    splits = [
+        (math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))
+    ]
+    return min(splits, key=lambda pair: max(pair) / max(1, min(pair)))
+
+
+def _newton_schulz(x: jax.Array, steps: int) -> jax.Array:
+    """Return `x` with every singular value pushed towards 1.
+
+    With these coefficients, five iterations reach about 0.7 to 1.2.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    size = jnp.linalg.norm(x.astype(jnp.float32), axis=(-2, -1), keepdims=True)
+    x = x / (size + 1e-7).astype(x.dtype)
+    # The Gram matrix is smaller if the rows are the shorter side.
+    is_tall = x.shape[-2] > x.shape[-1]
+    x = jnp.swapaxes(x, -2, -1) if is_tall else x
+
+    def iterate(_: int, x: jax.Array) -> jax.Array:
+        gram = x @ jnp.swapaxes(x, -2, -1)
+        return a * x + (b * gram + c * gram @ gram) @ x
+
+    x = jax.lax.fori_loop(0, steps, iterate, x, unroll=True)
+    return jnp.swapaxes(x, -2, -1) if is_tall else x
