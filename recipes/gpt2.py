@@ -42,6 +42,7 @@ def recipe(
     accumulate: int = 1,
     microbatches: int = 0,
     rounds: int = 1,
+    optimizer: Literal["adamw", "muon"] = "adamw",
     lr: float = 6e-4,
     clip: float = 1.0,
     compute_dtype: str | None = "bfloat16",
@@ -65,6 +66,7 @@ def recipe(
         accumulate: Number of micro-batches per step.
         microbatches: Parts of a batch in a pipeline (mesh axis `stage`). 0 chooses 4 per stage.
         rounds: How often each of them passes through all stages.
+        optimizer: Optimizer. Muon uses Adam for embedding tables and vectors.
         lr: Peak learning rate.
         clip: Largest norm of all gradients. 0 does not clip.
         compute_dtype: Dtype of the computation. None uses that of the parameters.
@@ -98,10 +100,20 @@ def recipe(
         layer = "" if scan_layers else "*/"
         replicated = ((f"blocks/{layer}attn/qkv/bias", ()),)
     schedule = optim.cosine(lr, steps, warmup=0.05, end=lr / 10)
+    if optimizer == "muon":
+        tx = optim.muon(
+            schedule,
+            adam=("tokens", "positions"),
+            stacked=("blocks/*",) if scan_layers else (),
+            weight_decay=0.1,
+            clip=clip or None,
+        )
+    else:
+        tx = optim.adamw(schedule, b2=0.95, weight_decay=0.1, clip=clip or None)
     return Run(
         model=lambda rngs: GPT(config, rngs),
         loss=loss,
-        optimizer=optim.adamw(schedule, b2=0.95, weight_decay=0.1, clip=clip or None),
+        optimizer=tx,
         data=Batches(source, batch_size, seed=seed),
         steps=steps,
         mesh=mesh,
