@@ -29,6 +29,7 @@ LEARNING_RATES = {
     "lion": 3e-3,
     "adafactor": 0.03,
     "muon": 0.02,
+    "normuon": 0.02,
     "schedule_free": 0.02,
     "prodigy": 1.0,
     "standard": 0.01,

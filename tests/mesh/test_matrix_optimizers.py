@@ -26,6 +26,7 @@ LAYERS, WIDTH = 3, 32
 RULES = Rules(fsdp_min_size=64)
 OPTIMIZERS = {
     "muon": lambda **options: optim.muon(0.02, clip=1.0, **options),
+    "normuon": lambda **options: optim.normuon(0.02, clip=1.0, **options),
 }
 
 

@@ -8,6 +8,7 @@ from shardwise.optim.groups import decays_matrices as decays_matrices
 from shardwise.optim.groups import label_fn as label_fn
 from shardwise.optim.groups import layerwise_decay as layerwise_decay
 from shardwise.optim.groups import mask_fn as mask_fn
+from shardwise.optim.matrices import normalize_neurons as normalize_neurons
 from shardwise.optim.matrices import orthogonalize as orthogonalize
 from shardwise.optim.optimizers import RECIPES as RECIPES
 from shardwise.optim.optimizers import adafactor as adafactor
@@ -17,6 +18,7 @@ from shardwise.optim.optimizers import assemble as assemble
 from shardwise.optim.optimizers import fine_tuning as fine_tuning
 from shardwise.optim.optimizers import lion as lion
 from shardwise.optim.optimizers import muon as muon
+from shardwise.optim.optimizers import normuon as normuon
 from shardwise.optim.optimizers import prodigy as prodigy
 from shardwise.optim.optimizers import schedule_free as schedule_free
 from shardwise.optim.optimizers import sgd as sgd

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -309,6 +309,74 @@ def orthogonalize(
     return optax.GradientTransformation(optax.init_empty_state, update)
 
 
+class Neurons(NamedTuple):
+    """State of `normalize_neurons`.
+
+    Attributes:
+        nu: for each parameter, the mean square of the updates of each output. It has the shape of
+            the parameter, with size 1 for the dims of inputs.
+    """
+
+    nu: PyTree
+
+
+def normalize_neurons(
+    b2: float = 0.95,
+    rms: float = 0.2,
+    stacked: tuple[str, ...] = (),
+    eps: float = 1e-8,
+) -> optax.GradientTransformation:
+    """Return the second part of NorMuon: the updates of all outputs of a matrix get one size.
+
+    Each output of a matrix, the weights of one neuron, is divided by the root mean square of its
+    recent updates. Then the complete matrix is scaled.
+
+    Args:
+        b2: the decay of the mean square.
+        rms: the root mean square of the result. 0.2 suits learning rates of AdamW.
+        stacked: patterns of parameters whose first dim counts layers. Each layer is a matrix.
+        eps: a small number that is added to the denominators.
+
+    Example:
+        >>> import optax
+        >>> tx = optax.chain(optax.trace(0.95), orthogonalize(), normalize_neurons())
+    """
+
+    def dims(path: KeyPath, x: jax.Array) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the dims of inputs, and those of inputs and outputs."""
+        first = 1 if is_stack(param_path(path), stacked) else 0
+        inputs = tuple(range(first, first + num_input_dims(x.shape[first:])))
+        return inputs, tuple(range(first, x.ndim))
+
+    def zeros(path: KeyPath, x: jax.Array) -> jax.Array:
+        inputs, _ = dims(path, x)
+        shape = [1 if dim in inputs else size for dim, size in enumerate(x.shape)]
+        return jnp.zeros(shape, jnp.float32)
+
+    def mean_square(path: KeyPath, x: jax.Array, nu: jax.Array) -> jax.Array:
+        inputs, _ = dims(path, x)
+        square = jnp.square(x.astype(jnp.float32))
+        return b2 * nu + (1 - b2) * jnp.mean(square, inputs, keepdims=True)
+
+    def normalized(path: KeyPath, x: jax.Array, nu: jax.Array) -> jax.Array:
+        _, both = dims(path, x)
+        y = x.astype(jnp.float32) / (jnp.sqrt(nu) + eps)
+        size = jnp.sqrt(jnp.mean(jnp.square(y), both, keepdims=True))
+        return (rms * y / (size + eps)).astype(x.dtype)
+
+    def init(params: Params) -> Neurons:
+        return Neurons(jax.tree_util.tree_map_with_path(zeros, params))
+
+    # `shardwise.optim.read` reads the settings from the variables that this function uses.
+    def update(
+        updates: PyTree, state: Neurons, params: Params = None
+    ) -> tuple[PyTree, Neurons]:
+        nu = jax.tree_util.tree_map_with_path(mean_square, updates, state.nu)
+        return jax.tree_util.tree_map_with_path(normalized, updates, nu), Neurons(nu)
+
+    return optax.GradientTransformation(init, update)
+
+
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     """Return (inputs, outputs) for the split of the dims that is nearest to a square.
 
@@ -318,10 +386,18 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
         >>> matrix_shape((768, 3, 12, 64))
         (768, 2304)
     """
-    splits = [
-        (math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))
-    ]
-    return min(splits, key=lambda pair: max(pair) / max(1, min(pair)))
+    split = num_input_dims(shape)
+    return math.prod(shape[:split]), math.prod(shape[split:])
+
+
+def num_input_dims(shape: tuple[int, ...]) -> int:
+    """Return how many dims of a parameter are inputs, see `matrix_shape`."""
+
+    def ratio(split: int) -> float:
+        sides = math.prod(shape[:split]), math.prod(shape[split:])
+        return max(sides) / max(1, min(sides))
+
+    return min(range(1, len(shape)), key=ratio)
 
 
 def _newton_schulz(x: jax.Array, steps: int) -> jax.Array:

@@ -28,7 +28,7 @@ from shardwise.optim.groups import (
     map_with_path,
     mask_fn,
 )
-from shardwise.optim.matrices import orthogonalize
+from shardwise.optim.matrices import normalize_neurons, orthogonalize
 from shardwise.optim.parts import (
     Mask,
     clip_by_norm,
@@ -291,23 +291,72 @@ def muon(
         >>> optimizer = muon(cosine(3e-3, 10_000), adam=tables, weight_decay=0.1, clip=1.0)
     """
 
-    def label(path: str, leaf: Leaf) -> str:
-        is_matrix = decays_matrices(path, leaf)
-        uses_adam = not is_matrix or any(matches(pattern, path) for pattern in adam)
-        return "adam" if uses_adam else "muon"
+    matrices = optax.chain(
+        optax.trace(momentum, nesterov, moment_dtype),
+        orthogonalize(rms=rms, stacked=tuple(stacked), dtype=iterate_in),
+    )
+    others = _adam_part(b1, b2, eps, moment_dtype, adam_lr_scale)
+    direction = partial(_by_shape, "muon", matrices, others, tuple(adam))
+    return assemble(
+        _descend(direction), lr, weight_decay=weight_decay, clip=clip, **options
+    )
 
-    def direction() -> Transformation:
-        for_matrices = optax.chain(
-            optax.trace(momentum, nesterov, moment_dtype),
-            orthogonalize(rms=rms, stacked=tuple(stacked), dtype=iterate_in),
-        )
-        for_others = optax.chain(
-            optax.scale_by_adam(b1, b2, eps, mu_dtype=moment_dtype),
-            optax.scale(adam_lr_scale),
-        )
-        transformations = {"muon": for_matrices, "adam": for_others}
-        return optax.partition(transformations, partial(map_with_path, label))
 
+def normuon(
+    lr: float | Schedule,
+    *,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    neuron_b2: float = 0.95,
+    rms: float = 0.2,
+    adam: Sequence[str] = (),
+    adam_lr_scale: float = 1.0,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    stacked: Sequence[str] = (),
+    iterate_in: DTypeLike = "float32",
+    weight_decay: float = 0.0,
+    clip: Clip = None,
+    moment_dtype: DTypeLike | None = None,
+    **options: Unpack[Common],
+) -> Transformation:
+    """Return NorMuon: Muon whose updates have one size for all outputs of a matrix.
+
+    Orthogonalized matrices have outputs (neurons) of different sizes. NorMuon divides each by the
+    root mean square of its recent updates, which is one number per output to keep.
+
+    Args:
+        lr: the learning rate, a number or a schedule.
+        momentum: the decay of the momentum.
+        nesterov: whether to use Nesterov momentum.
+        neuron_b2: the decay of the mean square of each output.
+        rms: the root mean square of the update of a matrix. 0.2 is that of AdamW, so that one
+            learning rate suits both.
+        adam: patterns of matrices that use Adam too, such as embedding tables.
+        adam_lr_scale: a factor for the learning rate of Adam.
+        b1: the decay of Adam's first moment.
+        b2: the decay of Adam's second moment.
+        eps: a small number that is added to the denominators.
+        stacked: patterns of parameters whose first dim counts layers.
+        iterate_in: the dtype of the Newton-Schulz iterations, see `muon`.
+        weight_decay: the weight decay, multiplied by the learning rate.
+        clip: the largest global norm of the gradients, or a transformation that clips them.
+        moment_dtype: the dtype of the momentum and of Adam's first moment. By default that of the
+            parameters.
+        **options: `decay`, `groups`, `ema`, `master` and `spikes`, see `assemble`.
+
+    Example:
+        >>> tables = ("tokens", "positions")
+        >>> optimizer = normuon(cosine(3e-3, 10_000), adam=tables, weight_decay=0.1, clip=1.0)
+    """
+    matrices = optax.chain(
+        optax.trace(momentum, nesterov, moment_dtype),
+        orthogonalize(stacked=tuple(stacked), dtype=iterate_in),
+        normalize_neurons(neuron_b2, rms, tuple(stacked), eps),
+    )
+    others = _adam_part(b1, b2, eps, moment_dtype, adam_lr_scale)
+    direction = partial(_by_shape, "normuon", matrices, others, tuple(adam))
     return assemble(
         _descend(direction), lr, weight_decay=weight_decay, clip=clip, **options
     )
@@ -678,6 +727,43 @@ def _descend(direction: Callable[[], Transformation]) -> Build:
     return lambda lr, decay: optax.chain(direction(), decay, scale_by_lr(lr))
 
 
+def _adam_part(
+    b1: float,
+    b2: float,
+    eps: float,
+    moment_dtype: DTypeLike | None,
+    lr_scale: float,
+) -> Transformation:
+    """Return the direction of parameters that are not matrices."""
+    return optax.chain(
+        optax.scale_by_adam(b1, b2, eps, mu_dtype=moment_dtype), optax.scale(lr_scale)
+    )
+
+
+def _by_shape(
+    name: str,
+    matrices: Transformation,
+    others: Transformation,
+    adam: tuple[str, ...],
+) -> Transformation:
+    """Return a direction for matrices, and another for all other parameters.
+
+    Args:
+        name: the name of the group of matrices.
+        matrices: the direction of matrices.
+        others: the direction of the group "adam".
+        adam: patterns of matrices that belong to that group too.
+    """
+
+    def label(path: str, leaf: Leaf) -> str:
+        is_matrix = decays_matrices(path, leaf)
+        uses_adam = not is_matrix or any(matches(pattern, path) for pattern in adam)
+        return "adam" if uses_adam else name
+
+    transformations = {name: matrices, "adam": others}
+    return optax.partition(transformations, partial(map_with_path, label))
+
+
 RECIPES: dict[str, Callable[..., Transformation]] = {
     "sgd": sgd,
     "adam": adam,
@@ -685,6 +771,7 @@ RECIPES: dict[str, Callable[..., Transformation]] = {
     "lion": lion,
     "adafactor": adafactor,
     "muon": muon,
+    "normuon": normuon,
     "schedule_free": schedule_free,
     "prodigy": prodigy,
     "standard": standard,
