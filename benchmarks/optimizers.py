@@ -22,6 +22,7 @@ import optax
 
 from shardwise import abstract_state, make_mesh, optim
 from shardwise.models.gpt import GPT, PRESETS
+from shardwise.optim.matrices import parameters_stored_as
 from shardwise.optim.parts import norm
 
 TABLES = ("tokens", "positions")
@@ -128,7 +129,9 @@ def time_of_update(
             params, state, _ = carry
             # The gradients change, otherwise the compiler would compute the norm only once.
             changed = jax.tree.map(lambda g: g * (1 + 1e-6 * i), grads)
-            updates, state = tx.update(changed, state, params)
+            # As in a training step: matrices of one shape are stacked on a GPU.
+            with parameters_stored_as(jax.tree.map(lambda p: p.sharding, abstract)):
+                updates, state = tx.update(changed, state, params)
             params = optax.apply_updates(params, updates)
             return (
                 params,

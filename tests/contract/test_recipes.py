@@ -30,6 +30,7 @@ LEARNING_RATES = {
     "adafactor": 0.03,
     "muon": 0.02,
     "normuon": 0.02,
+    "soap": 0.01,
     "schedule_free": 0.02,
     "prodigy": 1.0,
     "standard": 0.01,
@@ -124,6 +125,7 @@ def test_descends_on_a_quadratic(name):
 SIMILAR = (
     *("adam", "standard", "transformer", "fine_tuning", "sgd"),
     *("lion", "adafactor", "schedule_free", "prodigy", "muon"),
+    *("normuon", "soap"),
 )
 SOME = [
     pytest.param(name, marks=pytest.mark.slow) if name in SIMILAR else name

@@ -27,6 +27,7 @@ RULES = Rules(fsdp_min_size=64)
 OPTIMIZERS = {
     "muon": lambda **options: optim.muon(0.02, clip=1.0, **options),
     "normuon": lambda **options: optim.normuon(0.02, clip=1.0, **options),
+    "soap": lambda **options: optim.soap(0.01, every=2, clip=1.0, **options),
 }
 
 
@@ -144,17 +145,24 @@ def on_one_device():
 
 
 MESHES = ["fsdp=8", "data=2,fsdp=4", "fsdp=4,model=2"]
-CASES = [
-    (mesh, model)
-    if (mesh, model) in [("fsdp=4,model=2", "unrolled"), ("fsdp=8", "scanned")]
-    else pytest.param(mesh, model, marks=pytest.mark.slow)
-    for mesh in MESHES
-    for model in MODELS
+CASES = [(mesh, model) for mesh in MESHES for model in MODELS]
+# One case of each optimizer, mesh axes and kind of layers.
+QUICK = [
+    ("muon", "fsdp=4,model=2", "unrolled"),
+    ("muon", "fsdp=8", "scanned"),
+    ("soap", "fsdp=8", "scanned"),
 ]
 
 
-@pytest.mark.parametrize(("mesh", "model"), CASES)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def unless_quick(optimizer, *case):
+    is_quick = (optimizer, *case[-2:]) in QUICK
+    return pytest.param(*case, marks=() if is_quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "mesh", "model"),
+    [unless_quick(name, name, *case) for name in OPTIMIZERS for case in CASES],
+)
 def test_a_mesh_trains_like_one_device(optimizer, mesh, model, on_one_device):
     expected, params_there = on_one_device(optimizer, model)
     actual, params_here = train(optimizer, model, mesh)
@@ -163,7 +171,9 @@ def test_a_mesh_trains_like_one_device(optimizer, mesh, model, on_one_device):
         np.testing.assert_allclose(leaf, params_there[path], atol=1e-5, err_msg=path)
 
 
-@pytest.mark.parametrize(("mesh", "model"), CASES)
+@pytest.mark.parametrize(
+    ("mesh", "model"), [unless_quick("muon", *case) for case in CASES]
+)
 def test_muon_exchanges_each_stack_once_in_and_once_out(mesh, model):
     num_axes = 2 if "model" in mesh else 1
     spec = describe("muon", model, mesh)
@@ -192,8 +202,8 @@ def test_the_state_of_muon_is_the_momentum_and_adam_for_the_rest(model):
 def test_one_mesh_axis_moves_at_a_time_and_the_last_of_a_dim_first():
     mesh = make_mesh("stage=2,fsdp=2,context=2", jax.devices())
     layout = NamedSharding(mesh, P("stage", ("fsdp", "context")))
-    part = _as_matrices(jnp.zeros((6, 16, 32)), layout, is_stacked=True)
-    assert part.array.shape == (2, 3, 16, 32)
+    part = _as_matrices((6, 16, 32), layout, is_stacked=True)
+    assert part.shape == (2, 3, 16, 32)
     assert _moves(part, layers=3) == [
         (("stage",), (), ("fsdp", "context"), ()),
         (("stage",), ("context",), ("fsdp",), ()),

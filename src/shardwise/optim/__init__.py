@@ -3,6 +3,7 @@
 Everything here is plain Optax: it takes and returns `optax.GradientTransformation`.
 """
 
+from shardwise.optim.eigenbasis import scale_by_soap as scale_by_soap
 from shardwise.optim.groups import Group as Group
 from shardwise.optim.groups import decays_matrices as decays_matrices
 from shardwise.optim.groups import label_fn as label_fn
@@ -22,6 +23,7 @@ from shardwise.optim.optimizers import normuon as normuon
 from shardwise.optim.optimizers import prodigy as prodigy
 from shardwise.optim.optimizers import schedule_free as schedule_free
 from shardwise.optim.optimizers import sgd as sgd
+from shardwise.optim.optimizers import soap as soap
 from shardwise.optim.optimizers import standard as standard
 from shardwise.optim.optimizers import transformer as transformer
 from shardwise.optim.optimizers import unstable as unstable

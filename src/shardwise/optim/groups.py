@@ -7,7 +7,7 @@ same at creation and at every update, for plain dictionaries and for NNX states.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import optax
@@ -197,10 +197,12 @@ def mask_fn(decays: Decays) -> Callable[[Params], PyTree]:
     return lambda params: map_with_path(decays, params)
 
 
-def map_with_path(function: Callable[[str, Any], object], tree: PyTree) -> PyTree:
-    """Return `tree` with each leaf replaced by `function(path, leaf)`."""
+def map_with_path(
+    function: Callable[..., object], tree: PyTree, *others: PyTree
+) -> PyTree:
+    """Return `tree` with each leaf replaced by `function(path, leaf, *leaves of others)`."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: function(param_path(path), leaf), tree
+        lambda path, *leaves: function(param_path(path), *leaves), tree, *others
     )
 
 

@@ -25,8 +25,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from shardwise.optim.groups import param_path
-from shardwise.tree import KeyPath, OptState, Params, PyTree, matches, named_leaves
+from shardwise.optim.groups import map_with_path, param_path
+from shardwise.tree import OptState, Params, PyTree, matches, named_leaves
 
 # Mesh axes of each dim.
 _Dims: TypeAlias = tuple[tuple[str, ...], ...]
@@ -57,13 +57,13 @@ class _Matrices:
     """A parameter as a batch of matrices.
 
     Attributes:
-        array: of shape `(shards, layers, *dims)`: the layers of each shard of the layer dim. A
-            parameter that is not stacked is one layer in one shard.
+        shape: `(shards, layers, *dims)`: the layers of each shard of the layer dim. A parameter
+            that is not stacked is one layer in one shard.
         sharding: the sharding of the parameter; None outside of a step.
-        dims: the mesh axes of each dim of `array` that have more than one device.
+        dims: the mesh axes of each dim of `shape` that have more than one device.
     """
 
-    array: jax.Array
+    shape: tuple[int, ...]
     sharding: NamedSharding | None
     dims: _Dims
 
@@ -75,10 +75,8 @@ class _Matrices:
     @property
     def replicas(self) -> tuple[str, ...]:
         """Mesh axes whose devices hold the same matrices, and have fast links to each other."""
-        if (
-            self.sharding is None
-            or min(matrix_shape(self.array.shape[2:])) < SHORTEST_SIDE
-        ):
+        is_small = min(matrix_shape(self.shape[2:])) < SHORTEST_SIDE
+        if self.sharding is None or is_small:
             return ()
         mesh = self.sharding.mesh
         assert isinstance(mesh, Mesh), "a step has devices"
@@ -91,54 +89,78 @@ class _Matrices:
 
 
 def map_matrices(
-    function: Callable[[jax.Array], jax.Array],
-    updates: PyTree,
+    function: Callable[..., tuple[jax.Array, ...]],
+    arrays: Mapping[str, tuple[jax.Array, ...]],
     stacked: Sequence[str] = (),
-    dtype: DTypeLike = jnp.float32,
-) -> PyTree:
+    num_matrices: int = 1,
+) -> dict[str, tuple[jax.Array, ...]]:
     """Apply a function to each parameter as a matrix.
 
     Args:
-        function: a function of matrices, from shape (..., inputs, outputs) to the same shape.
-        updates: the updates of the parameters. `matrix_shape` tells the shape of the matrix.
+        function: a function of the arrays of a parameter, which returns as many, of the same
+            shapes. All of them have leading dims for several matrices.
+        arrays: the arrays of each parameter, by path. The first ones are of the shape and in the
+            layout of the parameter, and the function takes them as matrices, see `matrix_shape`.
+            The others, if the parameter is stacked, have a first dim for layers too.
         stacked: patterns of parameters whose first dim counts layers. Each layer is a matrix.
-        dtype: the dtype in which matrices are passed to the function and between devices.
+        num_matrices: how many arrays have the shape of the parameter.
 
     Returns:
-        The results, of the shapes and in the layout of the updates, in `dtype`.
+        The results by path, of the shapes of the arrays. Those of the shape of the parameter are
+        in its layout.
     """
-    leaves, structure = jax.tree_util.tree_flatten_with_path(updates)
     shardings: Mapping[str, NamedSharding] = dict(_STORED.value)
-    parts: list[_Matrices] = []
-    groups: dict[object, list[int]] = {}
-    for index, (key_path, x) in enumerate(leaves):
-        path = param_path(key_path)
-        is_stacked = is_stack(path, stacked)
-        part = _as_matrices(x.astype(dtype), shardings.get(path), is_stacked)
-        parts.append(part)
-        shape = part.array.shape
+    parts: dict[str, _Matrices] = {}
+    groups: dict[object, list[str]] = {}
+    for path, (x, *_) in arrays.items():
+        part = _as_matrices(x.shape, shardings.get(path), is_stack(path, stacked))
+        parts[path] = part
         # To join the layers of several parameters would move those that are sharded by layer.
-        is_alone = not _pays_to_stack(part) or shape[0] > 1
-        kind = index if is_alone else (shape[2:], part.dims)
-        groups.setdefault(kind, []).append(index)
+        is_alone = not _pays_to_stack(part) or part.shape[0] > 1
+        kind = path if is_alone else (part.shape[2:], part.dims)
+        groups.setdefault(kind, []).append(path)
 
-    results: list[jax.Array] = [x for _, x in leaves]
-    done: list[jax.Array] = []
+    done: list[list[jax.Array]] = []
     for members in groups.values():
-        arrays = [parts[index].array for index in members]
+        columns = [
+            [_split(x, path, parts, stacked) for x in arrays[path]] for path in members
+        ]
         # Each group starts when the one before the last is done, so that the temporary arrays of
         # few groups are in memory at once.
         if len(done) > 1:
-            arrays, done[-2] = jax.lax.optimization_barrier((arrays, done[-2]))
-        stack = jnp.concatenate(arrays, 1) if len(arrays) > 1 else arrays[0]
-        done.append(_apply(function, stack, parts[members[0]]))
-    for members, result in zip(groups.values(), done, strict=True):
+            columns, done[-2] = jax.lax.optimization_barrier((columns, done[-2]))
+        stacks = [
+            jnp.concatenate(column, 1) if len(column) > 1 else column[0]
+            for column in zip(*columns, strict=True)
+        ]
+        done.append(_apply(function, stacks, parts[members[0]], num_matrices))
+
+    results = {}
+    for members, stacks in zip(groups.values(), done, strict=True):
         start = 0
-        for index in members:
-            end = start + parts[index].array.shape[1]
-            results[index] = result[:, start:end].reshape(results[index].shape)
+        for path in members:
+            end = start + parts[path].shape[1]
+            results[path] = tuple(
+                stack[:, start:end].reshape(x.shape)
+                for stack, x in zip(stacks, arrays[path], strict=True)
+            )
             start = end
-    return jax.tree.unflatten(structure, results)
+    return results
+
+
+def _split(
+    x: jax.Array, path: str, parts: Mapping[str, _Matrices], stacked: Sequence[str]
+) -> jax.Array:
+    """Return an array of a parameter with leading dims for shards and layers."""
+    if not is_stack(path, stacked):
+        return x[None, None]
+    return x.reshape(*parts[path].shape[:2], *x.shape[1:])
+
+
+def named_params(tree: PyTree) -> dict[str, jax.Array]:
+    """Return the arrays of a tree like the parameters, by path."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {param_path(path): x for path, x in leaves}
 
 
 def is_stack(path: str, stacked: Sequence[str]) -> bool:
@@ -152,22 +174,21 @@ def is_stack(path: str, stacked: Sequence[str]) -> bool:
 
 
 def _as_matrices(
-    x: jax.Array, sharding: NamedSharding | None, is_stacked: bool
+    shape: tuple[int, ...], sharding: NamedSharding | None, is_stacked: bool
 ) -> _Matrices:
     """Return a parameter as a batch of matrices."""
-    axes: list[tuple[str, ...]] = [()] * x.ndim
+    axes: list[tuple[str, ...]] = [()] * len(shape)
+    sizes: Mapping[str, int] = {}
     if sharding is not None:
         sizes = sharding.mesh.shape
         for dim, entry in enumerate(sharding.spec):
             names = (entry,) if isinstance(entry, str) else entry or ()
             axes[dim] = tuple(name for name in names if sizes[name] > 1)
     if not is_stacked:
-        return _Matrices(x[None, None], sharding, ((), (), *axes))
-    shards = 1
-    if sharding is not None:
-        shards = math.prod(sharding.mesh.shape[name] for name in axes[0])
-    array = x.reshape(shards, -1, *x.shape[1:])
-    return _Matrices(array, sharding, (axes[0], (), *axes[1:]))
+        return _Matrices((1, 1, *shape), sharding, ((), (), *axes))
+    shards = math.prod(sizes[name] for name in axes[0])
+    split = (shards, shape[0] // shards, *shape[1:])
+    return _Matrices(split, sharding, (axes[0], (), *axes[1:]))
 
 
 def _is_fast(mesh: Mesh, axis: str) -> bool:
@@ -196,36 +217,55 @@ def _pays_to_stack(part: _Matrices) -> bool:
 
 
 def _apply(
-    function: Callable[[jax.Array], jax.Array], stack: jax.Array, like: _Matrices
-) -> jax.Array:
-    """Apply a function to a stack of matrices, each of them complete on one device.
+    function: Callable[..., tuple[jax.Array, ...]],
+    stacks: list[jax.Array],
+    like: _Matrices,
+    num_matrices: int,
+) -> list[jax.Array]:
+    """Apply a function to stacks of matrices, each matrix complete on one device.
 
     Args:
         function: a function of matrices.
-        stack: of shape `(shards, layers, *dims)`.
-        like: a parameter of the stack.
+        stacks: each of shape `(shards, layers, ...)`.
+        like: a parameter of the stacks.
+        num_matrices: how many of them have the shape of the parameter.
     """
-    shape = stack.shape
-    matrix = matrix_shape(shape[2:])
-    moves = _moves(like, shape[1])
-    if len(moves) == 1:
-        return function(stack.reshape(*shape[:2], *matrix)).reshape(shape)
-    assert like.sharding is not None
-    mesh = like.sharding.mesh
-    missing = -shape[1] % math.prod(mesh.shape[axis] for axis in moves[-1][1])
-    widths = [(0, missing if dim == 1 else 0) for dim in range(len(shape))]
-    stack = jnp.pad(stack, widths)
-    shardings = [
-        NamedSharding(mesh, PartitionSpec(*(names or None for names in dims)))
-        for dims in moves
-    ]
-    for sharding in shardings:
-        stack = jax.lax.with_sharding_constraint(stack, sharding)
-    padded = stack.shape
-    stack = function(stack.reshape(*padded[:2], *matrix)).reshape(padded)
-    for sharding in reversed(shardings):
-        stack = jax.lax.with_sharding_constraint(stack, sharding)
-    return stack[:, : shape[1]]
+    layers = stacks[0].shape[1]
+    moves = _moves(like, layers)
+    shardings: list[NamedSharding] = []
+    missing = 0
+    if len(moves) > 1:
+        assert like.sharding is not None
+        mesh = like.sharding.mesh
+        missing = -layers % math.prod(mesh.shape[axis] for axis in moves[-1][1])
+        shardings = [
+            NamedSharding(mesh, PartitionSpec(*(names or None for names in dims)))
+            for dims in moves
+        ]
+    matrix = matrix_shape(like.shape[2:])
+
+    def moved(
+        index: int, x: jax.Array, shardings: Sequence[NamedSharding]
+    ) -> jax.Array:
+        for sharding in shardings:
+            if index >= num_matrices:
+                # Only the first two dims of other arrays are sharded, if any.
+                spec = PartitionSpec(*sharding.spec[:2])
+                sharding = NamedSharding(sharding.mesh, spec)
+            x = jax.lax.with_sharding_constraint(x, sharding)
+        return x
+
+    inputs = []
+    for index, x in enumerate(stacks):
+        x = jnp.pad(x, [(0, missing if dim == 1 else 0) for dim in range(x.ndim)])
+        x = moved(index, x, shardings)
+        is_matrix = index < num_matrices
+        inputs.append(x.reshape(*x.shape[:2], *matrix) if is_matrix else x)
+    results = []
+    for index, (x, stack) in enumerate(zip(function(*inputs), stacks, strict=True)):
+        x = x.reshape(*x.shape[:2], *stack.shape[2:])
+        results.append(moved(index, x, shardings[::-1])[:, :layers])
+    return results
 
 
 def _moves(like: _Matrices, layers: int) -> list[_Dims]:
@@ -287,12 +327,11 @@ def orthogonalize(
         >>> tx = optax.chain(optax.trace(0.95), orthogonalize(rms=0.2), optax.scale(-1e-3))
     """
 
-    def orthogonal(x: jax.Array) -> jax.Array:
-        return _newton_schulz(x, steps)
+    def orthogonal(x: jax.Array) -> tuple[jax.Array, ...]:
+        return (_newton_schulz(x, steps),)
 
-    def scaled(path: KeyPath, x: jax.Array, update: jax.Array) -> jax.Array:
-        is_stacked = is_stack(param_path(path), stacked)
-        inputs, outputs = matrix_shape(x.shape[1:] if is_stacked else x.shape)
+    def scaled(path: str, update: jax.Array, x: jax.Array) -> jax.Array:
+        inputs, outputs = matrix_shape(x.shape[is_stack(path, stacked) :])
         if rms is None:
             scale = math.sqrt(max(1, outputs / inputs))
         else:
@@ -303,8 +342,11 @@ def orthogonalize(
     def update(
         updates: PyTree, state: OptState, params: Params = None
     ) -> tuple[PyTree, OptState]:
-        results = map_matrices(orthogonal, updates, stacked, dtype)
-        return jax.tree_util.tree_map_with_path(scaled, results, updates), state
+        arrays = {path: (x.astype(dtype),) for path, x in named_params(updates).items()}
+        results = map_matrices(orthogonal, arrays, stacked)
+        return map_with_path(
+            lambda path, x: scaled(path, x, *results[path]), updates
+        ), state
 
     return optax.GradientTransformation(optax.init_empty_state, update)
 
@@ -342,37 +384,37 @@ def normalize_neurons(
         >>> tx = optax.chain(optax.trace(0.95), orthogonalize(), normalize_neurons())
     """
 
-    def dims(path: KeyPath, x: jax.Array) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def dims(path: str, x: jax.Array) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the dims of inputs, and those of inputs and outputs."""
-        first = 1 if is_stack(param_path(path), stacked) else 0
+        first = int(is_stack(path, stacked))
         inputs = tuple(range(first, first + num_input_dims(x.shape[first:])))
         return inputs, tuple(range(first, x.ndim))
 
-    def zeros(path: KeyPath, x: jax.Array) -> jax.Array:
+    def zeros(path: str, x: jax.Array) -> jax.Array:
         inputs, _ = dims(path, x)
         shape = [1 if dim in inputs else size for dim, size in enumerate(x.shape)]
         return jnp.zeros(shape, jnp.float32)
 
-    def mean_square(path: KeyPath, x: jax.Array, nu: jax.Array) -> jax.Array:
+    def mean_square(path: str, x: jax.Array, nu: jax.Array) -> jax.Array:
         inputs, _ = dims(path, x)
         square = jnp.square(x.astype(jnp.float32))
         return b2 * nu + (1 - b2) * jnp.mean(square, inputs, keepdims=True)
 
-    def normalized(path: KeyPath, x: jax.Array, nu: jax.Array) -> jax.Array:
+    def normalized(path: str, x: jax.Array, nu: jax.Array) -> jax.Array:
         _, both = dims(path, x)
         y = x.astype(jnp.float32) / (jnp.sqrt(nu) + eps)
         size = jnp.sqrt(jnp.mean(jnp.square(y), both, keepdims=True))
         return (rms * y / (size + eps)).astype(x.dtype)
 
     def init(params: Params) -> Neurons:
-        return Neurons(jax.tree_util.tree_map_with_path(zeros, params))
+        return Neurons(map_with_path(zeros, params))
 
     # `shardwise.optim.read` reads the settings from the variables that this function uses.
     def update(
         updates: PyTree, state: Neurons, params: Params = None
     ) -> tuple[PyTree, Neurons]:
-        nu = jax.tree_util.tree_map_with_path(mean_square, updates, state.nu)
-        return jax.tree_util.tree_map_with_path(normalized, updates, nu), Neurons(nu)
+        nu = map_with_path(mean_square, updates, state.nu)
+        return map_with_path(normalized, updates, nu), Neurons(nu)
 
     return optax.GradientTransformation(init, update)
 
