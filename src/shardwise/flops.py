@@ -87,16 +87,20 @@ class MatmulDtypes:
             dtype that JAX promotes its operands to.
         lines: the line of the user's code with the most operations, by dtype: "model.py:41".
         unasked_lines: the same, for the operations in `unasked`.
+        is_narrowed: whether the step multiplies 8 bits where that is faster, see
+            `Run.matmul_dtype`. The dtypes here are those without it.
     """
 
     flops: Mapping[str, float]
     unasked: Mapping[str, float]
     lines: Mapping[str, str]
     unasked_lines: Mapping[str, str]
+    is_narrowed: bool = False
 
     def __str__(self) -> str:
         """Return a text such as "matmuls: 93 % bfloat16, 7 % float32 (model.py:41)"."""
-        return show_matmuls(self.flops, self.lines)
+        note = "; float8 where that is faster" if self.is_narrowed else ""
+        return show_matmuls(self.flops, self.lines) + note
 
 
 def matmul_dtypes(jaxpr: core.Jaxpr) -> MatmulDtypes:
@@ -265,7 +269,9 @@ def _matmul(flops: float, equation: core.JaxprEqn, source: core.JaxprEqn) -> _Ma
         cast(jax.core.ShapedArray, operand.aval).dtype
         for operand in equation.invars[:2]
     ]
-    dtype = str(jax.numpy.result_type(*operands))
+    # JAX has no common type of two formats of 8 bits, which devices multiply.
+    is_float8 = all(str(dtype).startswith("float8") for dtype in operands)
+    dtype = "float8" if is_float8 else str(jax.numpy.result_type(*operands))
     deciding = [
         frame for frame in frames_of(source) if not _starts_in(frame, TRANSPARENT)
     ]

@@ -419,6 +419,8 @@ def make_train_step(
     check_matmul_dtype(spec, matmul_dtype)
     spec, layout = train_layout(spec, loss, traced, accumulate, microbatches, rounds)
     traced, sums = check_accumulate(spec, loss, traced, accumulate, coupled_examples)
+    if matmul_dtype is not None:
+        traced = replace(traced, matmuls=replace(traced.matmuls, is_narrowed=True))
     platform = spec.mesh.devices.flat[0].platform
     is_deterministic = needs_options(spec.mesh, deterministic)
     functions = _StepFunctions(

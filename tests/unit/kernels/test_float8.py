@@ -12,6 +12,7 @@ from flax import nnx
 
 from shardwise import Batches, Mean, Run, Tokens, init_state, steps
 from shardwise.errors import ConfigError
+from shardwise.flops import matmul_dtypes
 from shardwise.kernels import float8
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.models.loss import linear_cross_entropy
@@ -186,3 +187,21 @@ def test_what_cannot_work_is_refused():
         prepare(wide_run(matmul_dtype="int8"))
     with pytest.raises(ConfigError, match="pipeline"):
         prepare(gpt_run(config={"scan_layers": True}, mesh="data=4,stage=2"))
+
+
+def test_flops_of_both_formats_are_counted_together():
+    a = jax.ShapeDtypeStruct((32, 16), jnp.float8_e5m2)
+    b = jax.ShapeDtypeStruct((16, 8), jnp.float8_e4m3fn)
+
+    def dot(a, b):
+        return jax.lax.dot(a, b, preferred_element_type=jnp.bfloat16)
+
+    found = matmul_dtypes(jax.make_jaxpr(dot)(a, b).jaxpr)
+    assert dict(found.flops) == {"float8": 2.0 * 32 * 16 * 8}
+
+
+def test_the_start_of_a_run_says_so():
+    text = str(prepare(gpt_run()).step.traced.matmuls)
+    assert text.endswith("float8 where that is faster")
+    text = str(prepare(gpt_run(matmul_dtype=None)).step.traced.matmuls)
+    assert "float8" not in text
