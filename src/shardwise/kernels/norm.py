@@ -66,12 +66,7 @@ class ResidualNorm(nnx.LayerNorm):
         """
         assert self.scale is not None
         assert self.bias is not None
-        weights = self.scale[...], self.bias[...], self.epsilon
-        if has_gpu_kernels() and x.shape[1] <= MAX_WIDTH:
-            x, normalized = fused_layer_norm(x, pending, *weights)
-            return x, normalized
-        layer_norm = cpu_layer_norm if platform() == "cpu" else saving_layer_norm
-        return layer_norm(add_pending(x, pending), *weights)
+        return residual_norm(x, pending, self.scale[...], self.bias[...], self.epsilon)
 
     def for_matmul(
         self, x: Array, pending: Pending = None
@@ -91,6 +86,39 @@ class ResidualNorm(nnx.LayerNorm):
             x, normalized = self(x, pending)
             eight = narrow(normalized)
         return x, Narrowed(normalized, jax.lax.stop_gradient(eight))
+
+
+def residual_norm(
+    x: Array,
+    pending: Pending,
+    scale: Array,
+    bias: Array,
+    epsilon: float,
+    *,
+    has_barrier: bool = True,
+) -> tuple[Array, Array]:
+    """Return the stream `x + pending` and its layer norm.
+
+    Args:
+        x: the residual stream, (N, D).
+        pending: see `Pending`.
+        scale: (D,).
+        bias: (D,).
+        epsilon: added to the variance.
+        has_barrier: whether the stream passes through `stream_barrier` on CPUs.
+
+    Returns:
+        Two arrays (N, D) of the dtype of `x`.
+    """
+    if has_gpu_kernels() and x.shape[1] <= MAX_WIDTH:
+        x, normalized = fused_layer_norm(x, pending, scale, bias, epsilon)
+        return x, normalized
+    x = add_pending(x, pending)
+    if platform() != "cpu":
+        return saving_layer_norm(x, scale, bias, epsilon)
+    if not has_barrier:
+        return x, _cpu_normalize(x, scale, bias, epsilon)
+    return cpu_layer_norm(x, scale, bias, epsilon)
 
 
 def add_pending(x: Array, pending: Pending) -> Array:

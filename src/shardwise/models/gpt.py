@@ -23,12 +23,8 @@ from flax import nnx
 
 from shardwise.kernels.activation import gelu_mlp, plain_gelu_mlp
 from shardwise.kernels.attention import causal_attention
-from shardwise.kernels.float8 import (
-    Narrowed,
-    matmul8,
-    narrow_exactly,
-    uses_float8,
-)
+from shardwise.kernels.float8 import Narrowed, uses_float8
+from shardwise.kernels.linear import matmuls
 from shardwise.kernels.lookup import look_up
 from shardwise.kernels.norm import Pending, ResidualNorm, add_pending
 from shardwise.kernels.tokens import merge_tokens, split_tokens
@@ -133,70 +129,6 @@ def project(x: Array, kernel: Array) -> Array:
     return jax.lax.dot_general(x, kernel, (contracted, ((), ())))
 
 
-@jax.custom_vjp
-def matmuls(x: Array, kernels: list[Array]) -> list[Array]:
-    """Return `x` times each of the kernels.
-
-    Args:
-        x: of shape (N, D).
-        kernels: each of shape (D, F).
-    """
-    return [x @ kernel for kernel in kernels]
-
-
-def _matmuls_forward(
-    x: Array, kernels: list[Array]
-) -> tuple[list[Array], tuple[Array, list[Array]]]:
-    # Not a call of `matmuls`, which would hide them from the policies of `jax.checkpoint`.
-    return [x @ kernel for kernel in kernels], (x, kernels)
-
-
-def _matmuls_backward(
-    residuals: tuple[Array, list[Array]], grads: list[Array]
-) -> tuple[Array, list[Array]]:
-    x, kernels = residuals
-    dx = grads[0] @ kernels[0].T
-    for g, kernel in zip(grads[1:], kernels[1:], strict=True):
-        # In this order, XLA lets the matmul add `dx` in its epilogue.
-        dx = g @ kernel.T + dx
-    return dx, [x.T @ g for g in grads]
-
-
-matmuls.defvjp(_matmuls_forward, _matmuls_backward)
-
-
-@jax.custom_vjp
-def _float8_matmuls(x: Array, x8: Array, kernels: list[Array]) -> list[Array]:
-    """Return `matmuls(x, kernels)`, with matmuls of 8 bits in the forward pass.
-
-    Args:
-        x: of shape (N, D).
-        x8: the same in 8 bits.
-        kernels: each of shape (D, F).
-    """
-    products = []
-    for kernel in kernels:
-        kernel8, scale = narrow_exactly(kernel.T)
-        products.append(matmul8(x8, kernel8, ((1,), (1,)), 1 / scale, x.dtype))
-    return products
-
-
-def _float8_matmuls_forward(
-    x: Array, x8: Array, kernels: list[Array]
-) -> tuple[list[Array], tuple[Array, list[Array]]]:
-    return _float8_matmuls(x, x8, kernels), (x, kernels)
-
-
-def _float8_matmuls_backward(
-    residuals: tuple[Array, list[Array]], grads: list[Array]
-) -> tuple[Array, None, list[Array]]:
-    dx, dkernels = _matmuls_backward(residuals, grads)
-    return dx, None, dkernels
-
-
-_float8_matmuls.defvjp(_float8_matmuls_forward, _float8_matmuls_backward)
-
-
 class Attention(nnx.Module):
     """Causal self-attention. The bias of the output layer is returned, not added."""
 
@@ -259,10 +191,7 @@ class Attention(nnx.Module):
         # Three matmuls instead of one: their outputs need not be split, nor the gradients joined.
         # They have two dimensions, not (N, H, K), so that the matmul adds the bias in its epilogue.
         kernels = [kernel[:, i].reshape(len(kernel), -1) for i in range(3)]
-        if isinstance(x, Narrowed):
-            q, k, v = _float8_matmuls(x.wide, x.narrow, kernels)
-        else:
-            q, k, v = matmuls(x, kernels)
+        q, k, v = matmuls(x, kernels)
         q, k, v = (
             split_tokens(y.reshape(-1, *bias.shape[1:]), *shape)
             for y in (q + bias[0].reshape(-1), k, v)
