@@ -4,6 +4,7 @@
 from . import data as data
 from . import models as models
 from . import optim as optim
+from .acceleration.accelerate import accelerate as accelerate
 from .checkpoint.init_from import InitFrom as InitFrom
 from .checkpoint.store import Checkpoints as Checkpoints
 from .checkpoint.store import Keep as Keep

@@ -15,7 +15,7 @@ ROOT = Path(shardwise.__file__).parent
 BANDS = {
     "base": "errors findings text console runtime files tree metrics hardware tracing "
     "flops precision",
-    "parts": "axes sharding kernels models data optim cluster trackers rundir",
+    "parts": "axes sharding kernels acceleration models data optim cluster trackers rundir",
     "step": "mesh module state loss step loop",
     "run": "checkpoint weights run recipe",
     "tools": "plan verification explanation report doctor sweep",
