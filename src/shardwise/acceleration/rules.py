@@ -403,12 +403,10 @@ def _match_loss(graph: Graph, logits: Atom) -> tuple[core.Var, Atom, Match] | No
     """Return the losses of logits (..., V), their labels, and the place; or None."""
     shape = shape_of(logits)
     dtypes = {
-        dtype_of(var)
-        for var in (
-            *graph.jaxpr.invars,
-            *(var for x in graph.equations for var in x.outvars),
-        )
-        if shape_of(var) == shape[:-1] and jnp.issubdtype(dtype_of(var), jnp.integer)
+        dtype_of(atom)
+        for equation in graph.equations
+        for atom in equation.invars
+        if shape_of(atom) == shape[:-1] and jnp.issubdtype(dtype_of(atom), jnp.integer)
     }
     for dtype in sorted(dtypes, key=str):
         types = ((shape, dtype_of(logits)), (shape[:-1], dtype))
