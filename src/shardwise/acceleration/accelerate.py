@@ -57,7 +57,8 @@ def accelerate(function: Callable[Parameters, Result]) -> Callable[Parameters, R
 
     Everything else stays as it is. Results and gradients agree with those of the function within
     rounding. The bias of keys gets a gradient of exactly zero instead of rounding errors. The
-    kernels depend on the platform, see `kernels/README.md`.
+    kernels depend on the platform, see `kernels/README.md`. They have first derivatives in reverse
+    mode only, and on GPUs no `jax.vmap`.
 
     Args:
         function: a loss for `Run`, `make_train_step` or `make_eval_step`, or another function of
@@ -157,11 +158,11 @@ def rewrite_calls(
                 if equation.primitive.name in NESTED
                 and id(equation.params.get("jaxpr")) not in added
                 else equation
-                for equation in graph.equations
+                for equation in graph.ordered()
             ]
             is_same = all(map(operator.is_, equations, jaxpr.eqns))
             is_same &= len(equations) == len(jaxpr.eqns)
-            rewritten[key] = jaxpr if is_same else graph.finished(equations)
+            rewritten[key] = jaxpr if is_same else jaxpr.replace(eqns=equations)
         return rewritten[key]
 
     def visit_inner(equation: core.JaxprEqn, options: Options) -> core.JaxprEqn:

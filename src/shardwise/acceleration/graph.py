@@ -4,7 +4,9 @@ JAX traces a function to a list of equations. A `Graph` also knows where each va
 and used, and puts the equations back into order after an edit.
 """
 
+import itertools
 import math
+import operator
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import TypeAlias, cast
 
@@ -21,6 +23,9 @@ Atom: TypeAlias = core.Var | core.Literal
 # The equations of a call of a kernel by function, options, and types of the operands.
 Calls: TypeAlias = dict[Hashable, core.JaxprEqn]
 
+# Stands for the caller of a function among the equations that use a variable.
+CALLER = -1
+
 
 class Graph:
     """The equations of a jaxpr, while it is rewritten."""
@@ -33,22 +38,55 @@ class Graph:
             calls: traced calls, which several graphs share.
         """
         self.jaxpr = jaxpr
-        self.equations: list[core.JaxprEqn] = list(jaxpr.eqns)
         self._calls = calls
-        self._index()
-
-    def _index(self) -> None:
-        self._places: dict[core.Var, int] = {}
-        self._users: dict[core.Var, list[int]] = {}
-        for place, equation in enumerate(self.equations):
-            self._places |= dict.fromkeys(equation.outvars, place)
-            for var in equation.invars:
-                if isinstance(var, core.Var):
-                    self._users.setdefault(var, []).append(place)
-        for var in self.jaxpr.outvars:
+        # The next number of an equation. Numbers stay the same when others are removed.
+        self._numbers = itertools.count()
+        self._equations: dict[int, core.JaxprEqn] = {}
+        self._defined_by: dict[core.Var, int] = {}
+        self._used_by: dict[core.Var, dict[int, None]] = {}
+        for var in jaxpr.outvars:
             if isinstance(var, core.Var):
-                # The caller uses it.
-                self._users.setdefault(var, []).append(-1)
+                self._used_by.setdefault(var, {})[CALLER] = None
+        for equation in jaxpr.eqns:
+            self._add(equation)
+        # Equations whose results nobody uses would count as users of others.
+        for number in reversed(tuple(self._equations)):
+            if number in self._equations and self._is_unused(number):
+                self._remove(number)
+        self._is_changed = False
+
+    @property
+    def equations(self) -> tuple[core.JaxprEqn, ...]:
+        """The equations: those that are left, and those that were added."""
+        return tuple(self._equations.values())
+
+    def _add(self, equation: core.JaxprEqn) -> None:
+        number = next(self._numbers)
+        self._equations[number] = equation
+        self._defined_by |= dict.fromkeys(equation.outvars, number)
+        for var in _variables(equation.invars):
+            self._used_by.setdefault(var, {})[number] = None
+
+    def _remove(self, number: int) -> None:
+        """Remove an equation, and those whose results nobody uses then."""
+        pending = [number]
+        while pending:
+            number = pending.pop()
+            equation = self._equations.pop(number)
+            for var in equation.outvars:
+                # Another equation may define it already.
+                if self._defined_by.get(var) == number:
+                    del self._defined_by[var]
+            for var in set(_variables(equation.invars)):
+                del self._used_by[var][number]
+                source = self._defined_by.get(var)
+                if source is not None and self._is_unused(source):
+                    pending.append(source)
+
+    def _is_unused(self, number: int) -> bool:
+        equation = self._equations[number]
+        is_used = any(self._used_by.get(var) for var in equation.outvars)
+        return not is_used and not equation.effects
 
     def definition(self, atom: Atom, *names: str) -> core.JaxprEqn | None:
         """Return the equation that computes a variable.
@@ -57,19 +95,17 @@ class Graph:
             atom: the variable.
             *names: primitives. With another one, the result is None; it also is for inputs.
         """
-        if not isinstance(atom, core.Var) or atom not in self._places:
+        if not isinstance(atom, core.Var) or atom not in self._defined_by:
             return None
-        equation = self.equations[self._places[atom]]
+        equation = self._equations[self._defined_by[atom]]
         return None if names and equation.primitive.name not in names else equation
 
     def users(self, atom: Atom) -> list[core.JaxprEqn | None]:
         """Return the equations that use a variable, and None if the function returns it."""
         if not isinstance(atom, core.Var):
             return []
-        return [
-            None if place < 0 else self.equations[place]
-            for place in dict.fromkeys(self._users.get(atom, []))
-        ]
+        # The caller has no equation.
+        return list(map(self._equations.get, self._used_by.get(atom, ())))
 
     def only_user(self, atom: Atom, *names: str) -> core.JaxprEqn | None:
         """Return the only equation that uses a variable, or None if there are others."""
@@ -80,13 +116,14 @@ class Graph:
 
     def find(self, *names: str) -> Iterator[core.JaxprEqn]:
         """Yield the equations with one of these primitives; edits are allowed meanwhile."""
-        for equation in tuple(self.equations):
+        for equation in self.equations:
             if equation.primitive.name in names and self._is_current(equation):
                 yield equation
 
     def _is_current(self, equation: core.JaxprEqn) -> bool:
-        place = self._places.get(equation.outvars[0]) if equation.outvars else None
-        return place is not None and self.equations[place] is equation
+        return bool(equation.outvars) and (
+            self.definition(equation.outvars[0]) is equation
+        )
 
     def depends_on(self, atoms: Sequence[Atom], others: Sequence[core.Var]) -> bool:
         """Return whether the computation of `atoms` uses one of `others`."""
@@ -101,7 +138,7 @@ class Graph:
             if var in seen or equation is None:
                 continue
             seen.add(var)
-            pending += [x for x in equation.invars if isinstance(x, core.Var)]
+            pending += _variables(equation.invars)
         return False
 
     def compute(
@@ -139,16 +176,12 @@ class Graph:
             core.Var(var.aval) if output is None else output
             for output, var in zip(outputs, equation.outvars, strict=True)
         ]
-        place = max(
-            (self._places.get(x, 0) for x in outvars if x in self._places), default=None
-        )
-        like = None if place is None else self.equations[place].source_info
+        replaced = [x for x in map(self.definition, outvars) if x is not None]
+        source_info = (replaced or [equation])[-1].source_info
         self._insert(
             [
                 equation.replace(
-                    invars=list(operands),
-                    outvars=outvars,
-                    source_info=like or equation.source_info,
+                    invars=list(operands), outvars=outvars, source_info=source_info
                 )
             ]
         )
@@ -187,77 +220,73 @@ class Graph:
 
     def _insert(self, added: Sequence[core.JaxprEqn]) -> None:
         """Add equations, and remove those that defined their results before."""
-        defined = {var for equation in added for var in equation.outvars}
-        kept = []
-        is_replaced = False
-        for equation in self.equations:
-            if not defined.intersection(equation.outvars):
-                kept.append(equation)
-                continue
-            is_replaced = True
-            rest = [
-                core.DropVar(var.aval) if var in defined else var
-                for var in equation.outvars
-            ]
-            if any(not isinstance(var, core.DropVar) for var in rest):
-                kept.append(equation.replace(outvars=rest))
-        self.equations = [*kept, *added]
-        if is_replaced:
-            self._settle()
-        else:
-            # The next edit uses the new variables.
-            self._index()
+        self._is_changed = True
+        replaced = {
+            self._defined_by[var]: None
+            for equation in added
+            for var in equation.outvars
+            if var in self._defined_by
+        }
+        for equation in added:
+            self._add(equation)
+        for number in replaced:
+            # Other results of the equation may still be used.
+            if number in self._equations and not any(
+                self._defined_by.get(var) == number and self._used_by.get(var)
+                for var in self._equations[number].outvars
+            ):
+                self._remove(number)
 
     def substitute(
         self, old: core.Var, new: core.Var, equations: Collection[int]
     ) -> None:
         """Let some equations, given by their ids, use another variable."""
-        self.equations = [
-            equation.replace(
-                invars=[new if var is old else var for var in equation.invars]
-            )
-            if id(equation) in equations
-            else equation
-            for equation in self.equations
-        ]
-        self._settle()
+        for number in tuple(self._used_by.get(old, ())):
+            equation = self._equations.get(number)
+            if equation is None or id(equation) not in equations:
+                continue
+            invars = [new if var is old else var for var in equation.invars]
+            self._equations[number] = equation.replace(invars=invars)
+            del self._used_by[old][number]
+            self._used_by.setdefault(new, {})[number] = None
+        source = self._defined_by.get(old)
+        if source is not None and self._is_unused(source):
+            self._remove(source)
 
-    def finished(self, equations: Sequence[core.JaxprEqn]) -> core.Jaxpr:
-        """Return the edited jaxpr, with these equations in place of those of the graph."""
-        finished: core.Jaxpr = self.jaxpr.replace(eqns=list(equations))
-        return finished
-
-    def _settle(self) -> None:
-        """Remove equations that nobody uses, and put the others behind what they depend on."""
-        self._index()
-        pending = [
-            self._places[var]
-            for var in self.jaxpr.outvars
-            if isinstance(var, core.Var) and var in self._places
-        ]
-        pending += [n for n, x in enumerate(self.equations) if x.effects]
-        needed: set[int] = set()
-        while pending:
-            place = pending.pop()
-            if place not in needed:
-                needed.add(place)
-                pending += self._dependencies(place)
-        ordered: dict[int, None] = {}
-        for place in sorted(needed):
-            stack = [place]
+    def ordered(self) -> list[core.JaxprEqn]:
+        """Return the equations, each after those that it depends on."""
+        if not self._is_changed:
+            return list(self.jaxpr.eqns)
+        order: dict[int, None] = {}
+        for number in self._equations:
+            stack = [number]
             while stack:
-                missing = [x for x in self._dependencies(stack[-1]) if x not in ordered]
+                before = (
+                    self._defined_by.get(var)
+                    for var in _variables(self._equations[stack[-1]].invars)
+                )
+                missing = [x for x in before if x is not None and x not in order]
                 if missing:
                     stack += missing
                 else:
-                    ordered.setdefault(stack.pop())
-        self.equations = [self.equations[place] for place in ordered]
-        self._index()
+                    order.setdefault(stack.pop())
+        return [self._without_replaced(number) for number in order]
 
-    def _dependencies(self, place: int) -> list[int]:
-        invars = self.equations[place].invars
-        places = (self._places.get(x) for x in invars if isinstance(x, core.Var))
-        return [x for x in places if x is not None]
+    def _without_replaced(self, number: int) -> core.JaxprEqn:
+        """Return an equation without the results that another one defines now."""
+        equation = self._equations[number]
+        outvars = [
+            var if self._defined_by[var] == number else core.DropVar(var.aval)
+            for var in equation.outvars
+        ]
+        if all(map(operator.is_, outvars, equation.outvars)):
+            return equation
+        kept: core.JaxprEqn = equation.replace(outvars=outvars)
+        return kept
+
+
+def _variables(atoms: Sequence[Atom]) -> list[core.Var]:
+    return [atom for atom in atoms if isinstance(atom, core.Var)]
 
 
 def dtype_of(atom: Atom) -> DType:
@@ -285,22 +314,23 @@ def constant_value(graph: Graph, atom: Atom, limit: int) -> np.ndarray | None:
     """
     if isinstance(atom, core.Literal):
         return np.asarray(atom.val)
-    equations: list[core.JaxprEqn] = []
-    pending, seen = [atom], set()
+    ordered: dict[int, core.JaxprEqn] = {}
+    pending = [graph.definition(atom)]
     while pending:
-        equation = graph.definition(pending.pop())
+        equation = pending[-1]
         if equation is None or equation.effects:
             return None
         if any(math.prod(shape_of(var)) > limit for var in equation.outvars):
             return None
-        if id(equation) not in seen:
-            seen.add(id(equation))
-            equations.append(equation)
-            pending += [x for x in equation.invars if isinstance(x, core.Var)]
-    order = {id(equation): n for n, equation in enumerate(graph.equations)}
-    equations.sort(key=lambda equation: order[id(equation)])
+        before = map(graph.definition, _variables(equation.invars))
+        missing = [x for x in before if id(x) not in ordered]
+        if missing:
+            pending += missing
+        else:
+            ordered[id(equation)] = equation
+            pending.pop()
     debug_info = graph.jaxpr.debug_info
-    jaxpr = core.Jaxpr((), (), (atom,), equations, debug_info=debug_info)
+    jaxpr = core.Jaxpr((), (), (atom,), list(ordered.values()), debug_info=debug_info)
     with jax.ensure_compile_time_eval():
         (value,) = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))()
     return np.asarray(value)

@@ -213,7 +213,7 @@ def _reference_masked_attention(q: Array, k: Array, v: Array, mask: Array) -> Ar
 
 def fuse_attention(graph: Graph, options: Options) -> None:
     """Find `jax.nn.dot_product_attention`, causal or without a mask."""
-    for equation in tuple(graph.equations):
+    for equation in graph.equations:
         output = equation.outvars[0] if equation.outvars else None
         if output is None or graph.definition(output) is not equation:
             continue
