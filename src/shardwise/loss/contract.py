@@ -75,7 +75,9 @@ def optional_arguments(loss: Loss) -> tuple[str, ...]:
     except (TypeError, ValueError):
         # Some callables written in C have no signature.
         return ()
-    bound = loss.keywords if isinstance(loss, partial) else {}
+    # `accelerate` wraps a loss.
+    inner = inspect.unwrap(loss)
+    bound = inner.keywords if isinstance(inner, partial) else {}
     wanted = tuple(
         name
         for name in OPTIONAL

@@ -103,6 +103,9 @@ def find_outside_modules(loss: object) -> Iterator[Finding]:
 
 def _outside(function: object) -> Iterator[tuple[str, object]]:
     """Yield name and value of what a function uses and does not get from its caller."""
+    # A decorator such as `accelerate` keeps the function here.
+    if (inner := getattr(function, "__wrapped__", None)) is not None:
+        yield from _outside(inner)
     if isinstance(function, functools.partial):
         yield from ((f"argument {n}", value) for n, value in enumerate(function.args))
         yield from function.keywords.items()
