@@ -8,6 +8,7 @@ the input of the output layer (`linear_cross_entropy`), exponentials are written
 Shapes: N tokens, D width, V vocabulary size.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -208,7 +209,7 @@ def linear_cross_entropy(features: Array, table: Array, labels: Array) -> Array:
     has_sequences = features.ndim == 3 and labels.ndim == 2
     rows, row_labels = _as_rows(has_sequences, features, labels)
     loss = _plain_linear
-    if uses_float8() and _vocabulary_is_unsharded():
+    if uses_float8():
         loss = _float8_linear
     elif _is_fused(rows, table):
         loss = _fused_linear
@@ -293,8 +294,10 @@ def _float8_forward(
     features: Array, table: Array, labels: Array
 ) -> tuple[Array, Residuals]:
     is_on_hopper = platform() == "gpu" and hopper.is_available()
-    local = partial(_float8_exponentials, is_on_hopper=is_on_hopper)
-    call = partitioned(local, "n d, v d, n -> n v, n", replicated="d v")
+    call: Callable[..., tuple[Array, ...]] = _float8_exponentials
+    if _vocabulary_is_unsharded():
+        local = partial(_float8_exponentials, is_on_hopper=is_on_hopper)
+        call = partitioned(local, "n d, v d, n -> n v, n", replicated="d v")
     gradient, total = call(features, table, labels)
     return jnp.log(total), (features, table, gradient, 1 / total)
 
@@ -303,9 +306,12 @@ _float8_linear.defvjp(_float8_forward, _linear_backward)
 
 
 def _float8_exponentials(
-    features: Array, table: Array, labels: Array, *, is_on_hopper: bool
+    features: Array, table: Array, labels: Array, *, is_on_hopper: bool = False
 ) -> tuple[Array, Array]:
-    """Return the results of `_exponentials` from a matmul of 8 bits."""
+    """Return the results of `_exponentials` from a matmul of 8 bits.
+
+    Without the kernel, XLA can shard the vocabulary.
+    """
     (features8, feature_scale), (table8, table_scale) = (
         narrow_exactly(features),
         narrow_exactly(table),
