@@ -21,7 +21,7 @@ class Options:
     saves_matmuls: bool = False
 
     def has_rows(self, atom: Atom) -> bool:
-        """Return whether the tokens of a variable (B, T, ...) or (N, D) can be rows of a matrix.
+        """Return whether the tokens of a variable (B, T, ...) or (N, D) can form a matrix.
 
         On a mesh of several devices B must be the batch, whose dim is sharded. Merging T and B
         would move tokens between devices.

@@ -50,7 +50,7 @@ GRADIENTS = jnp.float8_e5m2
 # The dtype of the operands of matmuls: "float8", or None for that of the arrays.
 matmul_dtype = jax.make_user_context(default_value=None)
 
-# Every so many tokens, one is looked at to find the scale of a gradient. Its format has room for
+# The scale of a gradient comes from one of this many tokens. Its format has room for
 # values that are 2**11 times as large as the largest one that is found, and 2**20 times as small.
 SAMPLED = 64
 SAMPLED_EXPONENT = 4
@@ -254,9 +254,9 @@ def saved_seconds(tokens: int, depth: int, columns: int) -> float:
     """Return the time that a matmul of 8 bits saves on an H200 in a training step.
 
     Args:
-        tokens: rows of the activations.
-        depth: their columns, the dimension that is contracted.
-        columns: columns of the weights.
+        tokens: the number of tokens.
+        depth: the size of the dimension that is contracted.
+        columns: the size of the other dimension of the weights.
     """
     # The smaller operand is the weights, and costs little to convert.
     tokens, columns = max(tokens, columns), min(tokens, columns)

@@ -227,7 +227,7 @@ def supports_matmul(x: Array | jax.ShapeDtypeStruct, columns: int) -> bool:
 
 
 def _depth(dtype: DType) -> int:
-    """Return the columns of `a` (and rows of `b`) that are multiplied in one step."""
+    """Return the number of columns of `a` that are multiplied in one step."""
     return DEPTH_BYTES // dtype.itemsize
 
 

@@ -414,7 +414,7 @@ class GPT(nnx.Module):
     def _apply_blocks(
         self, x: Array, shape: BatchShape, segment_ids: Array | None
     ) -> tuple[Array, Pending]:
-        """Return the residual stream after all blocks, and what is not added to it yet."""
+        """Return the residual stream after all blocks, and what the next norm adds to it."""
 
         def block_function(shape: BatchShape, segment_ids: Array | None) -> _ApplyBlock:
             def apply_block(

@@ -99,7 +99,7 @@ def map_matrices(
     Args:
         function: a function of the arrays of a parameter, which returns as many, of the same
             shapes. All of them have leading dims for several matrices.
-        arrays: the arrays of each parameter, by path. The first ones are of the shape and in the
+        arrays: the arrays of each parameter, by path. The first ones have the shape and the
             layout of the parameter, and the function takes them as matrices, see `matrix_shape`.
             The others, if the parameter is stacked, have a first dim for layers too.
         stacked: patterns of parameters whose first dim counts layers. Each layer is a matrix.
@@ -273,7 +273,7 @@ def _moves(like: _Matrices, layers: int) -> list[_Dims]:
 
     Each step adds one mesh axis to dim 1. First come axes of replicas, along which every device
     keeps a part of the matrices, which needs no collective. Then each axis that shards a matrix
-    moves, the last axis of a dim first. XLA exchanges that by one all-to-all. If two axes moved at
+    moves, the last axis of a dim first. XLA makes that one all-to-all. If two axes moved at
     once, it would gather.
 
     Args:
