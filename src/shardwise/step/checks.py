@@ -108,14 +108,19 @@ def check_pipeline(
         )
 
 
-def check_matmul_dtype(spec: StateSpec, matmul_dtype: str | None) -> None:
+def check_matmul_dtype(
+    spec: StateSpec, traced: TracedLoss, matmul_dtype: str | None
+) -> TracedLoss:
     """Check that the devices of a mesh multiply in this dtype.
+
+    Returns:
+        `traced`, which knows it.
 
     Raises:
         ConfigError: if they do not, or if the dtype is unknown.
     """
     if matmul_dtype is None:
-        return
+        return traced
     if matmul_dtype != "float8":
         raise ConfigError(
             f"matmul_dtype={matmul_dtype!r} is unknown. Use 'float8' or None."
@@ -134,6 +139,7 @@ def check_matmul_dtype(spec: StateSpec, matmul_dtype: str | None) -> None:
             "matmul_dtype='float8' does not work in a pipeline yet. Use a mesh without a stage "
             "axis, or matmul_dtype=None."
         )
+    return replace(traced, matmuls=replace(traced.matmuls, is_narrowed=True))
 
 
 def check_accumulate(

@@ -120,12 +120,7 @@ class TrainStep:
 
         It raises `CheckError` if a check in the model or the loss failed.
         """
-        # Not `_clear_errors`, whose context costs microseconds of every step.
-        try:
-            state, metrics, failure = self.function(state, batch)
-        except (NotImplementedError, ValueError) as error:
-            _raise_clear(error)
-            raise
+        state, metrics, failure = _call(self.function, state, batch)
         if failure is not None:
             _raise_failed(failure, state, metrics)
         return state, metrics
@@ -323,12 +318,7 @@ class _StepFunctions:
         if self.groups is not None:
             # Of the new parameters: if the old ones were read too, XLA could not update them in
             # place.
-            measured = {
-                "grad_norm": grads,
-                "update_norm": updates,
-                "param_norm": params,
-            }
-            metrics |= _group_norms(measured, self.groups)
+            metrics |= _group_norms(grads, updates, params, self.groups)
         return new_state, metrics
 
     def step(self, state: TrainState, batch: Batch) -> StepResult:
@@ -416,11 +406,9 @@ def make_train_step(
     spec = spec.computing_in(compute_dtype)
     spec, traced = settle_loss(spec, loss, batch)
     check_pipeline(spec, traced, coupled_examples)
-    check_matmul_dtype(spec, matmul_dtype)
+    traced = check_matmul_dtype(spec, traced, matmul_dtype)
     spec, layout = train_layout(spec, loss, traced, accumulate, microbatches, rounds)
     traced, sums = check_accumulate(spec, loss, traced, accumulate, coupled_examples)
-    if matmul_dtype is not None:
-        traced = replace(traced, matmuls=replace(traced.matmuls, is_narrowed=True))
     platform = spec.mesh.devices.flat[0].platform
     is_deterministic = needs_options(spec.mesh, deterministic)
     functions = _StepFunctions(
@@ -471,6 +459,18 @@ def make_train_step(
         ),
         traced=traced,
     )
+
+
+def _call(
+    function: Callable[[TrainState, Batch], StepResult], state: TrainState, batch: Batch
+) -> StepResult:
+    """Run a step, and raise the error that a user should see for some of JAX's."""
+    # Not with `_clear_errors`: a context costs microseconds of every step.
+    try:
+        return function(state, batch)
+    except (NotImplementedError, ValueError) as error:
+        _raise_clear(error)
+        raise
 
 
 def _raising(
@@ -561,9 +561,13 @@ def _parameter_groups(spec: StateSpec) -> dict[str, tuple[str, ...]]:
 
 
 def _group_norms(
-    trees: Mapping[str, Params], groups: Mapping[str, tuple[str, ...]]
+    grads: Params,
+    updates: Params,
+    params: Params,
+    groups: Mapping[str, tuple[str, ...]],
 ) -> dict[str, jax.Array]:
     """Return the norm of each tree and of each group of its leaves, by `name/group/subgroup`."""
+    trees = {"grad_norm": grads, "update_norm": updates, "param_norm": params}
     norms = {}
     for name, tree in trees.items():
         leaves = named_leaves(tree)
