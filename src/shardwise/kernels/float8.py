@@ -60,7 +60,7 @@ EXACT_EXPONENT = 8
 # cuBLAS multiplies matrices of 8 bits if all their sizes are multiples of this.
 MULTIPLE = 16
 # Rates of an H200 in matmuls of 16 bits, FLOP/s, and when it converts an array, bytes/s. A matmul
-# of 8 bits is twice as fast. (`python -m benchmarks.float8`)
+# of 8 bits is twice as fast.
 MATMUL_RATE = 7e14
 CONVERSION_RATE = 2.2e12
 
