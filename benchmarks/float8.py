@@ -81,9 +81,10 @@ def compare_kernels() -> None:
     factors = jnp.stack([1 / (down_scale * g_scale), g_scale])
     timed("gradient of GELU, 8 bits", hopper.product_slope8, g8, down8, slope, factors)
     timed("output layer with exp, 16 bits", hopper.product_exp, x, table, offset)
-    exp8 = partial(hopper.product_exp8, dtype=x.dtype)
+    exp8 = partial(hopper.product_exp8, dtypes=(x.dtype, GRADIENTS))
     factors = jnp.stack([1 / table_scale, one])
     timed("output layer with exp, 8 bits", exp8, x8, table8, offset, factors)
+    compare_output_gradient(x, table)
     timed("convert activations", narrow, x)
     timed("convert activations, exact scale", narrow_exactly, x)
     timed(
@@ -91,6 +92,24 @@ def compare_kernels() -> None:
         lambda g: narrow(g, gradient_scale(g), GRADIENTS),
         g,
     )
+
+
+def compare_output_gradient(x: Array, table: Array) -> None:
+    """Time the gradient of the input of the output layer."""
+    gradient = jnp.exp(x @ table.T)
+    gradient8 = narrow(gradient, 1.0, GRADIENTS)
+    table8, scale = narrow_exactly(table.T)
+    timed("gradient of features, 16 bits", jnp.matmul, gradient, table)
+    for precision in (jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGHEST):
+        multiply = partial(matmul8, contracted=ROWS, dtype=x.dtype, precision=precision)
+        name = f"gradient of features, 8 bits, {precision.name}"
+        timed(
+            name,
+            lambda g, t, s, multiply=multiply: multiply(g, t, factor=1 / s),
+            gradient8,
+            table8,
+            scale,
+        )
 
 
 def main() -> None:

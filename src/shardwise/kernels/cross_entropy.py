@@ -16,7 +16,13 @@ import jax.numpy as jnp
 
 from shardwise.axes import TENSOR
 from shardwise.kernels import hopper
-from shardwise.kernels.float8 import matmul8, narrow_exactly, uses_float8
+from shardwise.kernels.float8 import (
+    GRADIENTS,
+    matmul8,
+    narrow,
+    narrow_exactly,
+    uses_float8,
+)
 from shardwise.kernels.partitioning import (
     Ref,
     Residuals,
@@ -33,6 +39,11 @@ Array = jax.Array
 
 # Logits that a program of the Triton kernel works on at once.
 COLUMNS = 4096
+# In 8 bits, exponentials are multiplied by this number. They are relative to `_offset`: those of
+# tokens with a probability above 1e-6 do not vanish, and those up to e**8.2 do not saturate.
+EXPONENTIAL_SCALE = 16.0
+# One in this many tokens of the vocabulary estimates the sum of all exponentials.
+SAMPLED = 32
 
 
 @jax.custom_vjp
@@ -282,10 +293,9 @@ _fused_linear.defvjp(_linear_forward, _linear_backward)
 
 @jax.custom_vjp
 def _float8_linear(features: Array, table: Array, labels: Array) -> Array:
-    """Return the losses with logits from a matmul of 8 bits. Gradients use 16 bits.
+    """Return the losses, with matmuls of 8 bits for the logits and the gradient of the features.
 
-    The gradient of the logits cannot be written in 8 bits: it is relative to the probability of
-    the label, so its range is too large.
+    The gradient of the table uses 16 bits.
     """
     return _float8_forward(features, table, labels)[0]
 
@@ -297,41 +307,94 @@ def _float8_forward(
     call: Callable[..., tuple[Array, ...]] = _float8_exponentials
     if _vocabulary_is_unsharded():
         local = partial(_float8_exponentials, is_on_hopper=is_on_hopper)
-        call = partitioned(local, "n d, v d, n -> n v, n", replicated="d v")
-    gradient, total = call(features, table, labels)
-    return jnp.log(total), (features, table, gradient, 1 / total)
+        rule = "n d, v d, n -> n, n v, n v, n"
+        call = partitioned(local, rule, replicated="d v")
+    nats, *gradient = call(features, table, labels)
+    return nats, (nats, features, table, labels, *gradient)
 
 
-_float8_linear.defvjp(_float8_forward, _linear_backward)
+def _float8_backward(residuals: Residuals, g: Array) -> tuple[Array, Array, None]:
+    nats, features, table, labels, gradient, others8, total = residuals
+    dtable = _table_gradient(features, gradient, g / total, table.dtype)
+    table8, table_scale = narrow_exactly(table.T)
+    # The tensor cores of a Hopper GPU round sums, unless the precision is high. This sum is long.
+    product = matmul8(
+        others8,
+        table8,
+        ((1,), (1,)),
+        1 / (table_scale * EXPONENTIAL_SCALE),
+        features.dtype,
+        precision=jax.lax.Precision.HIGHEST,
+    )
+    # If an exponential was saturated, then that token has nearly all of the probability, because
+    # otherwise the offset would be larger. So the sum is saturated too.
+    largest = float(jnp.finfo(GRADIENTS).max) / EXPONENTIAL_SCALE
+    scale = g / jnp.minimum(total, largest)
+    # The probability of the label, minus 1.
+    of_label = g * jnp.expm1(-nats)
+    dfeatures = product * scale[:, None] + table[labels] * of_label[:, None]
+    return dfeatures.astype(features.dtype), dtable, None
+
+
+_float8_linear.defvjp(_float8_forward, _float8_backward)
 
 
 def _float8_exponentials(
     features: Array, table: Array, labels: Array, *, is_on_hopper: bool = False
-) -> tuple[Array, Array]:
-    """Return the results of `_exponentials` from a matmul of 8 bits.
+) -> tuple[Array, Array, Array, Array]:
+    """Return the losses, and the gradient of the logits twice, from a matmul of 8 bits.
 
     Without the kernel, XLA can shard the vocabulary.
+
+    Returns:
+        The losses (N,), and with `total` (N,) as the last result: the gradient of the logits
+        times `total`, (N, V), in the dtype of the features; the same in 8 bits times
+        `EXPONENTIAL_SCALE`, and with 0 at the label.
     """
     (features8, feature_scale), (table8, table_scale) = (
         narrow_exactly(features),
         narrow_exactly(table),
     )
     factor = 1 / (feature_scale * table_scale)
-    # From the rounded values, so that the exponential at the label is 1.
     label_logits = factor * (
         features8.astype(jnp.float32) * table8[labels].astype(jnp.float32)
     ).sum(1)
+    offset = _offset(features8, table8, factor, label_logits)
     if is_on_hopper and hopper.supports_matmul(features8, table.shape[0]):
-        factors = jnp.stack([factor, jnp.ones_like(factor)])
-        exponentials, total = hopper.product_exp8(
-            features8, table8, label_logits, factors, dtype=features.dtype
+        exponentials, total, others8 = hopper.product_exp8(
+            features8,
+            table8,
+            offset,
+            jnp.stack([factor, jnp.float32(EXPONENTIAL_SCALE)]),
+            dtypes=(features.dtype, GRADIENTS),
         )
     else:
         product = matmul8(features8, table8, ((1,), (1,)), factor, jnp.float32)
-        exponentials, total = _clipped_exp(
-            product - label_logits[:, None], features.dtype
-        )
-    return _with_label(exponentials, total, labels), total
+        exponentials, total = _clipped_exp(product - offset[:, None], features.dtype)
+        others8 = narrow(exponentials, EXPONENTIAL_SCALE, GRADIENTS)
+    nats = jnp.log(total) + offset - label_logits
+    at_label = jnp.exp(label_logits - offset) - total
+    gradient = _with_label(exponentials, labels, at_label)
+    others8 = _with_label(others8, labels, jnp.zeros_like(total))
+    return nats, gradient, others8, total
+
+
+def _offset(
+    features8: Array, table8: Array, factor: Array, label_logits: Array
+) -> Array:
+    """Return a number for each token, (N,), that its exponentials are relative to.
+
+    They must fit into 8 bits. So it is never larger than the logarithm of the sum of all
+    exponentials, and not much smaller: it is that of some of them, or the logit of the label.
+    """
+    num_sampled = table8.shape[0] // SAMPLED
+    if not num_sampled:
+        return label_logits
+    # Not a slice with a stride: on a mesh this one moves nothing.
+    groups = table8[: num_sampled * SAMPLED].reshape(num_sampled, SAMPLED, -1)
+    sample = matmul8(features8, groups[:, 0], ((1,), (1,)), factor, jnp.bfloat16)
+    log_total = jax.nn.logsumexp(sample.astype(jnp.float32), axis=1)
+    return jnp.maximum(label_logits, log_total)
 
 
 def _nats_and_gradient(
@@ -363,7 +426,7 @@ def _exponentials(features: Array, table: Array, labels: Array) -> tuple[Array, 
         # The tiles of the kernel divide the complete array, but not the shard of this device.
         exponents = _logits(features, table).astype(jnp.float32) - label_logits[:, None]
         exponentials, total = _clipped_exp(exponents, features.dtype)
-    return _with_label(exponentials, total, labels), total
+    return _with_label(exponentials, labels, 1 - total), total
 
 
 def _clipped_exp(exponents: Array, dtype: DType) -> tuple[Array, Array]:
@@ -372,12 +435,12 @@ def _clipped_exp(exponents: Array, dtype: DType) -> tuple[Array, Array]:
     return exponentials.astype(dtype), exponentials.sum(1)
 
 
-def _with_label(exponentials: Array, total: Array, labels: Array) -> Array:
-    """Return exponentials with `1 - total` at the label."""
+def _with_label(exponentials: Array, labels: Array, values: Array) -> Array:
+    """Return exponentials (N, V) with a value for each token (N,) at its label."""
     token = jnp.arange(len(labels))
     # Without the promises, XLA would sort the indices in a deterministic step.
     return exponentials.at[token, labels].set(
-        (1 - total).astype(exponentials.dtype),
+        values.astype(exponentials.dtype),
         indices_are_sorted=True,
         unique_indices=True,
     )
@@ -391,14 +454,21 @@ def _matmul_backward(
     The gradient of the logits is `gradient * scale[:, None]`, but the scale is applied to the
     smaller arrays before and after the matmuls.
     """
+    dtable = _table_gradient(features, gradient, scale, table_dtype)
+    return ((gradient @ table) * scale[:, None]).astype(features.dtype), dtable
+
+
+def _table_gradient(
+    features: Array, gradient: Array, scale: Array, dtype: DType
+) -> Array:
+    """Return the gradient of the table (V, D), see `_matmul_backward`."""
     scaled_features = (features * scale[:, None]).astype(features.dtype)
-    dtable = jax.lax.dot_general(
+    return jax.lax.dot_general(
         gradient,
         scaled_features,
         (((0,), (0,)), ((), ())),
-        preferred_element_type=table_dtype,
+        preferred_element_type=dtype,
     )
-    return ((gradient @ table) * scale[:, None]).astype(features.dtype), dtable
 
 
 def chunked_cross_entropy(

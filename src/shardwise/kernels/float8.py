@@ -120,7 +120,12 @@ def _power_of_two(largest: Array, exponent: int) -> Array:
 
 
 def matmul8(
-    a: Array, b: Array, contracted: Contracted, factor: Array, dtype: DType
+    a: Array,
+    b: Array,
+    contracted: Contracted,
+    factor: Array,
+    dtype: DType,
+    precision: lax.Precision = lax.Precision.DEFAULT,
 ) -> Array:
     """Return a matmul of arrays with 8 bits, times a factor.
 
@@ -130,11 +135,14 @@ def matmul8(
         contracted: the contracted dims of both.
         factor: float32, a power of two.
         dtype: the dtype of the result.
+        precision: `HIGHEST` to round sums of a Hopper GPU to float32, not to fewer bits.
     """
     dims = (contracted, ((), ()))
     if platform() == "gpu":
         # cuBLAS scales and adds what follows in its epilogue.
-        product = lax.dot_general(a, b, dims, preferred_element_type=dtype)
+        product = lax.dot_general(
+            a, b, dims, precision=precision, preferred_element_type=dtype
+        )
         return product * factor.astype(dtype)
     product = lax.dot_general(a.astype(jnp.float32), b.astype(jnp.float32), dims)
     return (product * factor).astype(dtype)

@@ -337,30 +337,36 @@ def product_slope8(
     return gradient, partial_sums.sum(0), gradient8
 
 
-@partial(jax.jit, static_argnames=("dtype",))
+@partial(jax.jit, static_argnames=("dtypes",))
 def product_exp8(
-    x: Array, table: Array, offset: Array, factors: Array, dtype: DType
-) -> tuple[Array, Array]:
-    """Return exponentials of logits from a matmul of 8 bits, and their sum for each token.
+    x: Array,
+    table: Array,
+    offset: Array,
+    factors: Array,
+    dtypes: tuple[DType, DType],
+) -> tuple[Array, Array, Array]:
+    """Return exponentials of logits from a matmul of 8 bits, their sums, and a copy in 8 bits.
 
     Args:
         x: the features of the tokens, (N, D), 8 bits.
         table: the weights of the output layer, (V, D), 8 bits.
         offset: a number for each token that is subtracted from its logits, (N,), float32.
-        factors: two float32 numbers: the product is multiplied by the first; the second is not
-            used.
-        dtype: the dtype of the exponentials.
+        factors: two float32 numbers: the product is multiplied by the first, and the exponentials
+            in 8 bits by the second.
+        dtypes: the dtype of the exponentials, and of those in 8 bits.
 
     Returns:
-        `exp(min(x @ table.T * factors[0] - offset, MAX_EXPONENT))`, (N, V), and its sums, (N,),
-        float32.
+        `e = exp(min(x @ table.T * factors[0] - offset, MAX_EXPONENT))`, (N, V); its sum for each
+        token, (N,), float32; `e * factors[1]`, (N, V), saturated.
     """
     num_tokens, columns = x.shape[0], table.shape[0]
     sums = jax.ShapeDtypeStruct((columns // TILE_COLUMNS, num_tokens), jnp.float32)
-    out = jax.ShapeDtypeStruct((num_tokens, columns), dtype)
-    call = _matmul_call("exp", out, sums)
-    exponentials, partial_sums = call(x, table, offset, factors)
-    return exponentials, partial_sums.sum(0)
+    wide, narrow = (
+        jax.ShapeDtypeStruct((num_tokens, columns), dtype) for dtype in dtypes
+    )
+    call = _matmul_call("exp", wide, sums, narrow)
+    exponentials, partial_sums, exponentials8 = call(x, table, offset, factors)
+    return exponentials, partial_sums.sum(0), exponentials8
 
 
 def _matmul_call(
@@ -697,15 +703,15 @@ class _MatmulKernel:
 
     def end_exp(self, count: Array, index: Array) -> None:
         """Write `exp(tile)`, and its sums over the columns of the tile."""
-        exponentials_ref, sums_ref = self.outs
+        exponentials_ref, sums_ref = self.outs[:2]
         row, column = self.origin(index)
         total: Array | float = 0.0
         for part, x in zip(self.parts, self._prefetch(self._load_part, 1), strict=True):
             half, part_row, block = part
             exponential = jnp.exp2(jnp.minimum(x, MAX_EXPONENT) * LOG2_E)
-            exponentials_ref.at[self._locate(index, *part)][...] = exponential.astype(
-                exponentials_ref.dtype
-            )
+            where = self._locate(index, *part)
+            exponentials_ref.at[where][...] = exponential.astype(exponentials_ref.dtype)
+            self._store_narrow(where, exponential)
             total = total + exponential
             if block == self.column_blocks - 1:
                 sums = jnp.sum(total, axis=1)

@@ -1,5 +1,6 @@
 """Matmuls of 8 bits: numerics against NumPy, and what is left at 16 bits."""
 
+import math
 from dataclasses import replace
 
 import jax
@@ -217,3 +218,50 @@ def test_the_start_of_a_run_says_so():
     assert text.endswith("float8 where that is faster")
     text = str(prepare(gpt_run(matmul_dtype=None)).step.traced.matmuls)
     assert "float8" not in text
+
+
+@pytest.mark.parametrize("spread", [0.1, 0.8])
+def test_loss_of_8_bits_next_to_float64(spread):
+    # Labels that are likely, unlikely, and hardly possible.
+    features, table = normal(3, 64, 32), normal(4, 512, 32, scale=spread)
+    features8, table8 = rounded(features), rounded(table)
+    logits = features8 @ table8.T
+    ranks = np.tile([1, 2, 100, 512], 16)
+    tokens = np.arange(64)
+    labels = np.argsort(logits, axis=1)[tokens, 512 - ranks]
+    weights = np.random.default_rng(5).uniform(0.5, 1.5, 64)
+
+    def loss(features, table):
+        with float8.matmul_dtype("float8"):
+            nats = linear_cross_entropy(features, table, jnp.asarray(labels))
+        return (nats * weights.astype(np.float32)).sum(), nats
+
+    (dfeatures, dtable), nats = jax.grad(loss, (0, 1), has_aux=True)(features, table)
+
+    log_total = np.log(np.exp(logits).sum(1))
+    np.testing.assert_allclose(nats, log_total - logits[tokens, labels], rtol=1e-5)
+    gradient = np.exp(logits - log_total[:, None])
+    gradient[tokens, labels] -= 1
+    gradient *= weights[:, None]
+    # The gradient of the table has the precision of the features.
+    np.testing.assert_allclose(dtable, gradient.T @ features, rtol=1e-4, atol=1e-5)
+    # The other one has 2 bits of fraction, so rounding changes it by at most 1 in 8.
+    expected = gradient @ table8
+    error = np.linalg.norm(dfeatures - expected, axis=1)
+    error /= np.linalg.norm(expected, axis=1)
+    is_possible = np.asarray(nats) < 20
+    assert error[is_possible].max() < 0.125
+    # A probability of another token saturates.
+    assert error.max() < 0.3
+
+
+def test_a_certain_label_has_a_small_gradient():
+    # In 8 bits, the probability of the label would be rounded to 1 or to 0.875.
+    table = jnp.eye(32, 32)
+    labels = jnp.arange(32)
+    with float8.matmul_dtype("float8"):
+        gradient = jax.grad(lambda x: linear_cross_entropy(x, table, labels).sum())(
+            6.5 * table
+        )
+    probability = 1 / (1 + 31 * math.exp(-6.5))
+    np.testing.assert_allclose(jnp.diag(gradient), probability - 1, rtol=1e-4)
