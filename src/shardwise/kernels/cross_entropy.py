@@ -316,7 +316,8 @@ def _float8_forward(
 def _float8_backward(residuals: Residuals, g: Array) -> tuple[Array, Array, None]:
     nats, features, table, labels, gradient, others8, total = residuals
     dtable = _table_gradient(features, gradient, g / total, table.dtype)
-    table8, table_scale = narrow_exactly(table.T)
+    centered = _centered(table)
+    table8, table_scale = narrow_exactly(centered.T)
     # The tensor cores of a Hopper GPU round sums, unless the precision is high. This sum is long.
     product = matmul8(
         others8,
@@ -332,7 +333,7 @@ def _float8_backward(residuals: Residuals, g: Array) -> tuple[Array, Array, None
     scale = g / jnp.minimum(total, largest)
     # The probability of the label, minus 1.
     of_label = g * jnp.expm1(-nats)
-    dfeatures = product * scale[:, None] + table[labels] * of_label[:, None]
+    dfeatures = product * scale[:, None] + centered[labels] * of_label[:, None]
     return dfeatures.astype(features.dtype), dtable, None
 
 
@@ -353,7 +354,7 @@ def _float8_exponentials(
     """
     (features8, feature_scale), (table8, table_scale) = (
         narrow_exactly(features),
-        narrow_exactly(table),
+        narrow_exactly(_centered(table)),
     )
     factor = 1 / (feature_scale * table_scale)
     label_logits = factor * (
@@ -377,6 +378,16 @@ def _float8_exponentials(
     gradient = _with_label(exponentials, labels, at_label)
     others8 = _with_label(others8, labels, jnp.zeros_like(total))
     return nats, gradient, others8, total
+
+
+def _centered(table: Array) -> Array:
+    """Return the table (V, D) without the mean of its rows, float32.
+
+    All logits of a token change by the same number, so neither loss nor gradients change. But
+    rounding does: rows of a trained table have much in common, which would be rounded too.
+    """
+    wide = table.astype(jnp.float32)
+    return wide - wide.mean(0)
 
 
 def _offset(

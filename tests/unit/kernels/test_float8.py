@@ -224,7 +224,7 @@ def test_the_start_of_a_run_says_so():
 def test_loss_of_8_bits_next_to_float64(spread):
     # Labels that are likely, unlikely, and hardly possible.
     features, table = normal(3, 64, 32), normal(4, 512, 32, scale=spread)
-    features8, table8 = rounded(features), rounded(table)
+    features8, table8 = rounded(features), rounded(table - table.mean(0))
     logits = features8 @ table8.T
     ranks = np.tile([1, 2, 100, 512], 16)
     tokens = np.arange(64)
@@ -257,11 +257,29 @@ def test_loss_of_8_bits_next_to_float64(spread):
 
 def test_a_certain_label_has_a_small_gradient():
     # In 8 bits, the probability of the label would be rounded to 1 or to 0.875.
-    table = jnp.eye(32, 32)
+    features = 6.5 * jnp.eye(32)
+    table = jnp.concatenate([jnp.eye(32), -jnp.eye(32)])
     labels = jnp.arange(32)
     with float8.matmul_dtype("float8"):
         gradient = jax.grad(lambda x: linear_cross_entropy(x, table, labels).sum())(
-            6.5 * table
+            features
         )
-    probability = 1 / (1 + 31 * math.exp(-6.5))
+    # Of 64 logits, one is 6.5, one is -6.5, and the others are 0.
+    probability = 1 / (1 + 62 * math.exp(-6.5) + math.exp(-13))
     np.testing.assert_allclose(jnp.diag(gradient), probability - 1, rtol=1e-4)
+
+
+def test_a_table_with_similar_rows_is_rounded_as_if_they_were_not():
+    # The softmax does not depend on the common part, so rounding must not either.
+    features, table = normal(3, 64, 32), normal(4, 512, 32)
+    common = normal(5, 1, 32, scale=20.0)
+    labels = jnp.arange(64)
+
+    def loss(features, table):
+        with float8.matmul_dtype("float8"):
+            return linear_cross_entropy(features, table, labels).sum()
+
+    compute = jax.value_and_grad(loss, (0, 1))
+    expected, found = compute(features, table), compute(features, table + common)
+    for left, right in zip(*map(jax.tree.leaves, (expected, found)), strict=True):
+        assert jnp.linalg.norm(right - left) < 5e-3 * jnp.linalg.norm(left)

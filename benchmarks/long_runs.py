@@ -1,0 +1,134 @@
+"""Train GPT-2 124M on source code for thousands of steps, with several seeds; compare losses.
+
+    python -m benchmarks.source_code build/code.npz
+    python -m benchmarks.long_runs build/code.npz --out build/float8.jsonl --runs adamw adamw:float8
+    python -m benchmarks.long_runs build/code.npz --out build/optimizers.jsonl --runs adamw muon
+
+A run is the name of an optimizer in `RATES`, and `:float8` for matmuls of 8 bits. Each writes one
+line of JSON with its training losses, its validation loss and its time per step. Seeds change the
+initial weights and the order of the data, and are the same for all runs.
+"""
+
+import argparse
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from shardwise import (
+    Batches,
+    Mean,
+    Run,
+    Tokens,
+    evaluate,
+    init_state,
+    optim,
+    steps,
+)
+from shardwise.models.gpt import GPT, PRESETS
+from shardwise.models.loss import linear_cross_entropy
+from shardwise.run import prepare
+
+# Peak learning rates.
+RATES = {
+    "adamw": 6e-4,
+    "muon": 6e-4,
+    "normuon": 6e-4,
+    "soap": 6e-4,
+    "schedule_free": 6e-4,
+}
+LENGTH = 1024
+# Validation sequences.
+NUM_EVAL = 320
+# Each training loss in the record is the mean of so many steps.
+MEAN_OVER = 20
+
+
+def make_run(name: str, files: Path, rows: int, count: int) -> Run:
+    """Return the run of this name."""
+    optimizer, _, dtype = name.partition(":")
+    arrays = np.load(files)
+    config = replace(PRESETS["gpt2"], max_length=LENGTH)
+
+    def loss(model: GPT, batch: dict[str, jax.Array]) -> Mean:
+        inputs, labels = batch["inputs"], batch["labels"]
+        return Mean(linear_cross_entropy(*model.features(inputs), labels))
+
+    rate = optim.cosine(RATES[optimizer], count, warmup=count // 15)
+    validation = arrays["validation"][: NUM_EVAL * (LENGTH + 1)]
+    return Run(
+        model=lambda rngs: GPT(config, rngs),
+        loss=loss,
+        optimizer=getattr(optim, optimizer)(rate, weight_decay=0.1, clip=1.0),
+        data=Batches(Tokens(arrays["train"], LENGTH), rows),
+        eval_data=Batches(Tokens(validation, LENGTH), rows),
+        steps=count,
+        compute_dtype="bfloat16",
+        matmul_dtype="float8" if dtype == "float8" else None,
+        unit="tokens",
+    )
+
+
+def train(name: str, options: argparse.Namespace) -> None:
+    """Train a run with each seed, and append a line for each to the file."""
+    run = make_run(name, options.tokens, options.rows, options.steps)
+    prepared = prepare(run)
+    assert prepared.eval_step is not None
+    assert prepared.eval_batches is not None
+    for seed in range(options.seeds):
+        state = init_state(prepared.spec, seed)
+        batches = replace(run.data, seed=seed)
+        losses = []
+        began = 0.0
+        for n, state, metrics in steps(
+            prepared.step, state, batches, until=options.steps
+        ):
+            losses.append(metrics["loss"])
+            if n == options.steps // 10:
+                jax.block_until_ready(metrics)
+                began = time.perf_counter()
+        jax.block_until_ready(losses)
+        seconds = time.perf_counter() - began
+        step_ms = 1e3 * seconds / (options.steps - options.steps // 10)
+        found = evaluate(prepared.eval_step, state, prepared.eval_batches)["loss"]
+        smooth = np.asarray(jax.device_get(losses)).reshape(-1, MEAN_OVER).mean(1)
+        line = {
+            "run": name,
+            "seed": seed,
+            "device": jax.devices()[0].device_kind,
+            "jax": jax.__version__,
+            "tokens_per_step": options.rows * LENGTH,
+            "steps": options.steps,
+            "step_ms": round(step_ms, 3),
+            "validation_loss": round(found, 5),
+            "losses": [round(float(value), 4) for value in smooth],
+        }
+        with options.out.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        print(
+            f"{name:16s} seed {seed}  validation {found:.4f}  last {smooth[-1]:.4f}  "
+            f"{step_ms:.2f} ms per step",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("tokens", type=Path, help="a file of benchmarks.source_code")
+    parser.add_argument("--runs", nargs="+", default=list(RATES))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rows", type=int, default=12, help="sequences per step")
+    options = parser.parse_args()
+    for name in options.runs:
+        train(name, options)
+
+
+if __name__ == "__main__":
+    main()
