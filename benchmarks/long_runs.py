@@ -83,9 +83,9 @@ def train(name: str, options: argparse.Namespace) -> None:
         batches = replace(run.data, seed=seed)
         losses = []
         began = 0.0
-        for n, state, metrics in steps(
-            prepared.step, state, batches, until=options.steps
-        ):
+        run_steps = steps(prepared.step, state, batches, until=options.steps)
+        # The last state is evaluated.
+        for n, state, metrics in run_steps:  # noqa: B007
             losses.append(metrics["loss"])
             if n == options.steps // 10:
                 jax.block_until_ready(metrics)
