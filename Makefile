@@ -14,7 +14,7 @@ run: $(VENV)/.run
 # Most of the time of these tests is compilation, so LLVM does not optimize; the slow tests compile as users do.
 test: export XLA_FLAGS ?= --xla_backend_optimization_level=0
 test: browser $(VENV)/.test lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not faults and not trackers"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not faults and not trackers" --durations=30 --durations-min=3
 
 # Kernels for Hopper GPUs need a newer JAX than Python 3.11 can install. Where Python 3.12 is installed,
 # their tests run in Mosaic GPU's interpreter on the CPU; elsewhere this says so and does nothing.
