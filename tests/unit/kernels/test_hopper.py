@@ -323,12 +323,13 @@ def test_exponentials_of_a_matmul_of_8_bits(interpreted):
     rng = np.random.default_rng(8)
     x8, table8 = eight(half(rng, 256, 128), 1), eight(half(rng, 128, 128), 8)
     offset = jnp.asarray(rng.normal(0, 2, 256), jnp.float32)
-    factors = jnp.asarray([1 / 80, 16], jnp.float32)
+    factors = jnp.asarray([1 / 80, 2], jnp.float32)
     dtypes = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float8_e5m2)
     found, sums, narrow = hopper.product_exp8(
         x8, table8, offset, factors, dtypes=dtypes
     )
     logits = wide(x8) @ wide(table8).T / 80 - np.asarray(offset)[:, None]
-    np.testing.assert_allclose(wide(narrow) / 16, np.exp(logits), rtol=0.2)
+    # 2 bits of fraction. The interpreter does not saturate values that are too large.
+    np.testing.assert_allclose(wide(narrow) / 2, np.exp(logits), rtol=0.2, atol=1e-5)
     np.testing.assert_allclose(wide(found), np.exp(logits), rtol=2**-4)
     np.testing.assert_allclose(sums, np.exp(logits).sum(1), rtol=5e-3)
