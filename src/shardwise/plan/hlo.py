@@ -26,6 +26,8 @@ BITS = {
     "c64": 64,
     "c128": 128,
 }
+# JAX gives this channel to all collectives inside of `shard_map`.
+SHARD_MAP_CHANNEL = "1"
 COLLECTIVES = (
     "all-gather",
     "all-reduce",
@@ -288,6 +290,13 @@ class Program:
         A TPU program may run one collective in pieces inside several fusions. All of them return
         it.
         """
+        found = self._collective(op, computation)
+        is_alone = op.opcode.removesuffix("-start") in COLLECTIVES
+        if found is not None and is_alone and found.channel == SHARD_MAP_CHANNEL:
+            return replace(found, channel=op.name)
+        return found
+
+    def _collective(self, op: Op, computation: Computation) -> Collective | None:
         if op.opcode.removesuffix("-start") in COLLECTIVES:
             return self._plain_collective(op, computation)
         if op.opcode in ("send", "recv"):
@@ -303,7 +312,7 @@ class Program:
                 )
         for inner in self.inner(op):
             for other in inner.ops:
-                collective = self.collective(other, inner)
+                collective = self._collective(other, inner)
                 if collective is not None:
                     kind = collective.kind
                     # TPU compilers write a reduce-scatter as a fusion of this name.

@@ -108,6 +108,26 @@ ENTRY %main (p: f32[1000,1000], q: f32[1000,1000]) -> (f32[8000,1000], f32[1000,
         )
 
 
+def test_collectives_of_shard_map_are_counted_one_by_one():
+    # All of them have channel 1.
+    gather = (
+        "  %g{n} = f32[8000,1000]{{1,0}} all-gather(%p), channel_id=1, "
+        "replica_groups=[1,8]<=[8], dimensions={{0}}"
+    )
+    gathers = "\n".join(gather.format(n=n) for n in range(3))
+    text = f"""HloModule m, is_scheduled=true
+
+ENTRY %main (p: f32[1000,1000]) -> f32[8000,1000] {{
+  %p = f32[1000,1000]{{1,0}} parameter(0)
+{gathers}
+  ROOT %r = f32[8000,1000]{{1,0}} copy(%g2)
+}}
+"""
+    chip = Chip("c", 1e12, 1e9, 1e15, link=1e9, group=8, products=1.0)
+    (traffic,) = estimate(parse(text), chip, make_mesh("data=8")).traffic.values()
+    assert (traffic.count, traffic.bytes) == (3, 3 * 32_000_000)
+
+
 def test_a_transfer_between_slices_counts_along_the_axis_that_connects_them():
     """Between slices, TPU programs send and receive through the hosts, without a collective."""
     transfer = (
