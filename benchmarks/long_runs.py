@@ -43,7 +43,7 @@ RATES = {
 LENGTH = 1024
 # Validation sequences.
 NUM_EVAL = 320
-# Each training loss in the record is the mean of so many steps.
+# Each training loss in the record is the mean over this many steps.
 MEAN_OVER = 20
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-# Merges of GPT-2, without its 256 bytes and its end of text.
+# The vocabulary size of GPT-2.
 NUM_TOKENS = 50_257
 END = "<|endoftext|>"
 # The vocabulary is made from this many characters.

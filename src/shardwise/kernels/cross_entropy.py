@@ -383,8 +383,8 @@ def _float8_exponentials(
 def _centered(table: Array) -> Array:
     """Return the table (V, D) without the mean of its rows, float32.
 
-    All logits of a token change by the same number, so neither loss nor gradients change. But
-    rounding does: rows of a trained table have much in common, which would be rounded too.
+    All logits of a token change by the same number, so loss and gradients stay the same. But the
+    rows have much in common after training, and rounding this common part would add an error.
     """
     wide = table.astype(jnp.float32)
     return wide - wide.mean(0)
