@@ -47,17 +47,19 @@ NUM_EVAL = 320
 MEAN_OVER = 20
 
 
-def make_run(name: str, files: Path, rows: int, count: int) -> Run:
+def make_run(name: str, options: argparse.Namespace) -> Run:
     """Return the run of this name."""
     optimizer, _, dtype = name.partition(":")
-    arrays = np.load(files)
+    rows, count = options.rows, options.steps
+    arrays = np.load(options.tokens)
     config = replace(PRESETS["gpt2"], max_length=LENGTH)
 
     def loss(model: GPT, batch: dict[str, jax.Array]) -> Mean:
         inputs, labels = batch["inputs"], batch["labels"]
         return Mean(linear_cross_entropy(*model.features(inputs), labels))
 
-    rate = optim.cosine(RATES[optimizer], count, warmup=count // 15)
+    peak = options.rate or RATES[optimizer]
+    rate = optim.cosine(peak, count, warmup=count // 15)
     validation = arrays["validation"][: NUM_EVAL * (LENGTH + 1)]
     return Run(
         model=lambda rngs: GPT(config, rngs),
@@ -74,8 +76,9 @@ def make_run(name: str, files: Path, rows: int, count: int) -> Run:
 
 def train(name: str, options: argparse.Namespace) -> None:
     """Train a run with each seed, and append a line for each to the file."""
-    run = make_run(name, options.tokens, options.rows, options.steps)
+    run = make_run(name, options)
     prepared = prepare(run)
+    num_records = len(Tokens(np.load(options.tokens)["train"], LENGTH))
     assert prepared.eval_step is not None
     assert prepared.eval_batches is not None
     for seed in range(options.seeds):
@@ -102,6 +105,8 @@ def train(name: str, options: argparse.Namespace) -> None:
             "jax": jax.__version__,
             "tokens_per_step": options.rows * LENGTH,
             "steps": options.steps,
+            "epochs": round(options.steps * options.rows / num_records, 3),
+            "rate": options.rate or RATES[name.partition(":")[0]],
             "step_ms": round(step_ms, 3),
             "validation_loss": round(found, 5),
             "losses": [round(float(value), 4) for value in smooth],
@@ -125,6 +130,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rows", type=int, default=12, help="sequences per step")
+    parser.add_argument("--rate", type=float, help="peak learning rate of all runs")
     options = parser.parse_args()
     for name in options.runs:
         train(name, options)

@@ -3,7 +3,8 @@
     python -m benchmarks.source_code build/code.npz
 
 It is a text of 100 MB or more that every machine with PyTorch or JAX has, so that long runs need
-no download. Files that occur twice count once, and every 40th file is validation data.
+no download. Files that occur twice count once, and every 40th file is validation data. With 160 MB,
+3,000 steps of 12 x 1024 tokens see no token twice.
 """
 
 import hashlib
@@ -38,7 +39,7 @@ def source_files(max_bytes: int) -> list[str]:
     return texts
 
 
-def write_tokens(path: Path, max_bytes: int = 100_000_000) -> None:
+def write_tokens(path: Path, max_bytes: int = 160_000_000) -> None:
     """Write training and validation tokens, uint16, to an npz file."""
     # Not a dependency of shardwise.
     from tokenizers import ByteLevelBPETokenizer
