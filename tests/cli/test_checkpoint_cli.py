@@ -102,6 +102,7 @@ def shardwise(tmp_path, capsys, monkeypatch):
     return call
 
 
+@pytest.mark.slow
 def test_one_device_reads_what_eight_have_written(run, tmp_path):
     environment = {
         name: value

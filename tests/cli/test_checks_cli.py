@@ -54,6 +54,7 @@ def folder(tmp_path_factory):
     return place
 
 
+@pytest.mark.slow
 def test_a_failed_check_ends_with_exit_code_5_and_the_fixed_run_resumes(folder):
     words = ("train", "recipe.py", "--cpu-devices", 8, "--out", "runs/a", "--no-plan")
     failed = run(*words, cwd=folder)

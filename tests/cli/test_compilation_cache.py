@@ -35,6 +35,7 @@ def train(folder, out, *words):
     return ended.stderr, json.loads((folder / out / "starting.jsonl").read_text())
 
 
+@pytest.mark.slow
 def test_a_second_start_compiles_nothing(tmp_path):
     said, first = train(tmp_path, "first")
     programs = tmp_path / "cache" / "shardwise" / "programs"

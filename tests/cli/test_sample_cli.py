@@ -157,6 +157,7 @@ def sample(folder, monkeypatch, capsysbinary):
     return call
 
 
+@pytest.mark.slow
 def test_text_goes_on_and_is_the_same_without_cache_on_a_mesh_and_published(
     sample, folder
 ):

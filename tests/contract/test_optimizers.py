@@ -158,8 +158,6 @@ def three_steps(optimizer, mesh, model=Net):
 QUICK = (
     "adafactor",
     "adamw",
-    "novograd",
-    "sm3",
     "muon",
     "prodigy",
     "momo",

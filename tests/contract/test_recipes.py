@@ -121,8 +121,9 @@ def test_descends_on_a_quadratic(name):
     assert float(value(optim.evaluation_params(state, params))) < 0.95 * start
 
 
-# Some have the same parts as "adamw" or "unstable". Every optimizer is in test_optimizers.py too.
+# Some have the same parts as "adamw". Every optimizer is in test_optimizers.py too.
 SIMILAR = (
+    "unstable",
     *("adam", "standard", "transformer", "fine_tuning", "sgd"),
     *("lion", "adafactor", "schedule_free", "prodigy", "muon"),
     *("normuon", "soap"),

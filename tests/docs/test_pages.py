@@ -8,7 +8,13 @@ import pytest
 from tests.helpers.pages import DOCS, MARK, blocks_of, run_page, same_lines, same_words
 
 # More than 10 s each.
-SLOW = {"start.md", "coming_from_pytorch.md", "exercises.md", "parallelism.md"}
+SLOW = {
+    "start.md",
+    "coming_from_pytorch.md",
+    "exercises.md",
+    "losses.md",
+    "parallelism.md",
+}
 OTHERS = "".join(
     path.read_text()
     for path in Path(__file__).parent.glob("test_*_page*.py")

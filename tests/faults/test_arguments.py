@@ -92,7 +92,7 @@ LATE = [
 
 
 @pytest.mark.parametrize(
-    "share", [6, pytest.param(1, marks=pytest.mark.faults)], ids=["quick", "all"]
+    "share", [12, pytest.param(1, marks=pytest.mark.faults)], ids=["quick", "all"]
 )
 def test_f14_bad_arguments(bench, share):
     (bench.folder / "other.py").write_text(OTHER)

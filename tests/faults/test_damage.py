@@ -122,8 +122,11 @@ PLAIN_DAMAGE = ("flipped", "truncated", "zeroed", "file missing", "empty")
 
 @pytest.mark.parametrize(
     "kinds",
-    [("truncated",), pytest.param(tuple(DAMAGE), marks=pytest.mark.faults)],
-    ids=["quick", "all"],
+    [
+        pytest.param(("truncated",), marks=pytest.mark.slow),
+        pytest.param(tuple(DAMAGE), marks=pytest.mark.faults),
+    ],
+    ids=["one", "all"],
 )
 def test_f05_falls_back_to_the_newest_complete_step(
     bench, straight, straight_plain, kinds

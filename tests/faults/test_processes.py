@@ -448,6 +448,7 @@ def test_no_false_alarm_for_long_phases(bench):
             check_done(ended)
 
 
+@pytest.mark.slow
 def test_a_launcher_listens_on_loopback_only_and_a_signal_to_one_process_stops_both(
     bench,
 ):

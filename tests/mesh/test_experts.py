@@ -389,6 +389,7 @@ def run_of(model=lambda rngs: Model(rngs, 1, dropout=0.0), **options):
     return Run(model=model, loss=loss, optimizer=optax.adamw(3e-3), **options)
 
 
+@pytest.mark.slow
 def test_tokens_that_are_counted_twice_are_found(monkeypatch):
     """A planted bug: each device counts the tokens of its first expert twice."""
     found = verify(run_of(), ["data=2,expert=4"], steps=1)

@@ -227,6 +227,7 @@ def test_the_number_of_microbatches_does_not_matter(microbatches):
     check("small", "stage=4,data=2", microbatches)
 
 
+@pytest.mark.slow
 def test_a_pipeline_with_two_rounds_trains_the_same():
     check("small", "stage=2,data=4", microbatches=4, rounds=2)
 

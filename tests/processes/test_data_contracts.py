@@ -70,6 +70,10 @@ LATER = {
 }
 
 
+# All cases together take a minute for each number of processes.
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def train(tmp_path_factory):
     """Return a function that runs all cases with 8 devices in `count` processes, once."""
@@ -117,14 +121,8 @@ def references():
     return sorted({case for cases in RIGHT.values() for case in cases.values()})
 
 
-def of_processes(count, case):
-    """Return a case as a parameter. Four processes on two cores take a minute."""
-    marks = [pytest.mark.slow] if count > 2 else []
-    return pytest.param(count, case, marks=marks)
-
-
 @pytest.mark.parametrize(
-    ("count", "case"), [of_processes(n, case) for n in RIGHT for case in RIGHT[n]]
+    ("count", "case"), [(n, case) for n in RIGHT for case in RIGHT[n]]
 )
 def test_both_contracts_train_like_one_process(train, count, case):
     (alone,) = train(1)
@@ -143,7 +141,7 @@ def test_other_examples_have_another_loss(train):
 
 
 @pytest.mark.parametrize(
-    ("count", "case"), [of_processes(n, case) for n in WRONG for case in WRONG[n]]
+    ("count", "case"), [(n, case) for n in WRONG for case in WRONG[n]]
 )
 def test_a_loader_of_the_other_contract_is_refused_before_anything_compiles(
     train, count, case

@@ -99,11 +99,11 @@ def one_device():
 @pytest.mark.parametrize(
     ("mesh", "dtype"),
     [
-        ("one", None),
+        pytest.param("one", None, marks=pytest.mark.slow),
         ("one", "bfloat16"),
         ("data=4,fsdp=2", None),
-        ("data=4,fsdp=2", "bfloat16"),
-        ("data=4,context=2", None),
+        pytest.param("data=4,fsdp=2", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("data=4,context=2", None, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_has_the_same_losses(mesh, dtype):
@@ -117,6 +117,7 @@ def test_a_run_has_the_same_losses(mesh, dtype):
     assert state.params["tokens"]["embedding"].dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_checkpoints_fit_with_and_without(tmp_path):
     """A run starts plain, resumes accelerated, and ends plain again."""
     run = gpt_run(mesh="data=4,fsdp=2", out=tmp_path / "run", save_every=1)
@@ -131,6 +132,7 @@ def test_checkpoints_fit_with_and_without(tmp_path):
     assert jax.tree.structure(result.state.params) == jax.tree.structure(state.params)
 
 
+@pytest.mark.slow
 def test_an_evaluation_has_the_same_loss():
     prepared = prepare(gpt_run(mesh="data=8"))
     state = init_state(prepared.spec, 0)
@@ -197,7 +199,9 @@ class Stacked(nnx.Module):
         return apply(self.blocks, x)
 
 
-@pytest.mark.parametrize("saves_matmuls", [False, True])
+@pytest.mark.parametrize(
+    "saves_matmuls", [False, pytest.param(True, marks=pytest.mark.slow)]
+)
 def test_layers_are_found_in_a_scan_with_remat(saves_matmuls):
     policy = jax.checkpoint_policies.dots_saveable if saves_matmuls else None
     model = Stacked(policy, nnx.Rngs(0))

@@ -317,6 +317,7 @@ KERNELS = (
         *((case, platform) for case in KERNELS for platform in ("cpu", "gpu")),
     ],
 )
+@pytest.mark.slow
 def test_16_bits_are_as_accurate_as_in_flax(case, platform, monkeypatch):
     parts, function, _ = CASES[case]
     if platform == "gpu":

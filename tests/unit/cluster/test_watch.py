@@ -86,7 +86,9 @@ def make_watch(group, name):
     return watch
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))]
+)
 def test_all_processes_stop_and_save_at_the_same_point_at_any_speed(groups, seed):
     """Each process ticks at its own speed; one may be far ahead, and two may ask at once."""
     rng = random.Random(seed)  # noqa: S311

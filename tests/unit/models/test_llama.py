@@ -99,6 +99,7 @@ def test_logits_loss_and_gradient_match_transformers(chunks, changes):
     np.testing.assert_allclose(grads["tokens"], fixture()["gradient"], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_mixtral_is_sampled_from_its_logits():
     name = "mixtral_tiny"
     config = config_from_hf(hf_config(name))

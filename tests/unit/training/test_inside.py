@@ -425,6 +425,7 @@ def in_new_process(script, *words):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_range_of_steps_is_profiled(tmp_path):
     output = in_new_process(PROFILED, tmp_path / "a")
     (trace,) = (tmp_path / "a" / "profile" / "plugins" / "profile").glob(
@@ -453,6 +454,7 @@ def test_a_range_of_steps_is_profiled(tmp_path):
     assert "no profile: the run is at step 12, after the steps 5:7 to trace" in output
 
 
+@pytest.mark.slow
 def test_a_profile_after_a_plan_for_tpus_is_refused_and_the_run_continues(tmp_path):
     """JAX's profiler crashes the process if libtpu is loaded on a machine without TPUs."""
     output = in_new_process(PROFILED, tmp_path / "a", "plan")
