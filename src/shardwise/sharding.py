@@ -307,12 +307,14 @@ def _mesh_axes(
     by_flax: bool,
 ) -> Iterator[str]:
     """Yield the mesh axes for the names of one dim; known axes that this mesh lacks are skipped."""
-    known = {axis for value in rules.logical.values() for axis in _as_tuple(value)}
+    known = {axis for value in rules.logical.values() for axis in axes_of_entry(value)}
     known |= {*rules.batch, *rules.context, *rules.stage, *rules.fsdp}
-    for name in _as_tuple(entry):
+    for name in axes_of_entry(entry):
         if name in rules.logical and not by_flax:
             yield from (
-                axis for axis in _as_tuple(rules.logical[name]) if axis in mesh.shape
+                axis
+                for axis in axes_of_entry(rules.logical[name])
+                if axis in mesh.shape
             )
         elif name in mesh.shape:
             yield name
@@ -455,7 +457,7 @@ def place_optimizer(
             field_name = path.removesuffix(owner).rstrip("/").rpartition("/")[2]
             followed = _followed_dims(field_name, leaf.shape, param.shape)
             dims = [
-                () if dim is None else _as_tuple(_entry(param.spec, dim))
+                () if dim is None else axes_of_entry(_entry(param.spec, dim))
                 for dim in followed
             ]
             reason = f"dims shared with its parameter {param.shape}"
@@ -538,7 +540,7 @@ def without(spec: PartitionSpec, axes: MeshAxes) -> PartitionSpec:
     """
     return PartitionSpec(
         *(
-            _join(axis for axis in _as_tuple(entry) if axis not in axes)
+            _join(axis for axis in axes_of_entry(entry) if axis not in axes)
             for entry in spec
         )
     )
@@ -566,7 +568,7 @@ def constrain(x: jax.Array, *names: Axes) -> jax.Array:
     mesh, rules = layout
     entries = [None if name == "batch" else name for name in names]
     dims = _resolve("an activation", x.shape, entries, "constraint", mesh, rules)
-    spec = without(PartitionSpec(*(_join(axes) for axes in dims)), rules.batch)
+    spec = without(spec_of_dims(dims), rules.batch)
     examples = batch_spec(mesh, rules)[0]
     if has_explicit_axes() and x.shape[0] % num_batch_shards(mesh, rules):
         # Explicit axes shard evenly. Such a batch is only traced, and padded before it is used.
@@ -638,7 +640,7 @@ def mapped_over(axes: MeshAxes) -> Iterator[None]:
     mesh, rules = layout
 
     def others(names: Axes) -> MeshAxes:
-        return tuple(axis for axis in _as_tuple(names) if axis not in axes)
+        return tuple(axis for axis in axes_of_entry(names) if axis not in axes)
 
     inner = replace(
         rules,
@@ -681,13 +683,13 @@ current_pipeline = jax.make_user_context(default_value=None)
 
 def expert_axis(rules: Rules) -> str | None:
     """Return the axis for the experts of a model, if the rules have one that shards the batch."""
-    axes = _as_tuple(rules.logical["experts"])
+    axes = axes_of_entry(rules.logical["experts"])
     return next((axis for axis in axes if axis in rules.batch), None)
 
 
 def logical_axes(name: str, mesh: Mesh | AbstractMesh, rules: Rules) -> MeshAxes:
     """Return the axes of the mesh, of more than one device, that a logical name maps to."""
-    axes = _as_tuple(rules.logical[name])
+    axes = axes_of_entry(rules.logical[name])
     return tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
 
 
@@ -924,7 +926,9 @@ def placement_table(placements: Iterable[Placement], title: str) -> Table:
 
 def show_spec(spec: Iterable[Axes]) -> str:
     """Return a spec as text: `(fsdp, -)`, or `replicated` if no dim is sharded."""
-    entries = ["-" if entry is None else "*".join(_as_tuple(entry)) for entry in spec]
+    entries = [
+        "-" if entry is None else "*".join(axes_of_entry(entry)) for entry in spec
+    ]
     if all(entry == "-" for entry in entries):
         return "replicated"
     return f"({', '.join(entries)})"
@@ -934,20 +938,39 @@ def _placement(
     path: str, shape: Shape, dtype: DType, dims: list[MeshAxes], reason: str, mesh: Mesh
 ) -> Placement:
     num_shards = math.prod(mesh.shape[axis] for names in dims for axis in names)
-    spec = (
-        PartitionSpec(*(_join(names) for names in dims))
-        if any(dims)
-        else PartitionSpec()
-    )
+    spec = spec_of_dims(dims) if any(dims) else PartitionSpec()
     return Placement(
         path, shape, dtype, spec, reason, num_bytes(shape, dtype) // num_shards
     )
 
 
-def _as_tuple(entry: Axes) -> MeshAxes:
+def axes_of_entry(entry: Axes) -> MeshAxes:
+    """Return the mesh axes of one entry of a `PartitionSpec`.
+
+    Example:
+        >>> [axes_of_entry(entry) for entry in PartitionSpec("data", ("fsdp", "model"), None)]
+        [('data',), ('fsdp', 'model'), ()]
+    """
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def axes_of_dims(sharding: NamedSharding, ndim: int) -> tuple[MeshAxes, ...]:
+    """Return the mesh axes of each dim of an array, without axes of one device.
+
+    Args:
+        sharding: the sharding of the array.
+        ndim: its number of dims.
+    """
+    sizes = sharding.mesh.shape
+    dims = [axes_of_entry(_entry(sharding.spec, dim)) for dim in range(ndim)]
+    return tuple(tuple(axis for axis in axes if sizes[axis] > 1) for axes in dims)
+
+
+def spec_of_dims(dims: Iterable[MeshAxes]) -> PartitionSpec:
+    """Return the `PartitionSpec` of an array whose dims have these mesh axes."""
+    return PartitionSpec(*map(_join, dims))
 
 
 def _join(axes: Iterable[str]) -> Axes:
@@ -964,7 +987,7 @@ def _entry(spec: PartitionSpec, dim: int) -> Axes:
 
 def _axes_in(spec: PartitionSpec) -> Iterator[str]:
     for entry in spec:
-        yield from _as_tuple(entry)
+        yield from axes_of_entry(entry)
 
 
 def _choices(dim: int, size: int) -> str:

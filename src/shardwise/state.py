@@ -37,6 +37,7 @@ from shardwise.sharding import (
     Rules,
     activations_on,
     at_use,
+    axes_of_entry,
     batch_spec,
     current_pipeline,
     num_batch_shards,
@@ -236,8 +237,7 @@ class StateSpec:
         Axes of size 1 are omitted: a model with explicit shardings may not name them.
         """
         entry = batch_spec(self.mesh, self.rules)[0]
-        axes = (entry,) if isinstance(entry, str) else entry or ()
-        used = tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
+        used = tuple(axis for axis in axes_of_entry(entry) if self.mesh.shape[axis] > 1)
         is_divisible = num_rows(batch) % num_batch_shards(self.mesh, self.rules) == 0
         spec = PartitionSpec(used) if used and is_divisible else PartitionSpec()
         return jax.tree.map(lambda x: spec if np.ndim(x) else PartitionSpec(), batch)

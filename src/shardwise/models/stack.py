@@ -42,6 +42,7 @@ from shardwise.sharding import (
     mapped_axes,
     mapped_over,
     num_stages,
+    spec_of_dims,
     stage_axes,
     step_layout,
 )
@@ -301,7 +302,7 @@ def constrained(x: Array, *axes: MeshAxes) -> Array:
         *axes: the mesh axes of each of the first dimensions.
     """
     free = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - len(axes))
-    spec = PartitionSpec(*(names or None for names in axes), *free)
+    spec = PartitionSpec(*spec_of_dims(axes), *free)
     result: Array = jax.lax.with_sharding_constraint(x, spec)
     return result
 

@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from shardwise.optim.groups import map_with_path, param_path
+from shardwise.sharding import axes_of_dims, spec_of_dims
 from shardwise.tree import OptState, Params, PyTree, matches, named_leaves
 
 # Mesh axes of each dim.
@@ -177,16 +178,13 @@ def _as_matrices(
     shape: tuple[int, ...], sharding: NamedSharding | None, is_stacked: bool
 ) -> _Matrices:
     """Return a parameter as a batch of matrices."""
-    axes: list[tuple[str, ...]] = [()] * len(shape)
-    sizes: Mapping[str, int] = {}
+    axes: _Dims = ((),) * len(shape)
+    shards = 1
     if sharding is not None:
-        sizes = sharding.mesh.shape
-        for dim, entry in enumerate(sharding.spec):
-            names = (entry,) if isinstance(entry, str) else entry or ()
-            axes[dim] = tuple(name for name in names if sizes[name] > 1)
+        axes = axes_of_dims(sharding, len(shape))
+        shards = math.prod(sharding.mesh.shape[axis] for axis in axes[0])
     if not is_stacked:
         return _Matrices((1, 1, *shape), sharding, ((), (), *axes))
-    shards = math.prod(sizes[name] for name in axes[0])
     split = (shards, shape[0] // shards, *shape[1:])
     return _Matrices(split, sharding, (axes[0], (), *axes[1:]))
 
@@ -238,10 +236,7 @@ def _apply(
         assert like.sharding is not None
         mesh = like.sharding.mesh
         missing = -layers % math.prod(mesh.shape[axis] for axis in moves[-1][1])
-        shardings = [
-            NamedSharding(mesh, PartitionSpec(*(names or None for names in dims)))
-            for dims in moves
-        ]
+        shardings = [NamedSharding(mesh, spec_of_dims(dims)) for dims in moves]
     matrix = matrix_shape(like.shape[2:])
 
     def moved(

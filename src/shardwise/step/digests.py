@@ -19,6 +19,7 @@ from blake3 import blake3
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardwise.sharding import axes_of_entry
 from shardwise.tree import PyTree
 
 # One digest for each leaf, uint32, in the order of `jax.tree.leaves`.
@@ -154,7 +155,7 @@ def disagreeing(
 
 def _minority(values: np.ndarray, mesh: Mesh, spec: PartitionSpec) -> np.ndarray:
     """Return which devices hold another copy than most devices with the same shard."""
-    named = {axis for entry in spec for axis in _axes(entry)}
+    named = {axis for entry in spec for axis in axes_of_entry(entry)}
     copies = tuple(i for i, axis in enumerate(mesh.axis_names) if axis not in named)
     shards = tuple(i for i in range(values.ndim) if i not in copies)
     # One row for each shard, and one column for each copy of it.
@@ -170,7 +171,3 @@ def _minority(values: np.ndarray, mesh: Mesh, spec: PartitionSpec) -> np.ndarray
             marks[:] = row != kinds[counts.argmax()] if has_majority else True
     shape = tuple(values.shape[i] for i in order)
     return wrong.reshape(shape).transpose(np.argsort(order))
-
-
-def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else entry or ()

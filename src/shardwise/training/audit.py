@@ -32,6 +32,7 @@ from shardwise.errors import ConfigError, CorruptionError, ShardwiseError
 from shardwise.files.durable import write_atomically
 from shardwise.run import Prepared, Run
 from shardwise.rundir.phases import Phase
+from shardwise.sharding import axes_of_entry
 from shardwise.state import StateSpec, TrainState
 from shardwise.step import StepResult, TrainStep, make_train_step
 from shardwise.step.digests import device_digests, disagreeing
@@ -258,7 +259,7 @@ def replica_axes(spec: StateSpec) -> tuple[str, ...]:
         axis
         for leaf in jax.tree.leaves(spec.abstract)
         for entry in leaf.sharding.spec
-        for axis in ((entry,) if isinstance(entry, str) else entry or ())
+        for axis in axes_of_entry(entry)
     }
     return tuple(
         axis

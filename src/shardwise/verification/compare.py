@@ -14,7 +14,7 @@ the first.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, wraps
@@ -34,7 +34,7 @@ from shardwise.errors import NumericsError
 from shardwise.loop import evaluate
 from shardwise.module import ModelFactory, call_factory
 from shardwise.run import Prepared, Run, prepare
-from shardwise.sharding import Rules
+from shardwise.sharding import Rules, axes_of_entry
 from shardwise.state import StateSpec, TrainState, init_state
 from shardwise.step import Gradients, LossValue, Metrics, TrainStep, num_rows
 from shardwise.tracing.choices import Choices
@@ -187,7 +187,7 @@ class Side:
         """The number of parameters that are sharded over an FSDP axis."""
         fsdp = set(self.spec.rules.fsdp)
         return sum(
-            any(fsdp.intersection(_axes(entry)) for entry in placement.spec)
+            any(fsdp.intersection(axes_of_entry(entry)) for entry in placement.spec)
             for placement in self.spec.params.values()
         )
 
@@ -212,11 +212,6 @@ class Side:
         """Return a batch from the mesh on the host, without its padding."""
         rows = self.step.layout.rows
         return map_rows(lambda x: np.asarray(x)[:rows], jax.device_get(batch))
-
-
-def _axes(entry: str | Iterable[str] | None) -> tuple[str, ...]:
-    """Return the mesh axes of an entry of a `PartitionSpec`."""
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,13 @@ from shardwise.mesh import make_mesh, mesh_text, parse_sizes, show_sizes
 from shardwise.module import num_experts, num_layers
 from shardwise.plan.compile import check_divided, compile_run
 from shardwise.run import Run
-from shardwise.sharding import Rules, context_axes, expert_axis, show_spec
+from shardwise.sharding import (
+    Rules,
+    axes_of_entry,
+    context_axes,
+    expert_axis,
+    show_spec,
+)
 from shardwise.state import StateSpec
 from shardwise.text import Json
 from shardwise.tree import named_leaves
@@ -384,9 +390,9 @@ def _tensor_axes(spec: StateSpec, rules: Rules) -> list[str]:
         entries += list(axes)
     mesh_axes: list[str] = []
     for entry in entries:
-        for name in [entry] if isinstance(entry, str) else entry or ():
+        for name in axes_of_entry(entry):
             mapped = rules.logical.get(name, name)
-            mesh_axes += [mapped] if isinstance(mapped, str) else list(mapped or ())[:1]
+            mesh_axes += axes_of_entry(mapped)[:1]
     others = (*rules.batch, *rules.fsdp, *rules.context)
     return [axis for axis in dict.fromkeys(mesh_axes) if axis not in others]
 
