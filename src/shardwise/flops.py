@@ -18,6 +18,7 @@ import jax
 from jax.extend import core
 
 from shardwise.errors import PACKAGE
+from shardwise.kernels.float8 import has_float8, uses_float8, why_not_float8
 from shardwise.text import show_matmuls
 from shardwise.tracing.jaxpr import (
     JAX,
@@ -87,20 +88,93 @@ class MatmulDtypes:
             dtype that JAX promotes its operands to.
         lines: the line of the user's code with the most operations, by dtype: "model.py:41".
         unasked_lines: the same, for the operations in `unasked`.
-        is_narrowed: whether the step multiplies 8 bits where that is faster, see
-            `Run.matmul_dtype`. The dtypes here are those without it.
+        choices: with `Run.matmul_dtype`, the matmuls and which of them use 8 bits. The dtypes in
+            the other fields are those without it.
     """
 
     flops: Mapping[str, float]
     unasked: Mapping[str, float]
     lines: Mapping[str, str]
     unasked_lines: Mapping[str, str]
-    is_narrowed: bool = False
+    choices: tuple["MatmulChoice", ...] = ()
 
     def __str__(self) -> str:
         """Return a text such as "matmuls: 93 % bfloat16, 7 % float32 (model.py:41)"."""
-        note = "; float8 where that is faster" if self.is_narrowed else ""
+        note = "; float8 where that is faster" if self.choices else ""
         return show_matmuls(self.flops, self.lines) + note
+
+
+@dataclass(frozen=True)
+class MatmulChoice:
+    """Matmuls of one size in a forward pass, and whether they use 8 bits.
+
+    Attributes:
+        rows: the size of the left operand, usually the number of tokens.
+        depth: the size of the dimension that is contracted.
+        columns: the size of the right operand.
+        count: how many there are.
+        why_not: why they do not use 8 bits; "" if they do.
+    """
+
+    rows: int
+    depth: int
+    columns: int
+    count: int
+    why_not: str
+
+
+def matmul_choices(jaxpr: core.Jaxpr) -> tuple[MatmulChoice, ...]:
+    """Return the matmuls of a forward pass by size, most FLOPs first.
+
+    Those with batch dims, as in attention, never use 8 bits and do not count.
+
+    Args:
+        jaxpr: the forward pass, traced while `kernels.float8.uses_float8()`.
+    """
+    counts: dict[tuple[int, int, int, str], int] = {}
+    for choice in _choices(jaxpr):
+        key = (choice.rows, choice.depth, choice.columns, choice.why_not)
+        counts[key] = counts.get(key, 0) + choice.count
+    choices = [
+        MatmulChoice(rows, depth, columns, count, why)
+        for (rows, depth, columns, why), count in counts.items()
+    ]
+    choices.sort(key=lambda x: -x.rows * x.depth * x.columns * x.count)
+    return tuple(choices)
+
+
+def _choices(
+    jaxpr: core.Jaxpr, repeats: int = 1, custom: str | None = None
+) -> Iterator[MatmulChoice]:
+    """Yield all matmuls.
+
+    Args:
+        jaxpr: the traced function.
+        repeats: how often it is called.
+        custom: inside a function with custom gradients, why it does not use 8 bits.
+    """
+    for equation in jaxpr.eqns:
+        name, params = equation.primitive.name, equation.params
+        if name == "dot_general":
+            (contracted, _), (batch, _) = params["dimension_numbers"]
+            if batch:
+                continue
+            why = why_not_float8(equation) if custom is None else custom
+            left, right = (math.prod(shape_of(x)) for x in equation.invars[:2])
+            depth = math.prod(shape_of(equation.invars[0])[dim] for dim in contracted)
+            yield MatmulChoice(left // depth, depth, right // depth, repeats, why)
+        elif name == "mpmd_map" and _kernel_name(params).startswith("product_"):
+            rows, depth = shape_of(equation.invars[0])
+            columns = shape_of(equation.outvars[0])[1]
+            yield MatmulChoice(rows, depth, columns, repeats, custom or "")
+        else:
+            inside = custom
+            if custom is None and name.startswith("custom_"):
+                inner_has = any(map(has_float8, inner_jaxprs(params)))
+                inside = "" if inner_has else "its function has custom gradients"
+            times = params["length"] if name == "scan" else 1
+            for inner in inner_jaxprs(params):
+                yield from _choices(inner, repeats * times, inside)
 
 
 def matmul_dtypes(jaxpr: core.Jaxpr) -> MatmulDtypes:
@@ -117,7 +191,11 @@ def matmul_dtypes(jaxpr: core.Jaxpr) -> MatmulDtypes:
     matmuls = list(_matmuls(jaxpr))
     unasked = [matmul for matmul in matmuls if not matmul.is_asked]
     return MatmulDtypes(
-        _by_dtype(matmuls), _by_dtype(unasked), _lines(matmuls), _lines(unasked)
+        _by_dtype(matmuls),
+        _by_dtype(unasked),
+        _lines(matmuls),
+        _lines(unasked),
+        matmul_choices(jaxpr) if uses_float8() else (),
     )
 
 

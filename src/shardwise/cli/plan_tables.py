@@ -12,6 +12,7 @@ from shardwise.plan.search import Candidate, Entry, Search, Status
 from shardwise.text import show_bytes, show_count, show_matmuls, show_seconds
 
 MAX_BUFFERS = 8
+MAX_MATMULS = 12
 SECONDS_PER_MONTH = 30 * 86400
 
 
@@ -32,6 +33,8 @@ def show_plan(console: Console, plan: Plan) -> None:
         f"{show_bytes(plan.bytes)} of memory traffic per device, {plan.items:,} {plan.unit}, "
         f"{show_matmuls(plan.matmul_flops, plan.matmul_lines)}",
     )
+    if plan.matmul_choices:
+        console.print(_matmul_table(plan))
     if plan.inactive_params:
         active = show_count(plan.num_params - plan.inactive_params)
         total = show_count(plan.num_params)
@@ -119,6 +122,17 @@ def _traffic_table(plan: Plan) -> Table:
             )
         count, size = str(traffic.count), show_bytes(traffic.bytes)
         table.add_row(traffic.kind, traffic.axes, traffic.link, count, size, *times)
+    return table
+
+
+def _matmul_table(plan: Plan) -> Table:
+    title = "matmuls of the forward pass, with matmul_dtype='float8'"
+    table = _table(title, [], ["count", "rows", "depth", "columns"])
+    table.add_column("bits")
+    for choice in plan.matmul_choices[:MAX_MATMULS]:
+        sizes = (choice.rows, choice.depth, choice.columns)
+        bits = f"as without: {choice.why_not}" if choice.why_not else "8"
+        table.add_row(str(choice.count), *(f"{size:,}" for size in sizes), bits)
     return table
 
 

@@ -208,7 +208,7 @@ def with_float8_matmuls(function: Callable[..., PyTree]) -> Callable[..., PyTree
 
     def change(equation: JaxprEqn, visit: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
         name = equation.primitive.name
-        if name == "dot_general" and is_worthwhile(equation):
+        if name == "dot_general" and not why_not_float8(equation):
             return replace_equation(equation, _as_float8(equation))
         if name.startswith("custom_") or name == "pallas_call":
             return equation
@@ -218,7 +218,7 @@ def with_float8_matmuls(function: Callable[..., PyTree]) -> Callable[..., PyTree
         with matmul_dtype("float8"):
             closed, output = jax.make_jaxpr(function, return_shape=True)(*args)
         converted = rewrite(closed, change)
-        if converted is closed and not _has_float8(closed.jaxpr):
+        if converted is closed and not has_float8(closed.jaxpr):
             raise ConfigError(
                 "matmul_dtype='float8' has no effect: every matmul of this model takes longer to "
                 "convert than it saves, or has dimensions that are not multiples of "
@@ -230,49 +230,57 @@ def with_float8_matmuls(function: Callable[..., PyTree]) -> Callable[..., PyTree
     return changed
 
 
-def _has_float8(jaxpr: Jaxpr) -> bool:
+def has_float8(jaxpr: Jaxpr) -> bool:
     """Return whether a value of 8 bits is computed, in loops too."""
     for equation in jaxpr.eqns:
         if any(getattr(var.aval, "dtype", None) == WEIGHTS for var in equation.outvars):
             return True
-        if any(_has_float8(inner) for inner in inner_jaxprs(equation.params)):
+        if any(has_float8(inner) for inner in inner_jaxprs(equation.params)):
             return True
     return False
 
 
-def is_worthwhile(equation: JaxprEqn) -> bool:
-    """Return whether a `dot_general` becomes faster, and has a form that cuBLAS supports."""
+def why_not_float8(equation: JaxprEqn) -> str:
+    """Return why a `dot_general` is not computed with 8 bits; "" if it is."""
     (contracted, batch) = equation.params["dimension_numbers"]
     a, b = _operands(equation)
-    if batch != ((), ()) or any(x.dtype not in WIDE for x in (a, b)):
-        return False
+    if batch != ((), ()):
+        return "it has batch dimensions"
+    other = next((x.dtype for x in (a, b) if x.dtype not in WIDE), None)
+    if other is not None:
+        return f"an operand is {other}"
     depth = math.prod(a.shape[dim] for dim in contracted[0])
-    if not depth or any(
-        size % MULTIPLE for size in (depth, a.size // depth, b.size // depth)
-    ):
-        return False
-    return saved_seconds(a.size // depth, depth, b.size // depth) > 0
+    sizes = (a.size // depth, depth, b.size // depth) if depth else (0,)
+    if not depth or any(size % MULTIPLE for size in sizes):
+        return f"a size is not a multiple of {MULTIPLE}"
+    saved, cost = saved_seconds(*sizes), conversion_seconds(*sizes)
+    if cost >= saved:
+        return f"converting takes {cost / saved:.1f} times as long as it saves"
+    return ""
 
 
 def _operands(equation: JaxprEqn) -> list[ShapedArray]:
     return [cast(ShapedArray, var.aval) for var in equation.invars]
 
 
-def saved_seconds(tokens: int, depth: int, columns: int) -> float:
-    """Return the time that a matmul of 8 bits saves on an H200 in a training step.
+def saved_seconds(rows: int, depth: int, columns: int) -> float:
+    """Return the time that 8 bits save in a matmul on an H200, forward and backward.
 
     Args:
-        tokens: the number of tokens.
+        rows: the size of the left operand.
         depth: the size of the dimension that is contracted.
-        columns: the size of the other dimension of the weights.
+        columns: the size of the right operand.
     """
+    # Half of the time of the forward pass, and of the gradient of the activations.
+    return 2 * rows * depth * columns / MATMUL_RATE
+
+
+def conversion_seconds(rows: int, depth: int, columns: int) -> float:
+    """Return the time that it takes to convert the operands; arguments as in `saved_seconds`."""
     # The smaller operand is the weights, and costs little to convert.
-    tokens, columns = max(tokens, columns), min(tokens, columns)
-    # Forward, and for the gradient of the activations, half of the time.
-    saved = 2 * tokens * depth * columns / MATMUL_RATE
+    tokens, columns = max(rows, columns), min(rows, columns)
     # Activations of 16 bits are read twice and written once; gradients are read and written once.
-    converted = tokens * (5 * depth + 3 * columns) / CONVERSION_RATE
-    return saved - converted
+    return tokens * (5 * depth + 3 * columns) / CONVERSION_RATE
 
 
 def _as_float8(equation: JaxprEqn) -> Callable[..., Array]:

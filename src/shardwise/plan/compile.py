@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypedDict
 
@@ -35,11 +35,26 @@ from shardwise.hardware import Chip
 from shardwise.mesh import make_mesh, mesh_text
 from shardwise.models.stack import bubble
 from shardwise.plan.hlo import Program, parse
-from shardwise.plan.plan import Buffer, Memory, OptionValue, Plan, PlannedLeaf, Times
+from shardwise.plan.plan import (
+    Buffer,
+    Memory,
+    OptionValue,
+    Plan,
+    PlannedLeaf,
+    PlannedMatmul,
+    Times,
+)
 from shardwise.plan.roofline import Estimate, estimate
 from shardwise.plan.target import Target, find_target, local_target
 from shardwise.run import Prepared, Run, package_version, prepare
-from shardwise.sharding import Placement, Rules, context_axes, num_stages, show_spec
+from shardwise.sharding import (
+    Placement,
+    Rules,
+    axes_of_entry,
+    context_axes,
+    num_stages,
+    show_spec,
+)
 from shardwise.step import TrainStep
 from shardwise.text import show_bytes
 from shardwise.tree import named_leaves, num_bytes
@@ -508,6 +523,7 @@ class _KnownFields(TypedDict):
     model_flops: float
     matmul_flops: dict[str, float]
     matmul_lines: dict[str, str]
+    matmul_choices: list[PlannedMatmul]
     peak_flops: float | None
     leaves: list[PlannedLeaf]
     microbatches: int
@@ -526,6 +542,10 @@ def _known_fields(run: Run, prepared: Prepared) -> _KnownFields:
         "model_flops": prepared.flops,
         "matmul_flops": dict(prepared.step.traced.matmuls.flops),
         "matmul_lines": dict(prepared.step.traced.matmuls.lines),
+        "matmul_choices": [
+            PlannedMatmul(**asdict(choice))
+            for choice in prepared.step.traced.matmuls.choices
+        ],
         "peak_flops": prepared.peak_flops,
         "leaves": [
             _planned_leaf(placement) for placement in prepared.spec.params.values()
@@ -569,9 +589,7 @@ def _num_items(run: Run, step: TrainStep) -> int:
 
 
 def _planned_leaf(placement: Placement) -> PlannedLeaf:
-    axes: list[tuple[str, ...]] = []
-    for entry in placement.spec:
-        axes.append((entry,) if isinstance(entry, str) else tuple(entry or ()))
+    axes = [axes_of_entry(entry) for entry in placement.spec]
     # A PartitionSpec may be shorter than the shape: the remaining dims are not sharded.
     axes += [()] * (len(placement.shape) - len(axes))
     return PlannedLeaf(

@@ -51,6 +51,7 @@ SOURCES = {
         "step_flops",
         "matmul_flops",
         "matmul_lines",
+        "matmul_choices",
         "leaves",
         "items",
         "inactive_params",
@@ -102,6 +103,25 @@ class Buffer:
     name: str
     shape: str
     bytes: float
+
+
+@dataclass(frozen=True)
+class PlannedMatmul:
+    """Matmuls of one size in the forward pass, and whether they use 8 bits.
+
+    Attributes:
+        rows: the size of the left operand, usually the number of tokens.
+        depth: the size of the dimension that is contracted.
+        columns: the size of the right operand.
+        count: how many there are.
+        why_not: why they do not use 8 bits; "" if they do.
+    """
+
+    rows: int
+    depth: int
+    columns: int
+    count: int
+    why_not: str
 
 
 @dataclass(frozen=True)
@@ -197,6 +217,8 @@ class Plan:
         unknown_kernels: number of calls of each custom kernel whose FLOP are unknown.
         matmul_flops: FLOP of the forward pass by the dtype of the operands, largest first.
         matmul_lines: the line of the user's code with the most of them, by dtype.
+        matmul_choices: with `Run.matmul_dtype`, the matmuls of the forward pass by size, and which
+            of them use 8 bits.
         step_flops: FLOP of all devices in the step as traced: those of the model, and those of
             recomputed activations, masked scores and the padding of kernels.
         microbatches: number of microbatches in a pipeline; 0 on a mesh without a stage axis.
@@ -227,6 +249,7 @@ class Plan:
     unknown_kernels: dict[str, int] = field(default_factory=dict)
     matmul_flops: dict[str, float] = field(default_factory=dict)
     matmul_lines: dict[str, str] = field(default_factory=dict)
+    matmul_choices: list[PlannedMatmul] = field(default_factory=list)
     step_flops: float = 0.0
     inactive_params: int = 0
     microbatches: int = 0

@@ -61,6 +61,7 @@ FIELD_NAMES = {
     "step_flops": "FLOPs of the traced step",
     "matmul_flops": "FLOPs by dtype",
     "matmul_lines": "lines by dtype",
+    "matmul_choices": "matmuls with 8 bits",
     "leaves": "the parameter layout",
     "items": "items per step",
     "inactive_params": "parameters that a token does not use",

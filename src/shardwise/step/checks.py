@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias
 from shardwise.data.layout import BatchLayout, make_layout, num_rows
 from shardwise.errors import ConfigError
 from shardwise.findings import Finding
+from shardwise.kernels import float8
 from shardwise.loss import Loss, TracedLoss, trace_loss
 from shardwise.loss.trace import (
     inexact_metrics,
@@ -109,12 +110,12 @@ def check_pipeline(
 
 
 def check_matmul_dtype(
-    spec: StateSpec, traced: TracedLoss, matmul_dtype: str | None
+    spec: StateSpec, loss: Loss, traced: TracedLoss, matmul_dtype: str | None
 ) -> TracedLoss:
     """Check that the devices of a mesh multiply in this dtype.
 
     Returns:
-        `traced`, which knows it.
+        `traced`, which knows the matmuls that it changes.
 
     Raises:
         ConfigError: if they do not, or if the dtype is unknown.
@@ -139,7 +140,9 @@ def check_matmul_dtype(
             "matmul_dtype='float8' does not work in a pipeline yet. Use a mesh without a stage "
             "axis, or matmul_dtype=None."
         )
-    return replace(traced, matmuls=replace(traced.matmuls, is_narrowed=True))
+    with float8.matmul_dtype("float8"):
+        choices = trace_loss(spec, loss, traced.shapes).matmuls.choices
+    return replace(traced, matmuls=replace(traced.matmuls, choices=choices))
 
 
 def check_accumulate(

@@ -141,9 +141,8 @@ def test_a_gpt_trains_within_the_rounding_of_8_bits(config):
     np.testing.assert_allclose(found, expected, rtol=2e-3)
 
 
-@pytest.mark.parametrize(
-    "mesh", [pytest.param("data=4,fsdp=2", marks=pytest.mark.slow), "data=4,model=2"]
-)
+@pytest.mark.parametrize("mesh", ["data=4,fsdp=2", "data=4,model=2"])
+@pytest.mark.slow
 def test_meshes_agree(mesh):
     one = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
     expected = losses(gpt_run(mesh=one, compute_dtype=None))
@@ -181,6 +180,25 @@ def test_matmuls_of_other_models_are_changed_too():
     assert "f8_e4m3fn[1536,1536]" in text
     assert "f8_e5m2[2048,1536]" in text
     assert "f8_e4m3fn[64,1536]" not in text
+
+
+def test_the_matmuls_that_change_are_known():
+    choices = prepare(wide_run()).step.traced.matmuls.choices
+    found = {(x.rows, x.depth, x.columns): (x.count, x.why_not) for x in choices}
+    assert found[2048, 1536, 1536] == (1, "")
+    count, why_not = found[2048, 64, 1536]
+    assert count == 1
+    assert why_not.startswith("converting takes")
+
+
+def test_the_matmuls_of_scanned_layers_are_counted():
+    run = gpt_run(config={"scan_layers": True, "num_layers": 2})
+    choices = prepare(run).step.traced.matmuls.choices
+    # The tokens of a batch, and the layers of the MLP.
+    in_mlp = [x for x in choices if {x.depth, x.columns} == {128, 512}]
+    assert {(x.rows, x.count, x.why_not) for x in in_mlp} == {(256, 2, "")}
+    in_loss = [x for x in choices if x.columns == 256]
+    assert [(x.rows, x.depth, x.why_not) for x in in_loss] == [(256, 128, "")]
 
 
 def test_a_model_without_a_large_matmul_is_refused():
