@@ -12,6 +12,7 @@ from shardwise.module import AccessHook, path_name
 from shardwise.precision import dtype_at_use
 from shardwise.sharding import Placement, at_use, mapped_axes, reshard, without
 from shardwise.state import StateSpec
+from shardwise.step.fsdp import all_gather, is_explicit
 
 
 def access_hooks(
@@ -82,9 +83,12 @@ class _Access:
         used, stored = (without(spec, mapped_axes()) for spec in (used, stored))
         used_sharding = self.spec.sharding(_spec_of_slice(used, shape, value.shape))
         stored_sharding = self.spec.sharding(_spec_of_slice(stored, shape, value.shape))
+        is_gathered = is_explicit(self.spec) and not any(used)
 
         @jax.custom_vjp
         def gather(x: jax.Array) -> jax.Array:
+            if is_gathered:
+                return all_gather(x.astype(cast_dtype), stored_sharding)
             return reshard(x.astype(cast_dtype), used_sharding)
 
         def forward(x: jax.Array) -> tuple[jax.Array, None]:

@@ -59,6 +59,7 @@ from shardwise.step.deterministic import (
     needs_options,
     sum_rows_in_order,
 )
+from shardwise.step.fsdp import is_explicit, scatter_gradients
 from shardwise.tracing.assertions import (
     NOT_FUNCTIONALIZED,
     Failure,
@@ -261,7 +262,10 @@ class _StepFunctions:
         if self.matmul_dtype is not None:
             objective = with_float8_matmuls(objective)
         checked = failure_as_aux(objective, self.has_checks)
-        gradient = sums_in_float32(jax.grad(checked, has_aux=True), self.own_sum)
+        gradient = jax.grad(checked, has_aux=True)
+        if is_explicit(self.spec):
+            gradient = scatter_gradients(gradient, self.spec)
+        gradient = sums_in_float32(gradient, self.own_sum)
         compute = gradient
         if self.accumulate > 1:
             compute = accumulated(
@@ -406,7 +410,7 @@ def make_train_step(
     spec = spec.computing_in(compute_dtype)
     spec, traced = settle_loss(spec, loss, batch)
     check_pipeline(spec, traced, coupled_examples)
-    traced = check_matmul_dtype(spec, traced, matmul_dtype)
+    traced = check_matmul_dtype(spec, loss, traced, matmul_dtype)
     spec, layout = train_layout(spec, loss, traced, accumulate, microbatches, rounds)
     traced, sums = check_accumulate(spec, loss, traced, accumulate, coupled_examples)
     platform = spec.mesh.devices.flat[0].platform

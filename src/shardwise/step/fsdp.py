@@ -1,0 +1,366 @@
+"""FSDP on TPUs: parameters by all-gather, gradients by reduce-scatter, both said explicitly.
+
+XLA for TPUs turns the sum of a gradient over the devices and the slice that each of them stores
+into a reduce-scatter only if the slice is along the major dim of the gradient in memory. Otherwise
+it all-reduces, which moves twice as much. On 64 chips or more it gathers parameters by all-reduces,
+too. But it keeps `lax.all_gather` and `lax.psum_scatter` inside of `shard_map`. So parameters are
+gathered there, and the matmuls of gradients are replaced in the traced step: each device multiplies
+its own tokens, and the sum is scattered.
+
+The operands of a `shard_map` are resharded if necessary. So the result is right however XLA shards
+the activations.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeAlias, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardwise.sharding import axes_of_dims, batch_axes, reshard, spec_of_dims
+from shardwise.state import StateSpec
+from shardwise.tracing.jaxpr import replace_equation, shape_of, with_inner_jaxprs
+from shardwise.tree import PyTree
+
+# Where XLA does not choose these collectives itself.
+PLATFORMS = ("tpu",)
+
+# XLA changes collectives over a torus none of whose sides is shorter.
+LONG_SIDE = 4
+
+# The mesh axes of each dim of an array.
+Dims: TypeAlias = tuple[tuple[str, ...], ...]
+# Devices that communicate with each other, by their position along a mesh axis.
+Groups: TypeAlias = list[list[int]]
+# The position of an equation in its jaxpr, and the sharding that its result should have.
+Summand: TypeAlias = tuple[int, Dims]
+
+
+def is_explicit(spec: StateSpec) -> bool:
+    """Return whether a step uses the collectives of this module.
+
+    On a mesh with further axes, XLA does not keep their shardings inside of a `shard_map` over the
+    batch axes.
+    """
+    mesh = spec.mesh
+    used = {axis for axis, size in mesh.shape.items() if size > 1}
+    platform = mesh.devices.flat[0].platform
+    return platform in PLATFORMS and used <= set(batch_axes(mesh, spec.rules))
+
+
+def all_gather(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Return a replicated array.
+
+    Args:
+        x: a parameter, while tracing.
+        sharding: the sharding in which it is stored.
+    """
+    mesh = cast(Mesh, sharding.mesh)
+    dims = axes_of_dims(sharding, x.ndim)
+
+    def gathered(part: jax.Array) -> jax.Array:
+        for dim, names in enumerate(dims):
+            for groups in _stages(mesh, names):
+                part = lax.all_gather(
+                    part, names, axis=dim, tiled=True, axis_index_groups=groups
+                )
+        return part
+
+    whole: jax.Array = jax.shard_map(
+        gathered,
+        mesh=mesh,
+        in_specs=spec_of_dims(dims),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )(x)
+    return whole
+
+
+def scatter_gradients(
+    function: Callable[..., PyTree], spec: StateSpec
+) -> Callable[..., PyTree]:
+    """Return a function that reduces gradients by reduce-scatter where it can.
+
+    Args:
+        function: the gradient of a loss whose parameters pass through `access_hooks`.
+        spec: the abstract state.
+    """
+    axes = batch_axes(spec.mesh, spec.rules)
+
+    def scattered(*args: PyTree) -> PyTree:
+        closed, output = jax.make_jaxpr(function, return_shape=True)(*args)
+        visited: dict[Jaxpr, Jaxpr] = {}
+
+        def visit(jaxpr: Jaxpr) -> Jaxpr:
+            if jaxpr not in visited:
+                equations = _Gradients(jaxpr, spec.mesh, axes).scattered()
+                equations = [with_inner_jaxprs(eqn, visit) for eqn in equations]
+                visited[jaxpr] = jaxpr.replace(eqns=equations)
+            return visited[jaxpr]
+
+        closed = closed.replace(jaxpr=visit(closed.jaxpr))
+        leaves = jaxpr_as_fun(closed)(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(output), leaves)
+
+    return scattered
+
+
+class _Gradients:
+    """The gradients of parameters in one jaxpr.
+
+    `step.access` marks them: a gradient gets first the sharding in which its parameter is used,
+    and then the one in which it is stored.
+
+    Args:
+        jaxpr: the traced function, or the body of a loop in it.
+        mesh: the device mesh.
+        axes: the mesh axes that shard the batch, with more than one device.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, mesh: Mesh, axes: tuple[str, ...]):
+        self.equations = list(jaxpr.eqns)
+        self.mesh = mesh
+        self.axes = axes
+        self._producers = {
+            var: i for i, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars
+        }
+        inputs = [var for eqn in jaxpr.eqns for var in eqn.invars]
+        self._num_uses = Counter(
+            var for var in (*inputs, *jaxpr.outvars) if not isinstance(var, Literal)
+        )
+
+    def scattered(self) -> list[JaxprEqn]:
+        """Return the equations of the jaxpr, with gradients reduced by reduce-scatter."""
+        equations = list(self.equations)
+        for stored in self.equations:
+            at_use = self._only_producer(stored, "sharding_constraint")
+            if at_use is None:
+                continue
+            used = self.equations[at_use]
+            sharding = stored.params["sharding"]
+            dims = axes_of_dims(sharding, len(shape_of(used.invars[0])))
+            if not any(dims) or any(axes_of_dims(used.params["sharding"], len(dims))):
+                continue
+            summands = self._summands(used.invars[0], dims)
+            matmuls = {i: self._matmuls(self.equations[i]) for i, _ in summands}
+            if not any(matmuls.values()):
+                continue
+            for i, wanted in summands:
+                if matmuls[i]:
+                    equations[i] = self._scattered(i, matmuls[i], wanted)
+                elif len(equations[i].outvars) == 1:
+                    equations[i] = self._replicated(equations[i])
+            # The gradient has the sharding of storage already.
+            equations[at_use] = used.replace(params=stored.params)
+        return equations
+
+    def _only_producer(self, equation: JaxprEqn, name: str) -> int | None:
+        """Return the position of the primitive that computes the input of the same primitive.
+
+        None if that is another one, or if its result has other uses.
+        """
+        if equation.primitive.name != name:
+            return None
+        (var,) = equation.invars
+        if not isinstance(var, Var) or self._num_uses[var] > 1:
+            return None
+        i = self._producers.get(var)
+        return i if i is not None and self._name(i) == name else None
+
+    def _name(self, i: int) -> str:
+        return self.equations[i].primitive.name
+
+    def _summands(self, var: Var | Literal, dims: Dims) -> list[Summand]:
+        """Return the equations whose results add up to a gradient, in any order of dims.
+
+        Args:
+            var: the gradient.
+            dims: its sharding in storage.
+        """
+        i = None if isinstance(var, Literal) else self._producers.get(var)
+        if i is None or isinstance(var, Literal):
+            return []
+        equation = self.equations[i]
+        before = _dims_before(equation, dims)
+        if self._num_uses[var] > 1 or before is None or self._matmuls(equation):
+            return [(i, dims)]
+        # Further inputs, such as the value of `pad`, are not gradients.
+        is_sum = equation.primitive.name in ("add", "add_any")
+        operands = equation.invars if is_sum else equation.invars[:1]
+        return [
+            summand
+            for operand in operands
+            for summand in self._summands(operand, before)
+        ]
+
+    def _matmuls(self, equation: JaxprEqn) -> list[JaxprEqn]:
+        """Return the matmuls over tokens that an equation computes or adds; none if it has others.
+
+        The batch axes must divide the first dim that is contracted.
+        """
+        name, params = equation.primitive.name, equation.params
+        if any(self._num_uses[var] > 1 for var in equation.outvars):
+            return []
+        if name in ("add", "add_any"):
+            producers = [
+                self._producers.get(var) if isinstance(var, Var) else None
+                for var in equation.invars
+            ]
+            found = [
+                [] if i is None else self._matmuls(self.equations[i]) for i in producers
+            ]
+            return [*found[0], *found[1]] if all(found) else []
+        if name != "dot_general":
+            return []
+        ((contracted, _), (batch, _)) = params["dimension_numbers"]
+        if batch or not contracted:
+            return []
+        count = math.prod(self.mesh.shape[axis] for axis in self.axes)
+        size = shape_of(equation.invars[0])[contracted[0]]
+        return [equation] if size % count == 0 else []
+
+    def _scattered(self, i: int, matmuls: list[JaxprEqn], dims: Dims) -> JaxprEqn:
+        """Return a sum of matmuls, of the tokens of each device, with the sharding `dims`.
+
+        Args:
+            i: the position of the equation that it replaces.
+            matmuls: the matmuls that this equation computes or adds.
+            dims: the sharding of the result.
+        """
+        in_specs = []
+        for matmul in matmuls:
+            ((left, right), _) = matmul.params["dimension_numbers"]
+            in_specs += [
+                PartitionSpec(*(None,) * first, self.axes)
+                for first in (left[0], right[0])
+            ]
+        scattered = {axis for names in dims for axis in names}
+        others = tuple(axis for axis in self.axes if axis not in scattered)
+
+        @partial(
+            jax.shard_map,
+            mesh=self.mesh,
+            in_specs=tuple(in_specs),
+            out_specs=spec_of_dims(dims),
+            check_vma=False,
+        )
+        def multiply(*operands: jax.Array) -> jax.Array:
+            x: jax.Array = sum(
+                matmul.primitive.bind(a, b, **matmul.params)
+                for matmul, a, b in zip(
+                    matmuls, operands[::2], operands[1::2], strict=True
+                )
+            )
+            for dim, names in enumerate(dims):
+                if names:
+                    x = _scatter(x, dim, names, self.mesh)
+            # After the scatter, so that each device sends only its part.
+            if others:
+                x = lax.psum(x, others)
+            return x
+
+        def call(operands: Sequence[jax.Array]) -> jax.Array:
+            result: jax.Array = multiply(*operands)
+            return result
+
+        invars = [var for matmul in matmuls for var in matmul.invars]
+        return replace_equation(self.equations[i].replace(invars=invars), call)
+
+    def _replicated(self, equation: JaxprEqn) -> JaxprEqn:
+        """Return an equation whose result is replicated, as if its parameter was used so."""
+        sharding = NamedSharding(self.mesh, PartitionSpec())
+
+        def call(operands: Sequence[jax.Array]) -> jax.Array:
+            x: jax.Array = equation.primitive.bind(*operands, **equation.params)
+            return reshard(x, sharding)
+
+        return replace_equation(equation, call)
+
+
+def _scatter(x: jax.Array, dim: int, axes: tuple[str, ...], mesh: Mesh) -> jax.Array:
+    """Return the sum of `x` over devices, of which each keeps a part along a dim.
+
+    XLA makes that an all-reduce, unless the dim is the first of a matrix.
+    """
+    first = jnp.moveaxis(x, dim, 0)
+    part = first.reshape(len(first), -1)
+    for groups in reversed(_stages(mesh, axes)):
+        part = lax.psum_scatter(
+            part, axes, scatter_dimension=0, tiled=True, axis_index_groups=groups
+        )
+    result: jax.Array = jnp.moveaxis(part.reshape(-1, *first.shape[1:]), 0, dim)
+    return result
+
+
+def _stages(mesh: Mesh, axes: tuple[str, ...]) -> list[Groups | None]:
+    """Return the groups of devices that gather an array, stage by stage; None for all at once.
+
+    XLA gathers over a torus of 4 x 4 x 4 chips or more by an all-reduce, which moves twice as much.
+    So neighbors gather first, along one dim of the torus, and then every plane of it.
+    """
+    if not axes:
+        return []
+    if len(axes) > 1:
+        return [None]
+    dim = mesh.axis_names.index(axes[0])
+    line = np.moveaxis(mesh.devices, dim, 0).reshape(mesh.devices.shape[dim], -1)[:, 0]
+    coords = np.array([getattr(device, "coords", (0,)) for device in line])
+    if coords.shape[1] < 3 or min(len(set(x)) for x in coords.T) < LONG_SIDE:
+        return [None]
+    # Neighbors are devices for which only the coordinate changes that changes first.
+    is_other = coords[1] == coords[0]
+    size = int((coords != coords[0])[:, is_other].any(1).argmax())
+    table = np.arange(len(line)).reshape(-1, size)
+    return [table.tolist(), table.T.tolist()]
+
+
+def _dims_before(equation: JaxprEqn, dims: Dims) -> Dims | None:
+    """Return the sharding of the input of an equation that gives its result the sharding `dims`.
+
+    None if the equation is none that moves, converts or adds the values of a gradient.
+    """
+    name, params = equation.primitive.name, equation.params
+    if name in ("convert_element_type", "add", "add_any"):
+        return dims
+    if name == "transpose":
+        order = params["permutation"]
+        return tuple(dims[order.index(dim)] for dim in range(len(order)))
+    if name == "pad":
+        is_padded = [config != (0, 0, 0) for config in params["padding_config"]]
+        moves = any(
+            names and padded for names, padded in zip(dims, is_padded, strict=True)
+        )
+        return None if moves else dims
+    if name == "broadcast_in_dim":
+        return tuple(dims[dim] for dim in params["broadcast_dimensions"])
+    if name == "reshape" and params["dimensions"] is None:
+        before, after = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
+        return _dims_before_reshape(dims, before, after)
+    return None
+
+
+def _dims_before_reshape(
+    dims: Dims, before: tuple[int, ...], after: tuple[int, ...]
+) -> Dims | None:
+    """Return the sharding before a reshape; None if it splits or joins a dim that is sharded."""
+    result: list[tuple[str, ...]] = [()] * len(before)
+    for dim, names in enumerate(dims):
+        if not names:
+            continue
+        # The same dim before: as large, and with as many elements in the dims in front of it.
+        same = [
+            i
+            for i, size in enumerate(before)
+            if size == after[dim] and math.prod(before[:i]) == math.prod(after[:dim])
+        ]
+        if not same:
+            return None
+        result[same[0]] = names
+    return tuple(result)
