@@ -18,7 +18,6 @@ import jax
 from jax.extend import core
 
 from shardwise.errors import PACKAGE
-from shardwise.kernels.float8 import has_float8, uses_float8, why_not_float8
 from shardwise.text import show_matmuls
 from shardwise.tracing.jaxpr import (
     JAX,
@@ -123,60 +122,6 @@ class MatmulChoice:
     why_not: str
 
 
-def matmul_choices(jaxpr: core.Jaxpr) -> tuple[MatmulChoice, ...]:
-    """Return the matmuls of a forward pass by size, most FLOPs first.
-
-    Those with batch dims, as in attention, never use 8 bits and do not count.
-
-    Args:
-        jaxpr: the forward pass, traced while `kernels.float8.uses_float8()`.
-    """
-    counts: dict[tuple[int, int, int, str], int] = {}
-    for choice in _choices(jaxpr):
-        key = (choice.rows, choice.depth, choice.columns, choice.why_not)
-        counts[key] = counts.get(key, 0) + choice.count
-    choices = [
-        MatmulChoice(rows, depth, columns, count, why)
-        for (rows, depth, columns, why), count in counts.items()
-    ]
-    choices.sort(key=lambda x: -x.rows * x.depth * x.columns * x.count)
-    return tuple(choices)
-
-
-def _choices(
-    jaxpr: core.Jaxpr, repeats: int = 1, custom: str | None = None
-) -> Iterator[MatmulChoice]:
-    """Yield all matmuls.
-
-    Args:
-        jaxpr: the traced function.
-        repeats: how often it is called.
-        custom: inside a function with custom gradients, why it does not use 8 bits.
-    """
-    for equation in jaxpr.eqns:
-        name, params = equation.primitive.name, equation.params
-        if name == "dot_general":
-            (contracted, _), (batch, _) = params["dimension_numbers"]
-            if batch:
-                continue
-            why = why_not_float8(equation) if custom is None else custom
-            left, right = (math.prod(shape_of(x)) for x in equation.invars[:2])
-            depth = math.prod(shape_of(equation.invars[0])[dim] for dim in contracted)
-            yield MatmulChoice(left // depth, depth, right // depth, repeats, why)
-        elif name == "mpmd_map" and _kernel_name(params).startswith("product_"):
-            rows, depth = shape_of(equation.invars[0])
-            columns = shape_of(equation.outvars[0])[1]
-            yield MatmulChoice(rows, depth, columns, repeats, custom or "")
-        else:
-            inside = custom
-            if custom is None and name.startswith("custom_"):
-                inner_has = any(map(has_float8, inner_jaxprs(params)))
-                inside = "" if inner_has else "its function has custom gradients"
-            times = params["length"] if name == "scan" else 1
-            for inner in inner_jaxprs(params):
-                yield from _choices(inner, repeats * times, inside)
-
-
 def matmul_dtypes(jaxpr: core.Jaxpr) -> MatmulDtypes:
     """Return the FLOPs of the matmuls and convolutions of `jaxpr` by the dtype of their operands.
 
@@ -195,7 +140,6 @@ def matmul_dtypes(jaxpr: core.Jaxpr) -> MatmulDtypes:
         _by_dtype(unasked),
         _lines(matmuls),
         _lines(unasked),
-        matmul_choices(jaxpr) if uses_float8() else (),
     )
 
 
@@ -226,7 +170,7 @@ def count_kernels(jaxpr: core.Jaxpr) -> dict[str, float]:
     for equation in jaxpr.eqns:
         if equation.primitive.name in ("pallas_call", "mpmd_map"):
             own = _equation_matmuls(equation, equation)
-            flops[_kernel_name(equation.params)] = sum(matmul.flops for matmul in own)
+            flops[kernel_name(equation.params)] = sum(matmul.flops for matmul in own)
         else:
             for inner in inner_jaxprs(equation.params):
                 flops.update(count_kernels(inner))
@@ -405,7 +349,7 @@ def _expert_flops(equation: core.JaxprEqn) -> float:
 
 def _mosaic_kernel_flops(equation: core.JaxprEqn) -> float:
     """Kernels named `product_...` multiply their first two arguments, (N, D) and (D, F)."""
-    name = _kernel_name(equation.params)
+    name = kernel_name(equation.params)
     if name in ATTENTION_MATMULS:
         return _attention_flops(equation) / 2 * ATTENTION_MATMULS[name]
     if not name.startswith("product_"):
@@ -415,6 +359,7 @@ def _mosaic_kernel_flops(equation: core.JaxprEqn) -> float:
     )
 
 
-def _kernel_name(params: Mapping[str, object]) -> str:
+def kernel_name(params: Mapping[str, object]) -> str:
+    """Return the name of a Pallas kernel, from the parameters of its equation."""
     name = params.get("name") or getattr(params.get("name_and_src_info"), "name", None)
     return str(name or "kernel")

@@ -38,6 +38,7 @@ from shardwise.kernels import experts
 from shardwise.mesh import parse_mesh
 from shardwise.models.llama import Llama, LlamaConfig
 from shardwise.models.moe import route
+from shardwise.step import fsdp
 
 ROWS, LENGTH, WIDTH, HIDDEN, EXPERTS = 16, 32, 32, 48, 8
 LAYOUTS = [
@@ -202,6 +203,14 @@ def check(case, layouts, **options):
 
 def test_an_expert_axis_trains_the_same():
     check(replace(CASES["bias"], num_layers=1), ["data=2,expert=2,model=2"])
+
+
+@pytest.mark.slow
+def test_collectives_that_are_named_on_tpus_train_the_same(monkeypatch):
+    monkeypatch.setattr(fsdp, "PLATFORMS", ("cpu",))
+    layouts = ["fsdp=2,expert=4", "data=2,fsdp=2,expert=2", "fsdp=8"]
+    check(CASES["mixtral"], layouts)
+    check(CASES["capacity"], layouts)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ the option nothing here is called. CPUs emulate the same rounding, so that tests
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, cast
@@ -29,11 +29,13 @@ from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from shardwise.errors import ConfigError
+from shardwise.flops import MatmulChoice, kernel_name
 from shardwise.kernels.platform import platform
 from shardwise.tracing.jaxpr import (
     inner_jaxprs,
     replace_equation,
     rewrite,
+    shape_of,
     with_inner_jaxprs,
 )
 from shardwise.tree import DType, PyTree
@@ -228,6 +230,60 @@ def with_float8_matmuls(function: Callable[..., PyTree]) -> Callable[..., PyTree
         return jax.tree.unflatten(jax.tree.structure(output), leaves)
 
     return changed
+
+
+def matmul_choices(jaxpr: Jaxpr) -> tuple[MatmulChoice, ...]:
+    """Return the matmuls of a forward pass by size, most FLOPs first.
+
+    Those with batch dims, as in attention, never use 8 bits and do not count.
+
+    Args:
+        jaxpr: the forward pass, traced while `uses_float8()`.
+    """
+    counts: dict[tuple[int, int, int, str], int] = {}
+    for choice in _choices(jaxpr):
+        key = (choice.rows, choice.depth, choice.columns, choice.why_not)
+        counts[key] = counts.get(key, 0) + choice.count
+    choices = [
+        MatmulChoice(rows, depth, columns, count, why)
+        for (rows, depth, columns, why), count in counts.items()
+    ]
+    choices.sort(key=lambda x: -x.rows * x.depth * x.columns * x.count)
+    return tuple(choices)
+
+
+def _choices(
+    jaxpr: Jaxpr, repeats: int = 1, custom: str | None = None
+) -> Iterator[MatmulChoice]:
+    """Yield all matmuls.
+
+    Args:
+        jaxpr: the traced function.
+        repeats: how often it is called.
+        custom: inside a function with custom gradients, why it does not use 8 bits.
+    """
+    for equation in jaxpr.eqns:
+        name, params = equation.primitive.name, equation.params
+        if name == "dot_general":
+            (contracted, _), (batch, _) = params["dimension_numbers"]
+            if batch:
+                continue
+            why = why_not_float8(equation) if custom is None else custom
+            left, right = (math.prod(shape_of(x)) for x in equation.invars[:2])
+            depth = math.prod(shape_of(equation.invars[0])[dim] for dim in contracted)
+            yield MatmulChoice(left // depth, depth, right // depth, repeats, why)
+        elif name == "mpmd_map" and kernel_name(params).startswith("product_"):
+            rows, depth = shape_of(equation.invars[0])
+            columns = shape_of(equation.outvars[0])[1]
+            yield MatmulChoice(rows, depth, columns, repeats, custom or "")
+        else:
+            inside = custom
+            if custom is None and name.startswith("custom_"):
+                inner_has = any(map(has_float8, inner_jaxprs(params)))
+                inside = "" if inner_has else "its function has custom gradients"
+            times = params["length"] if name == "scan" else 1
+            for inner in inner_jaxprs(params):
+                yield from _choices(inner, repeats * times, inside)
 
 
 def has_float8(jaxpr: Jaxpr) -> bool:

@@ -21,6 +21,7 @@ from shardwise.flops import (
     count_jaxpr_flops,
     matmul_dtypes,
 )
+from shardwise.kernels.float8 import matmul_choices, uses_float8
 from shardwise.loss.contract import Loss, Metric, call_loss, named_metrics
 from shardwise.loss.dependence import Dependence, analyze
 from shardwise.loss.fingerprint import jaxpr_fingerprint
@@ -203,6 +204,8 @@ def trace_loss(
     _check_side_effects(traced, spec)
     closed = without_side_effects(traced)
     matmuls = matmul_dtypes(closed.jaxpr)
+    if uses_float8():
+        matmuls = replace(matmuls, choices=matmul_choices(closed.jaxpr))
     dependence = _analyze(closed, arguments)
     num_values = 2 * len(kinds)
     shapes_out = [shape_of(variable) for variable in closed.jaxpr.outvars]

@@ -43,16 +43,20 @@ Groups: TypeAlias = list[list[int]]
 Summand: TypeAlias = tuple[int, Dims]
 
 
-def is_explicit(spec: StateSpec) -> bool:
-    """Return whether a step uses the collectives of this module.
+def gather_parameter(
+    x: jax.Array, spec: StateSpec, stored: NamedSharding, used: NamedSharding
+) -> jax.Array:
+    """Return a parameter in the sharding in which the model uses it.
 
-    On a mesh with further axes, XLA does not keep their shardings inside of a `shard_map` over the
-    batch axes.
+    Args:
+        x: a parameter, while tracing.
+        spec: the abstract state.
+        stored: the sharding in which it is stored.
+        used: the sharding in which it is used.
     """
-    mesh = spec.mesh
-    used = {axis for axis, size in mesh.shape.items() if size > 1}
-    platform = mesh.devices.flat[0].platform
-    return platform in PLATFORMS and used <= set(batch_axes(mesh, spec.rules))
+    if _is_explicit(spec) and not any(used.spec):
+        return all_gather(x, stored)
+    return reshard(x, used)
 
 
 def all_gather(x: jax.Array, sharding: NamedSharding) -> jax.Array:
@@ -86,12 +90,14 @@ def all_gather(x: jax.Array, sharding: NamedSharding) -> jax.Array:
 def scatter_gradients(
     function: Callable[..., PyTree], spec: StateSpec
 ) -> Callable[..., PyTree]:
-    """Return a function that reduces gradients by reduce-scatter where it can.
+    """Return a function that reduces gradients by reduce-scatter where it should.
 
     Args:
         function: the gradient of a loss whose parameters pass through `access_hooks`.
         spec: the abstract state.
     """
+    if not _is_explicit(spec):
+        return function
     axes = batch_axes(spec.mesh, spec.rules)
 
     def scattered(*args: PyTree) -> PyTree:
@@ -110,6 +116,18 @@ def scatter_gradients(
         return jax.tree.unflatten(jax.tree.structure(output), leaves)
 
     return scattered
+
+
+def _is_explicit(spec: StateSpec) -> bool:
+    """Return whether a step uses the collectives of this module.
+
+    On a mesh with further axes, XLA does not keep their shardings inside of a `shard_map` over the
+    batch axes.
+    """
+    mesh = spec.mesh
+    used = {axis for axis, size in mesh.shape.items() if size > 1}
+    platform = mesh.devices.flat[0].platform
+    return platform in PLATFORMS and used <= set(batch_axes(mesh, spec.rules))
 
 
 class _Gradients:

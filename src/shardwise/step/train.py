@@ -59,7 +59,7 @@ from shardwise.step.deterministic import (
     needs_options,
     sum_rows_in_order,
 )
-from shardwise.step.fsdp import is_explicit, scatter_gradients
+from shardwise.step.fsdp import scatter_gradients
 from shardwise.tracing.assertions import (
     NOT_FUNCTIONALIZED,
     Failure,
@@ -262,17 +262,14 @@ class _StepFunctions:
         if self.matmul_dtype is not None:
             objective = with_float8_matmuls(objective)
         checked = failure_as_aux(objective, self.has_checks)
-        gradient = jax.grad(checked, has_aux=True)
-        if is_explicit(self.spec):
-            gradient = scatter_gradients(gradient, self.spec)
+        gradient = scatter_gradients(jax.grad(checked, has_aux=True), self.spec)
         gradient = sums_in_float32(gradient, self.own_sum)
-        compute = gradient
         if self.accumulate > 1:
-            compute = accumulated(
+            gradient = accumulated(
                 gradient, self.spec, self.layout, self.accumulate, self.is_separate
             )
         mask = self.layout.mask()
-        grads, ((means, other), failure) = compute(
+        grads, ((means, other), failure) = gradient(
             state.params, state.frozen, state.other, batch, mask, key, state.step
         )
         grads = with_sharding_constraint(grads, self.spec.shardings.params)
