@@ -80,7 +80,8 @@ class Mean:
 
     def unweighted(self) -> jax.Array:
         """Return which entries have a weight of 0 and a total that is not 0."""
-        total, weight = jnp.asarray(self.total), jnp.asarray(self.weights)
+        total = jnp.asarray(self.total)
+        weight = jnp.asarray(self.weights)
         # One total per example, and one weight per token of it.
         if weight.ndim > total.ndim:
             weight = jnp.abs(weight).sum(axis=tuple(range(total.ndim, weight.ndim)))

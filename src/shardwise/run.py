@@ -351,7 +351,8 @@ def _check_elements(run: Run, batches: Callable[[int], Batch], example: Batch) -
     count = batches.num_batches
     if count is None or run.steps < count:
         return
-    rows, last = num_rows(example), num_rows(batches(count - 1))
+    rows = num_rows(example)
+    last = num_rows(batches(count - 1))
     if last != rows:
         raise DataError(
             f"the last of {count} batches of the Grain MapDataset has {last} examples, and the "
@@ -495,7 +496,8 @@ def _check_same_dims(batch: Batch, example: Batch) -> None:
     """Raise if the elements of validation data are examples, and not batches."""
     expected = named_leaves(example)
     for name, leaf in named_leaves(batch).items():
-        shape, other = np.shape(leaf), np.shape(expected.get(name, leaf))
+        shape = np.shape(leaf)
+        other = np.shape(expected.get(name, leaf))
         if len(shape) != len(other):
             raise ConfigError(
                 f"array '{name}' has shape {shape} in eval_data and {other} in data. If the "

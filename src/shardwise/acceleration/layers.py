@@ -54,7 +54,8 @@ def linear_layers(x: Array, *operands: Array | tuple[bool, ...]) -> list[Array]:
             whether each layer has one.
     """
     *arrays, has_bias = cast(tuple[Array, ...], operands)
-    kernels, rest = arrays[: len(has_bias)], iter(arrays[len(has_bias) :])
+    kernels = arrays[: len(has_bias)]
+    rest = iter(arrays[len(has_bias) :])
     rows = matmuls(merge_tokens(x), [_matrix(kernel, 1) for kernel in kernels])
     outputs = []
     for y, kernel, is_biased in zip(rows, kernels, has_bias, strict=True):

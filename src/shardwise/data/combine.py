@@ -246,7 +246,8 @@ class Mix:
             if len(where):
                 # Consecutive positions in the order of this source alone.
                 ordinals = repeats[where] * part.count + earlier[position[where]]
-                start, end = int(ordinals[0]), int(ordinals[-1]) + 1
+                start = int(ordinals[0])
+                end = int(ordinals[-1]) + 1
                 source_order = order_of(part.source)
                 source_seed = seed_of(seed, owner + 1)
                 indices[where] = source_order(start, end, source_seed, shuffle) + offset

@@ -36,7 +36,8 @@ def check_memory() -> Iterator[CheckResult]:
     found = re.search(
         r"^MemAvailable:\s+(\d+) kB", _text(Path("/proc/meminfo")), re.MULTILINE
     )
-    size, free = total, int(found[1]) * 1024 if found else total
+    size = total
+    free = int(found[1]) * 1024 if found else total
     limit, used = cgroup_memory()
     if limit:
         size, free = min(total, limit), min(free, limit - used)

@@ -445,7 +445,8 @@ def _to_front_and_back(x: Array, axes: MeshAxes, size: int) -> Array:
     odd = ppermute(x[:, half:], axes, _moves(size, 1))
     # Chunk d arrives with the even chunks if d is even. Chunk 2 * size - 1 - d is then odd.
     is_even = axis_index(axes) % 2 == 0
-    front, back = jnp.where(is_even, even, odd), jnp.where(is_even, odd, even)
+    front = jnp.where(is_even, even, odd)
+    back = jnp.where(is_even, odd, even)
     return jnp.concatenate([front, back], axis=1)
 
 
@@ -453,7 +454,8 @@ def _to_natural_order(x: Array, axes: MeshAxes, size: int) -> Array:
     """Undo `_to_front_and_back`."""
     front, back = jnp.split(x, 2, axis=1)
     is_even = axis_index(axes) % 2 == 0
-    even, odd = jnp.where(is_even, front, back), jnp.where(is_even, back, front)
+    even = jnp.where(is_even, front, back)
+    odd = jnp.where(is_even, back, front)
     even = ppermute(even, axes, [(to, at) for at, to in _moves(size, 0)])
     odd = ppermute(odd, axes, [(to, at) for at, to in _moves(size, 1)])
     return jnp.concatenate([even, odd], axis=1)

@@ -370,7 +370,8 @@ def apply_experts_with_capacity(
             f"{layout.context} shards them. Use capacity=None, which drops nothing, or a mesh "
             "without this axis."
         )
-    num_slots, num_experts = choice.shape[1] * choice.shape[2], kernels[1].shape[0]
+    num_slots = choice.shape[1] * choice.shape[2]
+    num_experts = kernels[1].shape[0]
     places = math.ceil(capacity * num_slots / num_experts)
     result: tuple[Array, Array] = _apply_experts_with_capacity(
         x, choice, weight, kernels, places, activation, layout

@@ -115,8 +115,10 @@ def _visible_blocks(
             segment_ids.reshape(-1, length // size, size)
             for size in (query_size, key_size)
         )
-        low_q, high_q = queries.min(-1)[:, :, None], queries.max(-1)[:, :, None]
-        low_k, high_k = keys.min(-1)[:, None], keys.max(-1)[:, None]
+        low_q = queries.min(-1)[:, :, None]
+        high_q = queries.max(-1)[:, :, None]
+        low_k = keys.min(-1)[:, None]
+        high_k = keys.max(-1)[:, None]
         some &= (low_q <= high_k) & (low_k <= high_q)
         every &= (low_q == high_q) & (low_k == high_k) & (low_q == low_k)
     if of_keys:

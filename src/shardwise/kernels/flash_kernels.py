@@ -92,7 +92,8 @@ def call(
     """Return a call of a kernel, with one program on each multiprocessor."""
 
     def run(*refs: Ref) -> None:
-        inputs, results = refs[: -len(outs)], refs[-len(outs) :]
+        inputs = refs[: -len(outs)]
+        results = refs[-len(outs) :]
         kernel.launch(inputs, results, tiles, mask)
 
     call: Callable[..., tuple[Array, ...]] = gpu.kernel(
@@ -391,7 +392,8 @@ class Kernel:
             slot = lax.rem(step, int32(self.tiles.stages))
             sources = self.block_sources(item, head, block)
             for i, parts in enumerate(sources):
-                used, loaded = self.used[i].at[slot], self.loaded[i].at[slot]
+                used = self.used[i].at[slot]
+                loaded = self.loaded[i].at[slot]
                 pl.when(step >= self.tiles.stages)(partial(gpu.barrier_wait, used))
                 targets = [self.blocks[i], *self.vectors[i : i + 1]]
                 for source, target in zip(parts, targets, strict=True):

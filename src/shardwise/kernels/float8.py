@@ -17,6 +17,7 @@ the option nothing here is called. CPUs emulate the same rounding, so that tests
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +44,9 @@ from shardwise.tree import DType, PyTree
 Array = jax.Array
 # Contracted dims of the left and of the right operand of a matmul without batch dims.
 Contracted: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+
+# Rows, depth and columns of a matmul, and why it does not use 8 bits.
+MatmulSize: TypeAlias = tuple[int, int, int, str]
 
 # Dtypes of operands that are converted.
 WIDE = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -240,22 +244,18 @@ def matmul_choices(jaxpr: Jaxpr) -> tuple[MatmulChoice, ...]:
     Args:
         jaxpr: the forward pass, traced while `uses_float8()`.
     """
-    counts: dict[tuple[int, int, int, str], int] = {}
-    for choice in _choices(jaxpr):
-        key = (choice.rows, choice.depth, choice.columns, choice.why_not)
-        counts[key] = counts.get(key, 0) + choice.count
-    choices = [
-        MatmulChoice(rows, depth, columns, count, why)
-        for (rows, depth, columns, why), count in counts.items()
-    ]
+    counts: Counter[MatmulSize] = Counter()
+    for size, count in _matmul_sizes(jaxpr):
+        counts[size] += count
+    choices = [MatmulChoice(*size, count) for size, count in counts.items()]
     choices.sort(key=lambda x: -x.rows * x.depth * x.columns * x.count)
     return tuple(choices)
 
 
-def _choices(
+def _matmul_sizes(
     jaxpr: Jaxpr, repeats: int = 1, custom: str | None = None
-) -> Iterator[MatmulChoice]:
-    """Yield all matmuls.
+) -> Iterator[tuple[MatmulSize, int]]:
+    """Yield the size of each matmul, and how often it is computed.
 
     Args:
         jaxpr: the traced function.
@@ -269,21 +269,21 @@ def _choices(
             if batch:
                 continue
             why = why_not_float8(equation) if custom is None else custom
-            left, right = (math.prod(shape_of(x)) for x in equation.invars[:2])
-            depth = math.prod(shape_of(equation.invars[0])[dim] for dim in contracted)
-            yield MatmulChoice(left // depth, depth, right // depth, repeats, why)
+            a, b = _operands(equation)
+            depth = math.prod(a.shape[dim] for dim in contracted)
+            yield (a.size // depth, depth, b.size // depth, why), repeats
         elif name == "mpmd_map" and kernel_name(params).startswith("product_"):
             rows, depth = shape_of(equation.invars[0])
             columns = shape_of(equation.outvars[0])[1]
-            yield MatmulChoice(rows, depth, columns, repeats, custom or "")
+            yield (rows, depth, columns, custom or ""), repeats
         else:
             inside = custom
             if custom is None and name.startswith("custom_"):
-                inner_has = any(map(has_float8, inner_jaxprs(params)))
-                inside = "" if inner_has else "its function has custom gradients"
-            times = params["length"] if name == "scan" else 1
+                is_narrow = any(map(has_float8, inner_jaxprs(params)))
+                inside = "" if is_narrow else "its function has custom gradients"
+            count = repeats * params["length"] if name == "scan" else repeats
             for inner in inner_jaxprs(params):
-                yield from _choices(inner, repeats * times, inside)
+                yield from _matmul_sizes(inner, count, inside)
 
 
 def has_float8(jaxpr: Jaxpr) -> bool:
@@ -316,7 +316,7 @@ def why_not_float8(equation: JaxprEqn) -> str:
 
 
 def _operands(equation: JaxprEqn) -> list[ShapedArray]:
-    return [cast(ShapedArray, var.aval) for var in equation.invars]
+    return [cast(ShapedArray, var.aval) for var in equation.invars[:2]]
 
 
 def saved_seconds(rows: int, depth: int, columns: int) -> float:

@@ -174,7 +174,8 @@ class _Digests:
 
 def _describe_aval(aval: object) -> tuple[object, ...]:
     """Return shape and dtype. Shardings and weak types are omitted."""
-    shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", None)
+    shape = getattr(aval, "shape", ())
+    dtype = getattr(aval, "dtype", None)
     return (*shape, _dtype_name(dtype))
 
 

@@ -230,7 +230,8 @@ def _update_slice(equation: core.JaxprEqn, operands: list[Value]) -> list[Value]
         return unknown(equation)
     if value.kind != Kind.ROWS:
         return unknown(equation)
-    shape, own = shape_of(equation.invars[0]), shape_of(equation.invars[1])
+    shape = shape_of(equation.invars[0])
+    own = shape_of(equation.invars[1])
     if shape[value.dim] != own[value.dim] or _common_rows([value, update]) is None:
         return coupled(equation)
     if _has_positions([update], value.dim):

@@ -60,7 +60,8 @@ def find_unkept(before: Snapshot, after: Snapshot) -> Iterator[Finding]:
         and before.constants.get(path) != value
     ]
     if changed:
-        old, new = before.constants.get(changed[0]), after.constants[changed[0]]
+        old = before.constants.get(changed[0])
+        new = after.constants[changed[0]]
         yield Finding(
             "attribute-not-kept",
             f"the forward pass changes an attribute from {old!r} to {new!r}. It is a constant of "

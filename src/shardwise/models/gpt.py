@@ -187,7 +187,8 @@ class Attention(nnx.Module):
         query sum to 1, so the bias of the values can be added to the output of the heads instead,
         where its gradient need not be summed over all tokens.
         """
-        kernel, bias = self.qkv.kernel[...], self.qkv.bias[...]
+        kernel = self.qkv.kernel[...]
+        bias = self.qkv.bias[...]
         # Three matmuls instead of one: their outputs need not be split, nor the gradients joined.
         # They have two dimensions, not (N, H, K), so that the matmul adds the bias in its epilogue.
         kernels = [kernel[:, i].reshape(len(kernel), -1) for i in range(3)]

@@ -366,7 +366,8 @@ class Program:
         if _kernel(op) == RAGGED_DOT:
             # From (rows, k) to (rows, n), or for a gradient from (rows, k) and (rows, n) to
             # (groups, k, n). Not all rows are in use.
-            rows, part = arrays[-2], re.search(r"/one_of_(\d+)/", op.op_name)
+            rows = arrays[-2]
+            part = re.search(r"/one_of_(\d+)/", op.op_name)
             used = 1 / int(part[1]) if part else 1.0
             return 2.0 * math.prod(rows.dims) * op.arrays[0].dims[-1] * used
         # A kernel called within `jax.named_scope("causal")` skips half of its blocks.
@@ -501,7 +502,8 @@ def _parse_op(line: str) -> Op | None:
     shape, rest = rest[:shape_end], rest[shape_end:].lstrip()
     open_at = rest.index("(")
     close_at = _closing(rest, open_at)
-    opcode, inside = rest[:open_at], rest[open_at + 1 : close_at]
+    opcode = rest[:open_at]
+    inside = rest[open_at + 1 : close_at]
     operands: tuple[str, ...]
     if opcode in ("parameter", "constant"):
         operands = (inside[:40],)

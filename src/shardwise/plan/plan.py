@@ -113,15 +113,15 @@ class PlannedMatmul:
         rows: the size of the left operand, usually the number of tokens.
         depth: the size of the dimension that is contracted.
         columns: the size of the right operand.
-        count: how many there are.
         why_not: why they do not use 8 bits; "" if they do.
+        count: how many there are.
     """
 
     rows: int
     depth: int
     columns: int
-    count: int
     why_not: str
+    count: int
 
 
 @dataclass(frozen=True)

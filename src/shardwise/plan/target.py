@@ -82,7 +82,9 @@ def find_target(text: str) -> Target:
         raise ConfigError(
             f"target '{text}': write it like cpu:8, gpu, gpu:8, v5e:4x4, v5p:8x8x8 or 2*v5e:16x16."
         )
-    num_slices, name, size = int(match[1] or 1), match[2], match[3] or ""
+    num_slices = int(match[1] or 1)
+    name = match[2]
+    size = match[3] or ""
     if name in ("cpu", "gpu"):
         if num_slices > 1 or "x" in size:
             raise ConfigError(f"target '{text}': write {name}:8 for 8 devices.")

@@ -85,7 +85,8 @@ def units_seen(run: RunRecord, unit: str) -> Column:
 
     A repeated step counts once. A step without a record counts like the next recorded one.
     """
-    rate, seconds = run.column(f"{unit}_per_s"), run.column("step_s")
+    rate = run.column(f"{unit}_per_s")
+    seconds = run.column("step_s")
     if np.array_equal(rate.steps, seconds.steps):
         # The usual case, in which both metrics come from the same records.
         steps, per_step = rate.steps, rate.values * seconds.values

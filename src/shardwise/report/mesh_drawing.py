@@ -168,7 +168,8 @@ def draw_grid(
         num_columns = math.prod(len(axis.coordinates) for axis in across)
         width = min(48.0, max(24.0, 380 / num_columns))
         height = min(width, 32.0)
-    columns, rows = _arrange(across, width, gaps), _arrange(down, height, gaps)
+    columns = _arrange(across, width, gaps)
+    rows = _arrange(down, height, gaps)
     axis_sizes = list(sizes.values())
     is_sharded = math.prod(axis_sizes[axis] for axis in sharding_axes) > 1
     order = [axis.index for axis in (*down, *across)]

@@ -51,7 +51,8 @@ def draw_scatter(points: Sequence[ScatterPoint], limit: float) -> str:
         largest = max(largest, limit)
     memory_ticks = _ticks_from_zero(largest / GIB)
     time_ticks = _ticks_from_zero(max(point.seconds for point in points) * 1e3)
-    x_scale, y_scale = WIDTH / memory_ticks[-1], HEIGHT / time_ticks[-1]
+    x_scale = WIDTH / memory_ticks[-1]
+    y_scale = HEIGHT / time_ticks[-1]
     parts = _axes(memory_ticks, time_ticks)
     if has_limit:
         x = limit / GIB * x_scale

@@ -167,7 +167,7 @@ class _Gradients:
             if not any(dims) or any(axes_of_dims(used.params["sharding"], len(dims))):
                 continue
             summands = self._summands(used.invars[0], dims)
-            matmuls = {i: self._matmuls(self.equations[i]) for i, _ in summands}
+            matmuls = {i: self._matmuls(i) for i, _ in summands}
             if not any(matmuls.values()):
                 continue
             for i, wanted in summands:
@@ -186,14 +186,18 @@ class _Gradients:
         """
         if equation.primitive.name != name:
             return None
-        (var,) = equation.invars
-        if not isinstance(var, Var) or self._num_uses[var] > 1:
+        i = self._producer(equation.invars[0])
+        if i is None or self.equations[i].primitive.name != name:
             return None
-        i = self._producers.get(var)
-        return i if i is not None and self._name(i) == name else None
+        return None if self._has_other_uses(self.equations[i]) else i
 
-    def _name(self, i: int) -> str:
-        return self.equations[i].primitive.name
+    def _producer(self, var: Var | Literal) -> int | None:
+        """Return the position of the equation that computes a variable of this jaxpr."""
+        return None if isinstance(var, Literal) else self._producers.get(var)
+
+    def _has_other_uses(self, equation: JaxprEqn) -> bool:
+        """Return whether a result of an equation is used more than once."""
+        return any(self._num_uses[var] > 1 for var in equation.outvars)
 
     def _summands(self, var: Var | Literal, dims: Dims) -> list[Summand]:
         """Return the equations whose results add up to a gradient, in any order of dims.
@@ -202,12 +206,12 @@ class _Gradients:
             var: the gradient.
             dims: its sharding in storage.
         """
-        i = None if isinstance(var, Literal) else self._producers.get(var)
-        if i is None or isinstance(var, Literal):
+        i = self._producer(var)
+        if i is None:
             return []
         equation = self.equations[i]
         before = _dims_before(equation, dims)
-        if self._num_uses[var] > 1 or before is None or self._matmuls(equation):
+        if before is None or self._has_other_uses(equation) or self._matmuls(i):
             return [(i, dims)]
         # Further inputs, such as the value of `pad`, are not gradients.
         is_sum = equation.primitive.name in ("add", "add_any")
@@ -218,23 +222,21 @@ class _Gradients:
             for summand in self._summands(operand, before)
         ]
 
-    def _matmuls(self, equation: JaxprEqn) -> list[JaxprEqn]:
+    def _matmuls(self, i: int | None) -> list[JaxprEqn]:
         """Return the matmuls over tokens that an equation computes or adds; none if it has others.
 
         The batch axes must divide the first dim that is contracted.
+
+        Args:
+            i: the position of the equation, or None for an input of the jaxpr.
         """
-        name, params = equation.primitive.name, equation.params
-        if any(self._num_uses[var] > 1 for var in equation.outvars):
+        if i is None or self._has_other_uses(self.equations[i]):
             return []
+        equation = self.equations[i]
+        name, params = equation.primitive.name, equation.params
         if name in ("add", "add_any"):
-            producers = [
-                self._producers.get(var) if isinstance(var, Var) else None
-                for var in equation.invars
-            ]
-            found = [
-                [] if i is None else self._matmuls(self.equations[i]) for i in producers
-            ]
-            return [*found[0], *found[1]] if all(found) else []
+            first, second = (self._matmuls(self._producer(x)) for x in equation.invars)
+            return [*first, *second] if first and second else []
         if name != "dot_general":
             return []
         ((contracted, _), (batch, _)) = params["dimension_numbers"]
@@ -359,7 +361,8 @@ def _dims_before(equation: JaxprEqn, dims: Dims) -> Dims | None:
     if name == "broadcast_in_dim":
         return tuple(dims[dim] for dim in params["broadcast_dimensions"])
     if name == "reshape" and params["dimensions"] is None:
-        before, after = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
+        before = shape_of(equation.invars[0])
+        after = shape_of(equation.outvars[0])
         return _dims_before_reshape(dims, before, after)
     return None
 

@@ -109,7 +109,8 @@ class Replay:
 
     def text(self) -> str:
         """Return the result as text."""
-        first, last = self.steps[0].step, self.steps[-1].step
+        first = self.steps[0].step
+        last = self.steps[-1].step
         place = f"steps {first} to {last}, computed again from step {self.start}"
         expected = (
             "same devices, versions and mesh: all bits must be equal"

@@ -334,7 +334,8 @@ def _influences(one: Side, many: Side, expected: ReferenceStep) -> dict[int, flo
     def loss(side: Side, batch: Batch) -> float:
         return float(gradients_on(side, expected, batch)[Quantity.LOSS]["loss"])
 
-    many_before, one_before = loss(many, expected.batch), loss(one, expected.batch)
+    many_before = loss(many, expected.batch)
+    one_before = loss(one, expected.batch)
     influences: dict[int, float] = {}
     for index in tried:
         order = np.arange(count)

@@ -219,7 +219,8 @@ class MergedStep(SavedStep):
         for path in paths:
             adapter = self.frozen.adapters.get(path)
             if adapter is not None:
-                a, b = trained[f"{path}/{A}"], trained[f"{path}/{B}"]
+                a = trained[f"{path}/{A}"]
+                b = trained[f"{path}/{B}"]
                 values[path] = _merge(values[path], a, b, adapter.inputs, adapter.scale)
         return {name: np.asarray(values[path]) for path, name in paths.items()}
 
