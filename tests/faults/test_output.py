@@ -51,6 +51,7 @@ def test_f31_output_that_cannot_be_written(bench, straight, straight_pair):
                 check_same(launcher.end(), launcher.out, straight_pair)
 
 
+@pytest.mark.slow
 def test_a_run_without_output_trains_to_its_end(bench, straight):
     process = bench.start("run", *SHORT, wrap=redirected("<&- 2>&1 | head -1"))
     check_same(process.end(), process.out, straight(*SHORT))

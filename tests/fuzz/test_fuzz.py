@@ -39,11 +39,12 @@ def environment() -> dict[str, str]:
     return {**kept, "JAX_PLATFORMS": "cpu"}
 
 
+@pytest.mark.slow
 def test_random_cases_train_as_a_loop_by_hand(tmp_path):
     # In its own process, because compiler options for fast compilation belong to the process.
     # Cases that once differed come first.
     words = ["--first", str(Path(__file__).with_name("differed.txt"))]
-    words += ["--seconds", "4", "--seed", "0", "--out", str(tmp_path / "cases.jsonl")]
+    words += ["--seconds", "15", "--seed", "0", "--out", str(tmp_path / "cases.jsonl")]
     result = subprocess.run(
         [sys.executable, "-m", "tests.fuzz.fuzz", *words],
         cwd=ROOT,

@@ -100,7 +100,7 @@ def one_device():
     ("mesh", "dtype"),
     [
         pytest.param("one", None, marks=pytest.mark.slow),
-        ("one", "bfloat16"),
+        pytest.param("one", "bfloat16", marks=pytest.mark.slow),
         ("data=4,fsdp=2", None),
         pytest.param("data=4,fsdp=2", "bfloat16", marks=pytest.mark.slow),
         pytest.param("data=4,context=2", None, marks=pytest.mark.slow),

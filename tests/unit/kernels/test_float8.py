@@ -127,13 +127,8 @@ def losses(run):
     return np.array([float(metrics["loss"]) for _, _, metrics in loop])
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        pytest.param({"scan_layers": True, "remat": "block"}, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [{}, {"scan_layers": True, "remat": "block"}])
 def test_a_gpt_trains_within_the_rounding_of_8_bits(config):
     found = losses(gpt_run(config=config))
     expected = losses(gpt_run(config=config, matmul_dtype=None))
