@@ -1,6 +1,7 @@
 """Measure tokens per second of GPT-2 on one accelerator, with the step of `shardwise train`.
 
     python -m benchmarks.gpt2 --preset gpt2 --rows 64
+    python -m benchmarks.gpt2 --rows 64 --optimizer muon
     python -m benchmarks.gpt2 --rows 64 --profile profile     kernel times instead
 
 `--share FOLDER` writes the initial weights and the text to FOLDER, so that benchmarks/gpt2_torch.py
@@ -27,7 +28,7 @@ from benchmarks.text import (
     stdlib_tokens,
     steps_between_looks,
 )
-from shardwise import Mean, Run, init_state, steps
+from shardwise import Mean, Run, init_state, optim, steps
 from shardwise.models.gpt import GPT, PRESETS, GPTConfig
 from shardwise.models.loss import chunked_cross_entropy, linear_cross_entropy
 from shardwise.run import prepare
@@ -40,6 +41,7 @@ def make_run(
     length: int,
     chunks: int = 1,
     matmul_dtype: Literal["float8"] | None = None,
+    optimizer: Literal["adamw", "muon"] = "adamw",
 ) -> Run:
     """Return the run to measure: `rows` sequences of `length` tokens per step."""
     tokens = stdlib_tokens()
@@ -54,12 +56,23 @@ def make_run(
         )
 
     rate = optax.linear_schedule(FIRST_RATE, RATE, WARMUP)
+    if optimizer == "muon":
+        stacked = ("blocks/*",) if config.scan_layers else ()
+        tx = optim.muon(
+            rate,
+            adam=("tokens", "positions"),
+            stacked=stacked,
+            weight_decay=0.1,
+            clip=1.0,
+        )
+    else:
+        tx = optax.chain(
+            optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95, weight_decay=0.1)
+        )
     return Run(
         model=lambda rngs: GPT(config, rngs),
         loss=loss,
-        optimizer=optax.chain(
-            optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95, weight_decay=0.1)
-        ),
+        optimizer=tx,
         data=lambda n: batch(tokens, n, rows, length),
         steps=1,
         compute_dtype="bfloat16",
@@ -167,6 +180,7 @@ def main() -> None:
     parser.add_argument("--scan", action="store_true")
     parser.add_argument("--chunks", type=int, default=1, help="chunks of the loss")
     parser.add_argument("--float8", action="store_true", help="matmuls of 8 bits")
+    parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--share", type=Path)
@@ -183,10 +197,18 @@ def main() -> None:
         scan_layers=options.scan,
     )
     matmul_dtype: Literal["float8"] | None = "float8" if options.float8 else None
-    run = make_run(config, options.rows, options.length, options.chunks, matmul_dtype)
+    run = make_run(
+        config,
+        options.rows,
+        options.length,
+        options.chunks,
+        matmul_dtype,
+        options.optimizer,
+    )
     print(
         f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {options.preset}, "
-        f"{options.rows} x {options.length} tokens, matmuls {matmul_dtype or 'bfloat16'}"
+        f"{options.rows} x {options.length} tokens, matmuls {matmul_dtype or 'bfloat16'}, "
+        f"{options.optimizer}"
     )
     if options.profile:
         profile(run, options.profile)

@@ -6,7 +6,8 @@ with float32 weights.
     python -m benchmarks.gpt2_torch --rows 64 --share FOLDER
 
 FOLDER holds the initial weights and the text that benchmarks/gpt2.py wrote. The model is a compact
-one, defined here, or that of `transformers`.
+one, defined here, or that of `transformers`. `--float8` uses matmuls of 8 bits in its blocks, by
+torchao.
 """
 
 import argparse
@@ -135,6 +136,35 @@ class Hub(nn.Module):
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.reshape(-1))
 
 
+def with_float8(model: nn.Module) -> nn.Module:
+    """Replace the linear layers of a model by those of torchao, with matmuls of 8 bits."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig.from_recipe_name("tensorwise")
+    return convert_to_float8_training(model, config=config)
+
+
+def attention_kernels(rows: int, length: int) -> list[str]:
+    """Return the names of the kernels that PyTorch uses for attention, forward and backward."""
+    q, k, v = (
+        torch.randn(
+            rows,
+            12,
+            length,
+            64,
+            dtype=torch.bfloat16,
+            device="cuda",
+            requires_grad=True,
+        )
+        for _ in range(3)
+    )
+    with torch.profiler.profile() as profile:
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+        torch.cuda.synchronize()
+    names = [event.key for event in profile.key_averages()]
+    return sorted(name for name in names if "sdpa" in name or "flash" in name)
+
+
 def measure(
     model: nn.Module,
     tokens: np.ndarray,
@@ -211,6 +241,7 @@ def main() -> None:
     parser.add_argument(
         "--model", choices=["compact", "transformers"], default="compact"
     )
+    parser.add_argument("--float8", action="store_true", help="matmuls of 8 bits")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--share", type=Path, required=True)
     parser.add_argument("--json", type=Path)
@@ -225,6 +256,12 @@ def main() -> None:
         for name, array in np.load(options.share / "weights.npz").items()
     }
     model = (compact if options.model == "compact" else Hub)(options.length, weights)
+    attention = []
+    if device == "cuda":
+        attention = attention_kernels(options.rows, options.length)
+        print(f"cuDNN {torch.backends.cudnn.version()}, attention: {attention}")
+    if options.float8:
+        model = with_float8(model)
     answer = measure(
         model,
         np.load(options.share / "tokens.npy"),
@@ -240,9 +277,12 @@ def main() -> None:
         flush=True,
     )
     if options.json:
-        options.json.write_text(
-            json.dumps({**answer, "torch": torch.__version__}) + "\n"
-        )
+        about = {
+            "torch": torch.__version__,
+            "cudnn": torch.backends.cudnn.version(),
+            "attention": attention,
+        }
+        options.json.write_text(json.dumps({**answer, **about}) + "\n")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,10 @@ LONG = {"16k": (4, 16384), "64k": (1, 65536)}
 
 def gpt2(folder: Path, _: argparse.Namespace) -> dict[str, Any]:
     """Compare tokens per second, and losses of 200 steps, of GPT-2 124M with both PyTorch
-    models."""
+    models.
+
+    Next to them: matmuls of 8 bits, by shardwise and (where it is installed) by torchao, and Muon.
+    """
     size = ("--rows", 64, "--steps", 200, "--share", folder / "share")
     ours = watched(folder, "shardwise", "benchmarks.gpt2", *size)
     theirs = {
@@ -33,6 +37,14 @@ def gpt2(folder: Path, _: argparse.Namespace) -> dict[str, Any]:
         for model in ("compact", "transformers")
     }
     answer: dict[str, Any] = {"shardwise": ours, **theirs}
+    answer["float8"] = watched(folder, "float8", "benchmarks.gpt2", *size, "--float8")
+    if find_spec("torchao") is not None:
+        answer["torchao"] = watched(
+            folder, "torchao", "benchmarks.gpt2_torch", *size, "--float8"
+        )
+    answer["muon"] = watched(
+        folder, "muon", "benchmarks.gpt2", *size, "--optimizer", "muon"
+    )
     best = min(theirs, key=lambda model: theirs[model]["step_ms"])
     answer |= {"best": best, "ratio": theirs[best]["step_ms"] / ours["step_ms"]}
     answer["largest_loss_difference"], answer["mean_loss_difference"] = apart(
