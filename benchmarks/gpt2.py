@@ -42,6 +42,7 @@ def make_run(
     chunks: int = 1,
     matmul_dtype: Literal["float8"] | None = None,
     optimizer: Literal["adamw", "muon"] = "adamw",
+    iterate_in: str = "float32",
 ) -> Run:
     """Return the run to measure: `rows` sequences of `length` tokens per step."""
     tokens = stdlib_tokens()
@@ -62,6 +63,7 @@ def make_run(
             rate,
             adam=("tokens", "positions"),
             stacked=stacked,
+            iterate_in=iterate_in,
             weight_decay=0.1,
             clip=1.0,
         )
@@ -181,6 +183,9 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=1, help="chunks of the loss")
     parser.add_argument("--float8", action="store_true", help="matmuls of 8 bits")
     parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw")
+    parser.add_argument(
+        "--iterate-in", default="float32", help="dtype of Muon's iterations"
+    )
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--share", type=Path)
@@ -204,6 +209,7 @@ def main() -> None:
         options.chunks,
         matmul_dtype,
         options.optimizer,
+        options.iterate_in,
     )
     print(
         f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {options.preset}, "

@@ -42,9 +42,9 @@ def gpt2(folder: Path, _: argparse.Namespace) -> dict[str, Any]:
         answer["torchao"] = watched(
             folder, "torchao", "benchmarks.gpt2_torch", *size, "--float8"
         )
-    answer["muon"] = watched(
-        folder, "muon", "benchmarks.gpt2", *size, "--optimizer", "muon"
-    )
+    for name, dtype in (("muon", "float32"), ("muon16", "bfloat16")):
+        options = ("--optimizer", "muon", "--iterate-in", dtype)
+        answer[name] = watched(folder, name, "benchmarks.gpt2", *size, *options)
     best = min(theirs, key=lambda model: theirs[model]["step_ms"])
     answer |= {"best": best, "ratio": theirs[best]["step_ms"] / ours["step_ms"]}
     answer["largest_loss_difference"], answer["mean_loss_difference"] = apart(

@@ -4,7 +4,8 @@
     python -m benchmarks.long_runs build/code.npz --out build/float8.jsonl --runs adamw adamw:float8
     python -m benchmarks.long_runs build/code.npz --out build/optimizers.jsonl --runs adamw muon
 
-A run is the name of an optimizer in `RATES`, and `:float8` for matmuls of 8 bits. Each writes one
+A run is the name of an optimizer in `RATES`, and `:float8` for matmuls of 8 bits. After it,
+`:300` uses 16 bits in the last 300 steps, and `:hidden` in the output layer. Each run writes one
 line of JSON with its training losses, its validation loss and its time per step. Seeds change the
 initial weights and the order of the data, and are the same for all runs.
 """
@@ -14,6 +15,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
@@ -28,6 +30,7 @@ from shardwise import (
     optim,
     steps,
 )
+from shardwise.kernels import cross_entropy
 from shardwise.models.gpt import GPT, PRESETS
 from shardwise.models.loss import linear_cross_entropy
 from shardwise.run import prepare
@@ -69,7 +72,7 @@ def make_run(name: str, options: argparse.Namespace) -> Run:
         eval_data=Batches(Tokens(validation, LENGTH), rows),
         steps=count,
         compute_dtype="bfloat16",
-        matmul_dtype="float8" if dtype == "float8" else None,
+        matmul_dtype="float8" if dtype.startswith("float8") else None,
         unit="tokens",
     )
 
@@ -77,7 +80,15 @@ def make_run(name: str, options: argparse.Namespace) -> Run:
 def train(name: str, options: argparse.Namespace) -> None:
     """Train a run with each seed, and append a line for each to the file."""
     run = make_run(name, options)
+    variant = name.rpartition(":")[2]
     prepared = prepare(run)
+    parts = [(prepared.step, options.steps)]
+    if variant.isdigit():
+        wide = prepare(replace(run, matmul_dtype=None))
+        parts = [
+            (prepared.step, options.steps - int(variant)),
+            (wide.step, options.steps),
+        ]
     num_records = len(Tokens(np.load(options.tokens)["train"], LENGTH))
     assert prepared.eval_step is not None
     assert prepared.eval_batches is not None
@@ -86,13 +97,13 @@ def train(name: str, options: argparse.Namespace) -> None:
         batches = replace(run.data, seed=seed)
         losses = []
         began = 0.0
-        run_steps = steps(prepared.step, state, batches, until=options.steps)
-        # The last state is evaluated.
-        for n, state, metrics in run_steps:  # noqa: B007
-            losses.append(metrics["loss"])
-            if n == options.steps // 10:
-                jax.block_until_ready(metrics)
-                began = time.perf_counter()
+        for step, until in parts:
+            # The last state is evaluated.
+            for n, state, metrics in steps(step, state, batches, until=until):  # noqa: B007
+                losses.append(metrics["loss"])
+                if n == options.steps // 10:
+                    jax.block_until_ready(metrics)
+                    began = time.perf_counter()
         jax.block_until_ready(losses)
         seconds = time.perf_counter() - began
         step_ms = 1e3 * seconds / (options.steps - options.steps // 10)
@@ -133,7 +144,11 @@ def main() -> None:
     parser.add_argument("--rate", type=float, help="peak learning rate of all runs")
     options = parser.parse_args()
     for name in options.runs:
-        train(name, options)
+        if name.endswith(":hidden"):
+            with mock.patch.object(cross_entropy, "uses_float8", return_value=False):
+                train(name, options)
+        else:
+            train(name, options)
 
 
 if __name__ == "__main__":

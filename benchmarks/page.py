@@ -47,9 +47,15 @@ def gpt2(entry: dict[str, Any]) -> str:
     best = entry[entry["best"]]["step_ms"]
     for name, title in (
         ("shardwise", "shardwise"),
+        ("float8", "shardwise, matmuls of 8 bits"),
+        ("muon", "shardwise, Muon"),
+        ("muon16", "shardwise, Muon with iterations in bfloat16"),
         ("compact", "PyTorch, compact model"),
+        ("torchao", "PyTorch, compact model, matmuls of 8 bits by torchao"),
         ("transformers", "PyTorch, `transformers`"),
     ):
+        if name not in entry:
+            continue
         one = entry[name]
         mfu = f"{one['mfu']:.1%}" if one.get("mfu") else ""
         ratio = f"{best / one['step_ms']:.3f}"
@@ -88,9 +94,10 @@ def gpt2(entry: dict[str, Any]) -> str:
     )
     return f"""{head}
 
-All three train with AdamW and gradient clipping, compute in bfloat16 with float32 weights, and use
-flash attention without dropout. PyTorch uses `torch.compile` and its fused AdamW. All start from
-the same weights and read the same text.
+All train with AdamW (except the rows of Muon) and gradient clipping, compute in bfloat16 with float32
+weights, and use flash attention without dropout. PyTorch uses `torch.compile` and its fused AdamW. All
+start from the same weights and read the same text. [Matmuls of 8 bits](float8.md) have a page of their
+own: they change the losses a little.{attention(entry)}
 
 Over {len(ours)} steps, the losses of shardwise and the faster PyTorch model differ by
 {difference(ours, other)}.
@@ -105,6 +112,20 @@ The loss of the recipe is `Mean(linear_cross_entropy(*model.features(inputs), la
 
 {measured(entry)}
 """
+
+
+def attention(entry: dict[str, Any]) -> str:
+    """Return a sentence on PyTorch's attention, if it was recorded."""
+    found = entry["compact"]
+    if not found.get("attention"):
+        return ""
+    # Without the tile sizes.
+    kernels = [name.partition("_wgmma")[0] for name in found["attention"]]
+    names = " and ".join(f"`{name}`" for name in kernels)
+    version = found["cudnn"]
+    major, rest = divmod(version, 10_000)
+    minor, patch = divmod(rest, 100)
+    return f"\n\nPyTorch's attention runs on cuDNN {major}.{minor}.{patch}: {names}."
 
 
 def power(entry: dict[str, Any]) -> str:
