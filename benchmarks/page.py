@@ -94,10 +94,10 @@ def gpt2(entry: dict[str, Any]) -> str:
     )
     return f"""{head}
 
-All train with AdamW (except the rows of Muon) and gradient clipping, compute in bfloat16 with float32
-weights, and use flash attention without dropout. PyTorch uses `torch.compile` and its fused AdamW. All
-start from the same weights and read the same text. [Matmuls of 8 bits](float8.md) have a page of their
-own: they change the losses a little.{attention(entry)}
+All train with AdamW (except the rows of Muon) and gradient clipping, compute in bfloat16 with
+float32 weights, and use flash attention without dropout. PyTorch uses `torch.compile` and its fused
+AdamW. All start from the same weights and read the same text. [Matmuls of 8 bits](float8.md) change
+the losses a little.{attention(entry)}
 
 Over {len(ours)} steps, the losses of shardwise and the faster PyTorch model differ by
 {difference(ours, other)}.
