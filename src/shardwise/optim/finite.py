@@ -4,7 +4,7 @@ A step whose loss and gradients are finite may still produce a non-finite update
 custom transformation that takes a logarithm. Checking every entry of the update and of the new
 optimizer state means to compute them once more before they are stored. For the usual optimizers
 that is not necessary: with finite gradients, their updates are finite unless the learning rate is
-not, and a learning rate shows in any single entry.
+not, and a learning rate shows in any single entry. So a small parameter of each kind is checked.
 """
 
 import math
@@ -13,7 +13,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from shardwise.optim.read import ANY, ChainPart, Optimizer, read_chains
+from shardwise.optim.read import ChainPart, Optimizer, read_chains
 from shardwise.tree import OptState, Params, PyTree, named_leaves
 
 # Dtypes with the range of float32. The squares of float16 gradients overflow.
@@ -78,10 +78,11 @@ def representative_leaves(
         opt_state: the state of the optimizer, which may be abstract.
 
     Returns:
-        The names of a few parameters: if one entry of the update of each is finite, and so are the
-        gradients, the whole update is. None if every entry must be checked.
+        The names of a few small parameters: if their updates are finite, and so are the gradients,
+        the whole update is. None if every parameter must be checked.
     """
-    if any(str(leaf.dtype) not in WIDE for leaf in named_leaves(params).values()):
+    named = named_leaves(params)
+    if any(str(leaf.dtype) not in WIDE for leaf in named.values()):
         return None
     # `optax.inject_hyperparams` rounds the settings of a part to the dtype of the parameters: in
     # bfloat16, `b2=0.999` is 1.
@@ -89,16 +90,17 @@ def representative_leaves(
         return None
     chains = read_chains(optimizer, params)
     chosen: dict[tuple[int, ...], str] = {}
-    for path, chain in chains.items():
-        if path == ANY:
-            continue
-        for part in chain.parts:
+    sizes = {path: leaf.size for path, leaf in named.items() if leaf.size}
+    # The smallest parameter of a group comes first.
+    for path in sorted(sizes, key=sizes.__getitem__):
+        parts = chains[path].parts
+        for part in parts:
             is_safe = SAFE.get(part.name)
             known = part.is_known and not part.is_unread
             if is_safe is None or not known or not is_safe(part):
                 return None
         # Parameters with the same parts have the same learning rate.
-        chosen.setdefault(tuple(map(id, chain.parts)), path)
+        chosen.setdefault(tuple(map(id, parts)), path)
     return tuple(chosen.values())
 
 
@@ -117,11 +119,12 @@ def all_finite(updates: Params, leaves: tuple[str, ...] | None) -> jax.Array:
         updates: the update of each parameter.
         leaves: the result of `representative_leaves`.
     """
-    entries = jax.tree.leaves(updates)
+    arrays = jax.tree.leaves(updates)
     if leaves is not None:
         named = named_leaves(updates)
-        entries = [named[name].reshape(-1)[:1] for name in leaves if named[name].size]
-    return _all([jnp.isfinite(entry).all() for entry in entries])
+        # Complete arrays: XLA would gather a sharded array to find its first entry.
+        arrays = [named[name] for name in leaves]
+    return _all([jnp.isfinite(x).all() for x in arrays])
 
 
 def stays_finite(before: PyTree, after: PyTree) -> jax.Array:
