@@ -6,8 +6,8 @@ import tempfile
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Commands that tests start reuse compiled programs from this folder, also those of an earlier
-# test run. The user's own cache stays untouched.
+# Tests, and commands that they start, reuse compiled programs from this folder, also those of an
+# earlier test run. The user's own cache stays untouched.
 os.environ["XDG_CACHE_HOME"] = str(
     Path(tempfile.gettempdir()) / f"shardwise-tests-{os.getuid()}"
 )
@@ -23,8 +23,11 @@ import pytest
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from shardwise import use_cpu_devices
+from shardwise.runtime import use_compilation_cache
 
 use_cpu_devices(8)
+# Many tests compile the same small programs, such as those that create a state.
+use_compilation_cache()
 # No deadline: an example may have to compile.
 hypothesis.settings.register_profile("shardwise", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("shardwise")

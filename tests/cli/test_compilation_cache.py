@@ -64,18 +64,19 @@ def test_programs_that_others_could_have_written_are_not_run(tmp_path, monkeypat
     programs = tmp_path / "shardwise" / "programs"
     programs.mkdir(parents=True)
     programs.chmod(0o777)
-    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
     assert use_compilation_cache() == (
         f"{programs} is writable by other users, so compiled programs are not read "
         "from it; run chmod 700 on it, or remove it"
     )
-    assert jax.config.jax_compilation_cache_dir == before
+    assert jax.config.jax_compilation_cache_dir is None
 
 
 def test_only_the_user_can_write_to_the_folders_whatever_the_umask(
     tmp_path, monkeypatch
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new" / "cache"))
+    jax.config.update("jax_compilation_cache_dir", None)
     before = os.umask(0)
     try:
         assert use_compilation_cache() is None
