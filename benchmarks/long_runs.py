@@ -2,7 +2,11 @@
 
     python -m benchmarks.source_code build/code.npz
     python -m benchmarks.long_runs build/code.npz --out build/float8.jsonl --runs adamw adamw:float8
-    python -m benchmarks.long_runs build/code.npz --out build/optimizers.jsonl --runs adamw muon
+    python -m benchmarks.long_runs build/code.npz --out build/optimizers.jsonl --seeds 1 \
+        --runs adamw muon normuon soap schedule_free --rates 1.5e-4 3e-4 6e-4
+
+`python -m benchmarks.steps_to_target` makes a page of the second file. A line that is in the file
+already is not measured again.
 
 A run is the name of an optimizer in `RATES`, and `:float8` for matmuls of 8 bits. After it,
 `:300` uses 16 bits in the last 300 steps, and `:hidden` in the output layer. Each run writes one
@@ -19,6 +23,7 @@ from unittest import mock
 
 import jax
 import numpy as np
+import optax
 
 from shardwise import (
     Batches,
@@ -35,7 +40,7 @@ from shardwise.models.gpt import GPT, PRESETS
 from shardwise.models.loss import linear_cross_entropy
 from shardwise.run import prepare
 
-# Peak learning rates.
+# Peak learning rates, unless `--rates` names others.
 RATES = {
     "adamw": 6e-4,
     "muon": 6e-4,
@@ -43,6 +48,9 @@ RATES = {
     "soap": 6e-4,
     "schedule_free": 6e-4,
 }
+# Optimizers that use Adam for tables: a row of a table is a token, not an output.
+MATRIX = ("muon", "normuon", "soap")
+TABLES = ("tokens", "positions")
 LENGTH = 1024
 # Validation sequences.
 NUM_EVAL = 320
@@ -50,8 +58,22 @@ NUM_EVAL = 320
 MEAN_OVER = 20
 
 
-def make_run(name: str, options: argparse.Namespace) -> Run:
-    """Return the run of this name."""
+def make_optimizer(name: str, peak: float, count: int) -> optax.GradientTransformation:
+    """Return an optimizer by name, with its schedule for `count` steps."""
+    warmup = count // 15
+    if name == "schedule_free":
+        schedule = optim.constant(peak, warmup=warmup)
+    else:
+        schedule = optim.cosine(peak, count, warmup=warmup)
+    tables = {"adam": TABLES} if name in MATRIX else {}
+    make = getattr(optim, name)
+    tx: optax.GradientTransformation
+    tx = make(schedule, weight_decay=0.1, clip=1.0, **tables)
+    return tx
+
+
+def make_run(name: str, peak: float, options: argparse.Namespace) -> Run:
+    """Return the run of this name and peak learning rate."""
     optimizer, _, dtype = name.partition(":")
     rows, count = options.rows, options.steps
     arrays = np.load(options.tokens)
@@ -61,13 +83,11 @@ def make_run(name: str, options: argparse.Namespace) -> Run:
         inputs, labels = batch["inputs"], batch["labels"]
         return Mean(linear_cross_entropy(*model.features(inputs), labels))
 
-    peak = options.rate or RATES[optimizer]
-    rate = optim.cosine(peak, count, warmup=count // 15)
     validation = arrays["validation"][: NUM_EVAL * (LENGTH + 1)]
     return Run(
         model=lambda rngs: GPT(config, rngs),
         loss=loss,
-        optimizer=getattr(optim, optimizer)(rate, weight_decay=0.1, clip=1.0),
+        optimizer=make_optimizer(optimizer, peak, count),
         data=Batches(Tokens(arrays["train"], LENGTH), rows),
         eval_data=Batches(Tokens(validation, LENGTH), rows),
         steps=count,
@@ -77,9 +97,16 @@ def make_run(name: str, options: argparse.Namespace) -> Run:
     )
 
 
-def train(name: str, options: argparse.Namespace) -> None:
+def train(name: str, peak: float, options: argparse.Namespace) -> None:
     """Train a run with each seed, and append a line for each to the file."""
-    run = make_run(name, options)
+    seeds = [
+        seed
+        for seed in range(options.seeds)
+        if (name, peak, seed) not in measured(options.out)
+    ]
+    if not seeds:
+        return
+    run = make_run(name, peak, options)
     variant = name.rpartition(":")[2]
     prepared = prepare(run)
     parts = [(prepared.step, options.steps)]
@@ -92,7 +119,7 @@ def train(name: str, options: argparse.Namespace) -> None:
     num_records = len(Tokens(np.load(options.tokens)["train"], LENGTH))
     assert prepared.eval_step is not None
     assert prepared.eval_batches is not None
-    for seed in range(options.seeds):
+    for seed in seeds:
         state = init_state(prepared.spec, seed)
         batches = replace(run.data, seed=seed)
         losses = []
@@ -117,7 +144,7 @@ def train(name: str, options: argparse.Namespace) -> None:
             "tokens_per_step": options.rows * LENGTH,
             "steps": options.steps,
             "epochs": round(options.steps * options.rows / num_records, 3),
-            "rate": options.rate or RATES[name.partition(":")[0]],
+            "rate": peak,
             "step_ms": round(step_ms, 3),
             "validation_loss": round(found, 5),
             "losses": [round(float(value), 4) for value in smooth],
@@ -125,10 +152,18 @@ def train(name: str, options: argparse.Namespace) -> None:
         with options.out.open("a") as file:
             file.write(json.dumps(line) + "\n")
         print(
-            f"{name:16s} seed {seed}  validation {found:.4f}  last {smooth[-1]:.4f}  "
+            f"{name:16s} rate {peak:g} seed {seed}  validation {found:.4f}  last {smooth[-1]:.4f}  "
             f"{step_ms:.2f} ms per step",
             flush=True,
         )
+
+
+def measured(path: Path) -> set[tuple[str, float, int]]:
+    """Return the name, rate and seed of each line of a file."""
+    if not path.exists():
+        return set()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return {(line["run"], line["rate"], line["seed"]) for line in lines}
 
 
 def main() -> None:
@@ -141,14 +176,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rows", type=int, default=12, help="sequences per step")
-    parser.add_argument("--rate", type=float, help="peak learning rate of all runs")
+    parser.add_argument(
+        "--rates", type=float, nargs="+", help="peak learning rates of all runs"
+    )
     options = parser.parse_args()
     for name in options.runs:
-        if name.endswith(":hidden"):
-            with mock.patch.object(cross_entropy, "uses_float8", return_value=False):
-                train(name, options)
-        else:
-            train(name, options)
+        for peak in options.rates or [RATES[name.partition(":")[0]]]:
+            if name.endswith(":hidden"):
+                patch = mock.patch.object(
+                    cross_entropy, "uses_float8", return_value=False
+                )
+                with patch:
+                    train(name, peak, options)
+            else:
+                train(name, peak, options)
 
 
 if __name__ == "__main__":
