@@ -22,7 +22,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from shardwise import Keep, Mean, Run, optim
+from shardwise import Keep, Mean, Run, accelerate, optim
 from shardwise.models.sampling import generate
 
 
@@ -233,7 +233,8 @@ def recipe(
     )
     return Run(
         model=lambda rngs: CharGPT(c, len(alphabet), rngs),
-        loss=loss,
+        # The same model and parameters, computed with faster kernels.
+        loss=accelerate(loss),
         optimizer=optim.adamw(schedule, b2=0.99, weight_decay=0.1, clip=clip or None),
         data=random_windows(tokens[:num_train], c.max_length, c.batch_size, seed),
         eval_data=[draw(number) for number in range(c.eval_batches)],

@@ -521,7 +521,7 @@ def test_the_command_names_the_leaf_of_a_mistake(tmp_path):
 
 
 def test_a_signal_ends_the_command_at_once():
-    process = command.start("verify", "examples/digits.py", cwd=ROOT)
+    process = command.start("verify", "recipes/digits.py", cwd=ROOT)
     assert "one device: compiling" in process.stderr.readline()
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
@@ -568,7 +568,6 @@ RECIPES = {
 }
 EXAMPLES = (
     "data_parallel_by_hand",
-    "digits",
     "own_loop",
     "sharded_model",
     "transformer_block",

@@ -114,7 +114,7 @@ RECIPES = {
     "recipes/stdlib_gpt.py": {},
     "recipes/stdlib_gpt.py sgd": {"optimizer": "sgd"},
     "recipes/stdlib_gpt.py muon": {"optimizer": "muon"},
-    "examples/digits.py": {},
+    "recipes/digits.py": {},
     "examples/own_loop.py": {},
     "examples/sharded_model.py": {},
     "examples/transformer_block.py": {},
