@@ -36,7 +36,7 @@ def load_model(run: Run, path: Path, average: bool = False) -> nnx.Module:
         path: its run directory.
         average: whether to load the averaged weights.
     """
-    spec = abstract_state(run.model, run.optimizer, "data=1")
+    spec = abstract_state(run.model, run.optimizer, "data=-1")
     state, _ = load_initial(InitFrom(path, average=average), spec, seed=0)
     model = spec.module(state)
     model.eval()

@@ -14,7 +14,7 @@ from flax import nnx
 from sklearn.datasets import load_digits
 
 from recipes import digits, flow, shakespeare
-from shardwise import Keep, fit, verify
+from shardwise import Keep, fit, make_mesh, verify
 from tests.helpers import command
 
 ROOT = Path(__file__).parents[2]
@@ -202,8 +202,10 @@ def test_the_classifier_is_right_for_98_of_100_digits():
 def test_generated_digits_are_recognized_and_drawn(tmp_path):
     from examples import pictures
 
-    fit(digits.recipe(out=tmp_path / "digits"))
-    fit(flow.recipe(steps=1000, out=tmp_path / "flow"))
+    # Eight devices that share the cores of a CPU are slow.
+    mesh = make_mesh("data=1", jax.devices()[:1])
+    fit(replace(digits.recipe(out=tmp_path / "digits"), mesh=mesh))
+    fit(replace(flow.recipe(steps=600, out=tmp_path / "flow"), mesh=mesh))
     said = pictures.draw_digits(tmp_path / "digits", tmp_path / "digits.png")
     assert float(said.split()[-1].rstrip("%")) >= 98
     said = pictures.draw_flow(
