@@ -21,6 +21,7 @@ import argparse
 import json
 import pickle
 import re
+import resource
 import shutil
 import statistics
 import subprocess
@@ -77,12 +78,14 @@ class Trained:
         step_ms: median time of a training step.
         first_step_s: time from the start of the process to the end of the first step.
         wall_s: time of the process.
+        cpu_s: time of all its threads on CPU cores, which other load hardly changes.
     """
 
     evaluations: dict[int, float]
     step_ms: float
     first_step_s: float
     wall_s: float
+    cpu_s: float
 
 
 def lines_of(words: list[str], folder: Path, log: Path) -> Iterator[tuple[float, str]]:
@@ -115,6 +118,12 @@ def lines_of(words: list[str], folder: Path, log: Path) -> Iterator[tuple[float,
         )
 
 
+def cpu_seconds() -> float:
+    """Return the time on CPU cores of all processes that this one has started and awaited."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def train_shardwise(
     options: argparse.Namespace, seed: int, steps: int, folder: Path
 ) -> Trained:
@@ -125,7 +134,7 @@ def train_shardwise(
         *("--config", options.config, "--steps", str(steps), "--seed", str(seed)),
         *("--out", str(folder / "run")),
     ]
-    began, before = time.time(), time.perf_counter()
+    began, before, cpu_before = time.time(), time.perf_counter(), cpu_seconds()
     for seconds, line in lines_of(words, ROOT, folder / "log.txt"):
         if "validation" in line:
             print(f"{seconds:8.0f} s  {line.rstrip()}", flush=True)
@@ -142,6 +151,7 @@ def train_shardwise(
         step_ms=1e3 * statistics.median(step_s),
         first_step_s=records[0]["time"] - began,
         wall_s=wall_s,
+        cpu_s=cpu_seconds() - cpu_before,
     )
 
 
@@ -162,7 +172,7 @@ def train_nanogpt(
     ]
     evaluations: dict[int, float] = {}
     iterations: dict[int, float] = {}
-    before = time.perf_counter()
+    before, cpu_before = time.perf_counter(), cpu_seconds()
     for seconds, line in lines_of(words, folder, folder / "log.txt"):
         if found := EVALUATION.match(line):
             print(f"{seconds:8.0f} s  {line.rstrip()}", flush=True)
@@ -177,6 +187,7 @@ def train_nanogpt(
         step_ms=1e3 * statistics.median(times_between(iterations, evaluations)),
         first_step_s=min(iterations.values()),
         wall_s=wall_s,
+        cpu_s=cpu_seconds() - cpu_before,
     )
 
 
@@ -260,8 +271,8 @@ def table(out: Path, config: str, steps: int) -> str:
     entries = list(json.loads(out.read_text()).values()) if out.exists() else []
     lines = [
         "| | seeds | best validation loss, mean and standard deviation | range | after step |"
-        " ms per step | seconds to the first step | seconds in all |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        " ms per step | seconds to the first step | seconds in all | seconds on CPU cores |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for side in SIDES:
         of_side = [
@@ -283,9 +294,10 @@ def table(out: Path, config: str, steps: int) -> str:
             f" {min(losses):.4f} to {max(losses):.4f} |"
             f" {', '.join(map(str, best_steps))} | {median('step_ms'):.2f} |"
             f" {median('first_step_s'):.1f} | {median('wall_s'):.0f} |"
+            f" {median('cpu_s'):.0f} |"
         )
     lines.append(
-        f"| published by nanoGPT | 1 | {PUBLISHED[config]} | | | | | about 180 |"
+        f"| published by nanoGPT | 1 | {PUBLISHED[config]} | | | | | about 180 | |"
     )
     return "\n".join(lines)
 
