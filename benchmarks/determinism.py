@@ -41,7 +41,7 @@ RUNS = {
         *("--length", "512", "--no-scan-layers"),
     ],
     "plain_nnx": ["benchmarks/determinism.py:plain_nnx"],
-    "digits": ["examples/digits.py"],
+    "digits": ["recipes/digits.py"],
 }
 
 

@@ -14,6 +14,7 @@ SLOW = {
     "exercises.md",
     "losses.md",
     "parallelism.md",
+    "results.md",
 }
 OTHERS = "".join(
     path.read_text()

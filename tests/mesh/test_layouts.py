@@ -83,8 +83,8 @@ def gpt_case(num_layers=2, **changes):
 
 
 def digits_case():
-    path = Path(__file__).parents[2] / "examples" / "digits.py"
-    spec = importlib.util.spec_from_file_location("digits_example", path)
+    path = Path(__file__).parents[2] / "recipes" / "digits.py"
+    spec = importlib.util.spec_from_file_location("digits_recipe", path)
     digits = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(digits)
     images, labels = load_digits(return_X_y=True)

@@ -109,12 +109,13 @@ def test_findings_of_prepare_are_reported_too() -> None:
 
 
 RECIPES = {
+    "recipes/digits.py": {},
+    "recipes/flow.py": {},
     "recipes/gpt2.py": {},
     "recipes/llama.py": {},
     "recipes/stdlib_gpt.py": {},
     "recipes/stdlib_gpt.py sgd": {"optimizer": "sgd"},
     "recipes/stdlib_gpt.py muon": {"optimizer": "muon"},
-    "examples/digits.py": {},
     "examples/own_loop.py": {},
     "examples/sharded_model.py": {},
     "examples/transformer_block.py": {},
