@@ -94,14 +94,16 @@ class Value:
     Attributes:
         dims: for each parameter that it consists of, where the dims of the parameter are.
         is_data: whether it depends on the batch, so that it is an activation.
-        scales: parameters whose common factor is a factor of this activation.
+        scales: parameters whose common factor is a factor of this value.
         depends: the parameters that it depends on.
+        is_stream: whether it is a residual stream, a sum `x + f(x)`.
     """
 
     dims: Mapping[str, Dims] = field(default_factory=dict)
     is_data: bool = False
     scales: Paths = NONE
     depends: Paths = NONE
+    is_stream: bool = False
 
 
 @dataclass
@@ -113,7 +115,7 @@ class Flow:
         layers: for each parameter, the dims that a scan iterates over.
         contractions: the matmuls of two activations.
         branches: the parameters that scale a residual branch, for each sum of a stream `x` and a
-            branch that is computed from `x`.
+            branch that is computed from `x`, and for each bias that is added to a stream.
     """
 
     uses: list[Use] = field(default_factory=list)
@@ -157,7 +159,8 @@ def input_values(
         if path is not None:
             rank = len(shape_of(variable))
             dims = tuple(frozenset([dim]) for dim in range(rank))
-            value = Value({path: dims}, depends=frozenset([path]))
+            own = frozenset([path])
+            value = Value({path: dims}, scales=own, depends=own)
         inputs.append(value)
     return inputs
 
@@ -176,7 +179,7 @@ class Walk:
     def run(self, jaxpr: core.Jaxpr, inputs: Sequence[Value]) -> list[Value]:
         """Return the values of the outputs of a jaxpr."""
         values: dict[core.Var, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
-        streams = _Ancestors(jaxpr)
+        ancestors = _Ancestors(jaxpr)
 
         def read(atom: core.Var | core.Literal) -> Value:
             if isinstance(atom, core.Literal):
@@ -186,8 +189,9 @@ class Walk:
         for equation in jaxpr.eqns:
             operands = [read(atom) for atom in equation.invars]
             results = self.equation(equation, operands)
+            if self._is_stream(equation, operands, ancestors):
+                results = [replace(results[0], is_stream=True)]
             values.update(zip(equation.outvars, results, strict=True))
-            self._find_branch(equation, operands, streams)
         return [read(atom) for atom in jaxpr.outvars]
 
     def equation(
@@ -222,8 +226,7 @@ class Walk:
         if is_data and not operands[0].is_data:
             # A part of a parameter, whose place depends on the data.
             self._add_uses(equation, operands[0], "lookup")
-            scales = frozenset(operands[0].dims)
-            return [replace(value, is_data=True, scales=scales) for value in moved]
+            return [replace(value, is_data=True) for value in moved]
         return moved
 
     # Loops and branches
@@ -287,6 +290,7 @@ class Walk:
 
     def _matmul(self, equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
         dims = _contracted_dims(equation)
+        scales = NONE
         for side in (0, 1):
             own, other = operands[side], operands[1 - side]
             shape = shape_of(equation.invars[side])
@@ -296,6 +300,7 @@ class Walk:
             is_activation = other.is_data and not other.dims
             if not own.is_data and not is_vector:
                 self._add_uses(equation, own, "matmul", dims[side], other.scales)
+                scales |= own.scales
             elif own.is_data and is_activation:
                 self._add_uses(equation, own, "selected", dims[side], other.scales)
         left, right = operands[:2]
@@ -303,11 +308,9 @@ class Walk:
             size = _size(shape_of(equation.invars[0]), dims[0])
             contraction = Contraction(size, place_of(equation))
             self.flow.contractions.append(contraction)
-        result = self._result(operands)
+        result = replace(self._result(operands), scales=scales)
         if result.is_data:
-            weights = [value for value in operands[:2] if not value.is_data]
-            scales = frozenset(path for value in weights for path in value.dims)
-            return [replace(result, scales=scales)]
+            return [result]
         # The matmul of two parameters: their dims that are not contracted, in order.
         composed: dict[str, Dims] = {}
         for side in (0, 1):
@@ -320,11 +323,11 @@ class Walk:
         table, indices = operands[:2]
         items = table.dims.items()
         dims = {path: _gathered(equation, found) for path, found in items}
-        result = replace(self._result(operands), dims=dims)
+        result = replace(self._result(operands), dims=dims, scales=table.scales)
         if table.is_data or not indices.is_data:
-            return [replace(result, scales=table.scales)]
+            return [result]
         self._add_uses(equation, table, "lookup")
-        return [replace(result, scales=frozenset(table.dims))]
+        return [result]
 
     def _other(self, equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
         name = equation.primitive.name
@@ -338,7 +341,9 @@ class Walk:
                 for value, shape in zip(operands, shapes, strict=True):
                     if len(shape) == len(out):
                         dims |= value.dims
-            return [replace(result, dims=dims)] * len(equation.outvars)
+            scales = _scales(name, operands)
+            result = replace(result, dims=dims, scales=scales)
+            return [result] * len(equation.outvars)
         kind: Kind = "elementwise" if is_elementwise else "unknown"
         for value in operands:
             if not value.is_data:
@@ -367,19 +372,27 @@ class Walk:
             use = Use(path, kind, name, summed, place_of(equation), scales)
             self.flow.uses.append(use)
 
-    def _find_branch(
-        self, equation: core.JaxprEqn, operands: list[Value], streams: "_Ancestors"
-    ) -> None:
-        """Note the parameters of `f(x)` in a sum `x + f(x)`."""
+    def _is_stream(
+        self, equation: core.JaxprEqn, operands: list[Value], ancestors: "_Ancestors"
+    ) -> bool:
+        """Return whether an equation is `x + f(x)`, and note the parameters of `f(x)`.
+
+        The bias of `f` may be added to a stream separately.
+        """
         if equation.primitive.name not in ("add", "add_any"):
-            return
-        if not all(value.is_data for value in operands):
-            return
+            return False
+        found = False
         for side in (0, 1):
-            branch, stream = equation.invars[side], equation.invars[1 - side]
-            scales = operands[side].scales
-            if scales and streams.depends(branch, stream):
-                self.flow.branches.append(scales)
+            branch, stream = operands[side], operands[1 - side]
+            if not stream.is_data or not branch.scales:
+                continue
+            is_bias = not branch.is_data and stream.is_stream
+            atoms = equation.invars[side], equation.invars[1 - side]
+            is_branch = branch.is_data and ancestors.depends(*atoms)
+            if is_bias or is_branch:
+                self.flow.branches.append(branch.scales)
+                found = True
+        return found
 
     _special: Mapping[
         str, Callable[["Walk", core.JaxprEqn, list[Value]], Sequence[Value]]
@@ -423,20 +436,17 @@ def _scales(name: str, operands: Sequence[Value]) -> Paths:
 
     Args:
         name: the primitive.
-        operands: its operands, at least one of them an activation.
+        operands: its operands.
     """
     if len(operands) != 2:
         return NONE
-    left, right = (
-        value if value.is_data else replace(value, scales=frozenset(value.dims))
-        for value in operands
-    )
+    left, right = operands
     if name in SUMS:
         return left.scales | right.scales if left.scales and right.scales else NONE
     if name == "mul":
         # The gain of a norm is the parameter itself, not what scales its input.
-        for own, other in ((left, right), (right, left)):
-            if not own.is_data and own.dims:
+        for own in (left, right):
+            if not own.is_data and own.scales:
                 return own.scales
         for own, other in ((left, right), (right, left)):
             if own.scales and not own.scales & other.depends:
@@ -478,7 +488,9 @@ def _merged(first: Value, second: Value) -> Value:
     scales = first.scales if first.scales == second.scales else NONE
     is_data = first.is_data or second.is_data
     dims = {} if is_data else {**second.dims, **first.dims}
-    return Value(dims, is_data, scales, first.depends | second.depends)
+    depends = first.depends | second.depends
+    is_stream = first.is_stream or second.is_stream
+    return Value(dims, is_data, scales, depends, is_stream)
 
 
 def _prefixed(dims: Mapping[str, Dims]) -> dict[str, Dims]:
@@ -491,12 +503,14 @@ def _moved(
     """Return the value of a result of an operation in `LAYOUT`."""
     depends = frozenset(path for value in operands for path in value.depends)
     is_data = operands[0].is_data
-    scales = operands[0].scales if len(operands) == 1 else NONE
+    # The operands after the first are indices or padding, except in a concatenation.
+    is_joined = equation.primitive.name == "concatenate"
+    scales = NONE if is_joined else operands[0].scales
     dims: dict[str, Dims] = {}
     for atom, value in zip(equation.invars, operands, strict=True):
         for path, found in value.dims.items():
             dims[path] = _moved_dims(equation, shape_of(atom), found, shape_of(result))
-    return Value(dims, is_data, scales, depends)
+    return Value(dims, is_data, scales, depends, operands[0].is_stream)
 
 
 def _moved_dims(

@@ -99,7 +99,8 @@ class _Recorder:
         num_before = len(self._flow.uses)
         results = self._walk.equation(equation, values)
         for use in self._flow.uses[num_before:]:
-            if use.kind in RECORDED and name not in ("while", "cond"):
+            is_activation = results[0].is_data and name not in ("while", "cond")
+            if use.kind in RECORDED and is_activation:
                 self._keep(use.path, outputs[0])
         return outputs, results
 
