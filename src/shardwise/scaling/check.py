@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.table import Table
 
 from shardwise.data.layout import as_arrays, map_rows
 from shardwise.errors import ConfigError
@@ -102,3 +103,175 @@ def _squares(
         for name, array in after.items()
     }
     return sizes, changes
+
+
+@dataclass(frozen=True)
+class Slopes:
+    """How one activation depends on the width.
+
+    Attributes:
+        name: the parameter that it is computed with.
+        activation: the slope of the logarithm of its size against that of the width.
+        update: the slope for its change.
+    """
+
+    name: str
+    activation: float
+    update: float
+
+    @property
+    def worst(self) -> float:
+        """The slope that is farther from zero."""
+        return max(self.activation, self.update, key=abs)
+
+
+@dataclass(frozen=True)
+class Check:
+    """The result of a coordinate check.
+
+    Attributes:
+        widths: the widths, in ascending order.
+        coordinates: the sizes of activations, for each width.
+        title: what was checked.
+    """
+
+    widths: tuple[int, ...]
+    coordinates: tuple[Coordinates, ...]
+    title: str
+
+    @property
+    def slopes(self) -> list[Slopes]:
+        """The slopes of all activations, the worst first.
+
+        Activations of size zero are omitted. A slope is infinite if a size is not finite.
+        """
+        found = []
+        for name in self.coordinates[0].activations:
+            sizes = [point.activations[name] for point in self.coordinates]
+            changes = [point.updates[name] for point in self.coordinates]
+            values = (*sizes, *changes)
+            if not all(map(math.isfinite, values)):
+                found.append(Slopes(name, math.inf, math.inf))
+            elif min(values) > 0:
+                slopes = self._slope(sizes), self._slope(changes)
+                found.append(Slopes(name, *slopes))
+        return sorted(found, key=lambda slopes: -abs(slopes.worst))
+
+    def _slope(self, sizes: Sequence[float]) -> float:
+        x, y = np.log2(self.widths), np.log2(sizes)
+        return float(np.polyfit(x, y, 1)[0])
+
+    @property
+    def worst(self) -> float:
+        """The slope that is farthest from zero."""
+        return self.slopes[0].worst
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether all slopes are within the limit."""
+        slopes = [abs(found.worst) for found in self.slopes]
+        return bool(slopes) and all(slope <= LIMIT for slope in slopes)
+
+    def table(self, most: int = 12) -> Table:
+        """Return a table of the worst slopes.
+
+        Args:
+            most: the largest number of lines.
+        """
+        columns = ("output of", "slope of its size", "slope of its change")
+        table = Table(*columns, title=self.title, title_justify="left")
+        for found in self.slopes[:most]:
+            slopes = f"{found.activation:+.3f}", f"{found.update:+.3f}"
+            table.add_row(found.name, *slopes)
+        return table
+
+    def as_json(self) -> Json:
+        """Return the check as JSON."""
+        return {
+            "title": self.title,
+            "ok": self.is_ok,
+            "worst": self.worst,
+            "limit": LIMIT,
+            "widths": list(self.widths),
+            "losses": [point.loss for point in self.coordinates],
+            "slopes": [asdict(found) for found in self.slopes],
+            "activations": [dict(point.activations) for point in self.coordinates],
+            "updates": [dict(point.updates) for point in self.coordinates],
+        }
+
+
+def check_coordinates(
+    make_run: Callable[[int], Run],
+    widths: Sequence[int],
+    steps: int,
+    seeds: int,
+    title: str,
+    report: Callable[[str], None],
+) -> Check:
+    """Carry out a coordinate check.
+
+    Args:
+        make_run: returns the run for a width.
+        widths: the widths, at least two of them.
+        steps: the number of training steps.
+        seeds: the number of models to average over.
+        title: what is checked.
+        report: called with a text before each width.
+
+    Returns:
+        The check.
+
+    Raises:
+        ConfigError: if there are fewer than two widths, or if the activations differ.
+    """
+    ordered = tuple(sorted(set(widths)))
+    if len(ordered) < 2:
+        raise ConfigError(
+            f"a coordinate check compares widths, and --sizes has {len(ordered)}. Use at least 2."
+        )
+    found = []
+    for width in ordered:
+        report(f"{title}: width {width}")
+        found.append(measure(make_run(width), steps, range(seeds)))
+    names = [set(point.activations) for point in found]
+    if any(other != names[0] for other in names):
+        raise ConfigError(
+            "the models of different widths compute different activations, so their sizes cannot "
+            "be compared. The width may change the sizes of layers, not their number."
+        )
+    return Check(ordered, tuple(found), title)
+
+
+def plot_checks(checks: Sequence[Check], picture: Path) -> None:
+    """Plot sizes of activations and of their changes against the width.
+
+    Args:
+        checks: the checks, one row each.
+        picture: the PNG file to write.
+    """
+    # Here, because matplotlib takes most of a second to import.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    size = (10, 3.6 * len(checks))
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    rows = figure.subplots(len(checks), 2, squeeze=False, sharey="col")
+    for axes, check in zip(rows, checks, strict=True):
+        shown = check.slopes
+        for found in shown:
+            color = "#1f4e8c" if abs(found.worst) <= LIMIT else "#d1495b"
+            for place, part in zip(axes, ("activations", "updates"), strict=True):
+                points = [getattr(point, part) for point in check.coordinates]
+                sizes = [point[found.name] for point in points]
+                style = {"color": color, "alpha": 0.6, "marker": "o", "markersize": 3}
+                place.plot(check.widths, sizes, linewidth=1, **style)
+        names = ("size of activations", "change since initialization")
+        for place, name in zip(axes, names, strict=True):
+            place.set(xscale="log", yscale="log", xlabel="width", ylabel=name)
+            place.set_title(f"{check.title}: worst slope {check.worst:+.2f}")
+            place.set_xticks(check.widths, [str(width) for width in check.widths])
+            place.minorticks_off()
+            place.grid(alpha=0.3)
+            place.spines[["top", "right"]].set_visible(False)
+    figure.savefig(picture, dpi=120)

@@ -98,20 +98,20 @@ class Scaling:
 
     def table(self) -> Table:
         """Return a table with one line for each kind of parameter. Equal layers share a line."""
-        rows: dict[tuple[str, ...], None] = {}
+        rows: dict[tuple[str, ...], str] = {}
         for path, found in self.parameters.items():
             parameter = found.parameter
             shapes = f"{list(parameter.shape)}", f"{list(found.shape)}"
             factors = f"{found.init:.4g}", f"{found.rate:.4g}"
-            name, why = any_layer(path), parameter.why
-            rows[(name, *shapes, parameter.role, *factors, why)] = None
+            row = (any_layer(path), *shapes, parameter.role, *factors)
+            rows.setdefault(row, parameter.why)
         title = f"from width {self.base.width} to {self.size.width}"
         if self.size.depth != self.base.depth:
             title += f", from depth {self.base.depth} to {self.size.depth}"
         columns = ("parameter", "base shape", "shape", "role", "init", "rate", "why")
         table = Table(*columns, title=title, title_justify="left")
-        for row in rows:
-            table.add_row(*row)
+        for row, why in rows.items():
+            table.add_row(*row, why)
         return table
 
     def as_json(self) -> Json:

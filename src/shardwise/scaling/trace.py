@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh
 
 from shardwise.data.layout import batch_shapes
 from shardwise.errors import ConfigError, ShardwiseError, where
+from shardwise.flops import count_jaxpr_flops
 from shardwise.loss.contract import Metric, call_loss, named_metrics
 from shardwise.metrics import Mean
 from shardwise.module import ModuleDef, Pure, build_module, split_module
@@ -138,3 +139,9 @@ def input_numbers(arguments: tuple[object, ...]) -> tuple[Mapping[int, str], set
                 batch.add(number)
             number += 1
     return params, batch
+
+
+def training_flops(run: Run) -> float:
+    """Return the arithmetic of a run: all steps, forward and backward, in FLOP."""
+    closed, _ = trace_loss_of(run, abstract_model(run), example_batch(run))
+    return 3 * count_jaxpr_flops(closed.jaxpr) * run.steps
