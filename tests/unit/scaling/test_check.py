@@ -1,0 +1,100 @@
+"""The coordinate check passes for a scaled model, and fails for the standard parametrization."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import optax
+import pytest
+
+from shardwise import optim, scaled
+from shardwise.errors import ConfigError
+from shardwise.scaling.check import (
+    Check,
+    Coordinates,
+    check_coordinates,
+    measure,
+    plot_checks,
+)
+from tests.helpers.sizes import gpt_run, perceptron_run, tokens
+
+WIDTHS = (64, 128, 256)
+
+
+def quiet(text):
+    del text
+
+
+def test_recorded_activations():
+    run = perceptron_run(16, optimizer=optax.sgd(0.1))
+    found = measure(run, 1)
+    assert set(found.activations) == {
+        "first/kernel",
+        "hidden/kernel",
+        "head/kernel",
+        "loss",
+    }
+    assert all(size > 0 for size in found.updates.values())
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_activations_of_scanned_layers(scan_layers):
+    found = measure(gpt_run(32, scan_layers=scan_layers), 1)
+    prefix = "blocks" if scan_layers else "blocks/0"
+    assert f"{prefix}/mlp/up/kernel" in found.activations
+    # Queries, keys and values.
+    assert f"{prefix}/attn/qkv/kernel #3" in found.activations
+    # The lookup and the logits.
+    assert {"tokens", "tokens #2"} <= set(found.activations)
+
+
+def test_scanned_layers_have_the_sizes_of_unrolled_ones():
+    one = measure(gpt_run(32, depth=1), 2)
+    other = measure(gpt_run(32, depth=1, scan_layers=True), 2)
+    for name, size in other.activations.items():
+        path = name.replace("blocks/", "blocks/0/")
+        np.testing.assert_allclose(one.activations[path], size, rtol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [optim.adamw(4e-3), optim.sgd(0.1)])
+def test_slopes_of_a_scaled_gpt(optimizer):
+    def recipe(width=64):
+        return gpt_run(width, optimizer=optimizer, data=tokens(64))
+
+    make_run = scaled(width=64)(recipe)
+    check = check_coordinates(make_run, WIDTHS, 2, 4, "scaled", quiet)
+    assert abs(check.worst) <= 0.1
+    assert check.is_ok
+    standard = check_coordinates(recipe, WIDTHS, 2, 1, "standard", quiet)
+    assert abs(standard.worst) > 0.3
+    assert not standard.is_ok
+
+
+def coordinates(size, change):
+    return Coordinates({"a": size}, {"a": change}, 1.0)
+
+
+def test_slopes():
+    points = tuple(coordinates(width**0.5, 1.0) for width in WIDTHS)
+    check = Check(WIDTHS, points, "test")
+    assert check.slopes[0].activation == pytest.approx(0.5)
+    assert check.slopes[0].update == pytest.approx(0, abs=1e-9)
+    assert not check.is_ok
+
+
+def test_sizes_that_are_not_finite_fail():
+    points = tuple(coordinates(math.nan, 1.0) for _ in WIDTHS)
+    assert not Check(WIDTHS, points, "test").is_ok
+
+
+def test_the_picture(tmp_path):
+    points = tuple(coordinates(1.0, 2.0) for _ in WIDTHS)
+    check = Check(WIDTHS, points, "test")
+    plot_checks([check, replace(check, title="other")], tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_width_is_refused():
+    with pytest.raises(ConfigError, match="Use at least 2"):
+        check_coordinates(perceptron_run, [64, 64], 1, 1, "test", quiet)
