@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from shardwise import Batches, Mean, Run
+from shardwise import Batches, Mean, Run, make_mesh
 from shardwise.kernels.cross_entropy import linear_cross_entropy
 from shardwise.models.gpt import GPT, PRESETS
 from shardwise.models.llama import SIZES, Llama
@@ -16,6 +16,11 @@ from shardwise.models.llama import SIZES, Llama
 LENGTH = 16
 VOCAB = 32
 CLASSES = 10
+
+
+def one_device():
+    """Return the mesh of one device."""
+    return make_mesh("data=1", jax.devices()[:1])
 
 
 def tokens(batch_size=8):
@@ -45,7 +50,7 @@ def gpt_loss(model, batch):
 
 def token_run(model, optimizer=None, loss=token_loss, **settings):
     optimizer = optax.adam(4e-3) if optimizer is None else optimizer
-    settings = {"data": tokens(), "steps": 3, "mesh": "data=1", **settings}
+    settings = {"data": tokens(), "steps": 3, "mesh": one_device(), **settings}
     return Run(model=model, loss=loss, optimizer=optimizer, **settings)
 
 
@@ -89,14 +94,12 @@ def images(batch_size=8):
 
 def image_loss(model, batch):
     logits = model(batch["image"])
-    return Mean(
-        optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-    )
+    return Mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]))
 
 
 def image_run(model, optimizer=None, **settings):
     optimizer = optax.adam(1e-2) if optimizer is None else optimizer
-    settings = {"data": images(), "steps": 3, "mesh": "data=1", **settings}
+    settings = {"data": images(), "steps": 3, "mesh": one_device(), **settings}
     return Run(model=model, loss=image_loss, optimizer=optimizer, **settings)
 
 

@@ -2,12 +2,12 @@
 
 import argparse
 import inspect
-import json
+import itertools
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -353,7 +353,9 @@ def _train_grid(
     grid, fixed = check_arguments(task.recipe, {**arguments, **varied}, prog)
     for option in grid:
         if option not in varied:
-            raise ConfigError(f"{option} has several values. Only sizes and rates vary.")
+            raise ConfigError(
+                f"{option} has several values. Only sizes and rates vary."
+            )
     missing = {option: values for option, values in fixed.items() if option in varied}
     points = make_points({**missing, **grid}, set())
     rest = {option: values for option, values in fixed.items() if option not in varied}
@@ -409,8 +411,10 @@ def _loss_table(losses: Losses, title: str) -> Table:
 def _print_best(console: Console, best: list[Best], picture: Path) -> None:
     rates = [found.rate for found in best]
     spread = max(rates) / min(rates)
-    console.print(f"the best rates differ by a factor of {spread:.3g}; picture: {picture}")
-    for narrow, wide in zip(best, best[1:], strict=False):
+    console.print(
+        f"the best rates differ by a factor of {spread:.3g}; picture: {picture}"
+    )
+    for narrow, wide in itertools.pairwise(best):
         if wide.loss > narrow.loss:
             console.print(
                 f"width {wide.width} is worse than {narrow.width}: "
@@ -475,19 +479,39 @@ def _predictions(
         }
     price = _price(task, target, rate, shared)
     if price is not None:
-        seconds = price["times"]["total"] * price["steps"]
-        console.print(
-            f"price of width {width}: {price['steps']:,} steps in {show_seconds(seconds)} on "
-            f"{price['target']}, {show_number(price['num_params'])} parameters"
-        )
-        answer["price"] = {"seconds": seconds, "plan": price}
+        console.print(f"price of width {width}: {price}")
+        answer["price"] = asdict(price)
     return answer
+
+
+@dataclass(frozen=True)
+class _Price:
+    """What a run costs, from its plan.
+
+    Attributes:
+        steps: the number of steps.
+        seconds: the estimated time of all of them.
+        target: the devices.
+        num_params: the number of model parameters.
+    """
+
+    steps: int
+    seconds: float
+    target: str
+    num_params: int
+
+    def __str__(self) -> str:
+        duration = show_seconds(self.seconds)
+        params = show_number(self.num_params)
+        return (
+            f"{self.steps:,} steps in {duration} on {self.target}, {params} parameters"
+        )
 
 
 def _price(
     task: _Task, target: str, rate: float, shared: argparse.Namespace
-) -> Mapping[str, Json] | None:
-    """Return the plan of the large run, in a process that may use the accelerator."""
+) -> _Price | None:
+    """Return the price of the large run, planned in a process that may use the accelerator."""
     options = task.options
     words = [f"--{task.settings.width_name.replace('_', '-')}", str(options.to)]
     words += [f"--{options.rate_name.replace('_', '-')}", f"{rate:g}", *task.words]
@@ -507,6 +531,8 @@ def _price(
         if done.returncode or not file.exists():
             return None
         plan: Json = read_json(file)
-    run = task.run_at(task.recipe, Size(options.to, task.depth))
-    plan["steps"] = run.steps
-    return plan if plan.get("times") else None
+    if not plan.get("times"):
+        return None
+    steps = task.run_at(task.recipe, Size(options.to, task.depth)).steps
+    seconds = float(plan["times"]["total"]) * steps
+    return _Price(steps, seconds, str(plan["target"]), int(plan["num_params"]))

@@ -64,7 +64,8 @@ def measure(run: Run, steps: int, seeds: Sequence[int] = (0,)) -> Coordinates:
 
     def activations(state: TrainState) -> Recorded:
         parts = (state.params, state.other, state.frozen, examples, key)
-        return record(*jax.tree.leaves(parts))
+        found: Recorded = record(*jax.tree.leaves(parts))
+        return found
 
     squares: list[tuple[dict[str, float], dict[str, float]]] = []
     losses: list[float] = []

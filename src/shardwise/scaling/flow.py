@@ -273,8 +273,7 @@ class Walk:
         constants, carried = operands[num_condition:first], operands[first:]
         trial = Walk(Flow()).run(body, [*constants, *carried])
         carried = [
-            _merged(before, after)
-            for before, after in zip(carried, trial, strict=True)
+            _merged(before, after) for before, after in zip(carried, trial, strict=True)
         ]
         return self.run(body, [*constants, *carried])
 
@@ -549,9 +548,7 @@ def _reshaped(before: Shape, dims: Dims, after: Shape) -> Dims:
                 size_before *= size
                 if size > 1:
                     found |= source
-        result += [
-            found if size > 1 else frozenset[int]() for size in targets[:count]
-        ]
+        result += [found if size > 1 else frozenset[int]() for size in targets[:count]]
         targets = targets[count:]
     return tuple(result)
 

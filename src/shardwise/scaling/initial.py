@@ -1,5 +1,9 @@
 """Measure how the initial weights of a model change with its width."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +12,8 @@ from shardwise.module import build_module, split_module
 from shardwise.run import Run
 from shardwise.scaling.trace import Model
 from shardwise.tree import named_leaves
+
+Result = TypeVar("Result")
 
 # Parameters with fewer entries than this are drawn several times, to measure them precisely.
 FEW_ENTRIES = 4096
@@ -35,28 +41,31 @@ def initial_sizes(run: Run, model: Model) -> dict[str, float]:
         leaves = named_leaves(params).items()
         return {path: _mean_square(leaf) for path, leaf in leaves}
 
-    def of_few(keys: jax.Array) -> dict[str, jax.Array]:
+    def measured(keys: jax.Array) -> dict[str, jax.Array]:
         drawn = jax.vmap(squares)(keys)
-        return {path: jnp.mean(drawn[path]) for path in few}
+        # The compiler drops the draws of all other parameters: their results are not used.
+        of_few = {path: jnp.mean(drawn[path]) for path in few}
+        return squares(keys[0]) | of_few
 
     with on_cpu():
-        key = jax.random.key(0)
-        keys = jax.random.split(key, NUM_DRAWS)
-        # The rest of the model is not computed for them: its results are not used.
-        measured = compiled_fast(squares)(key) | compiled_fast(of_few)(keys)
-    return {path: float(np.sqrt(value)) for path, value in measured.items()}
+        keys = jax.random.split(jax.random.key(0), NUM_DRAWS)
+        found = compiled_fast(measured)(keys)
+    return {path: float(np.sqrt(value)) for path, value in found.items()}
 
 
 def _mean_square(leaf: jax.Array) -> jax.Array:
     return jnp.mean(jnp.square(jnp.abs(leaf).astype(jnp.float32)))
 
 
-def on_cpu() -> "jax.default_device":
-    """Return a context in which small computations run on the CPU of this process."""
-    return jax.default_device(jax.local_devices(backend="cpu")[0])
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """Carry out small computations on the CPU of this process."""
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        yield
 
 
-def compiled_fast(function):  # type: ignore[no-untyped-def]
-    """Return a jitted function that runs once, so that its compile time matters most."""
+def compiled_fast(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Return a jitted function that runs a few times, so that its compile time matters most."""
     options = {"xla_backend_optimization_level": 0}
-    return jax.jit(function, compiler_options=options)
+    jitted: Callable[..., Result] = jax.jit(function, compiler_options=options)
+    return jitted

@@ -79,9 +79,7 @@ class _Recorder:
             own_arrays = [array for array, _ in operands]
             own_values = [value for _, value in operands]
             results = self._equation(equation, own_arrays, own_values)
-            known.update(
-                zip(equation.outvars, zip(*results, strict=True), strict=True)
-            )
+            known.update(zip(equation.outvars, zip(*results, strict=True), strict=True))
         outputs = [read(atom) for atom in jaxpr.outvars]
         return [array for array, _ in outputs], [value for _, value in outputs]
 
@@ -92,9 +90,9 @@ class _Recorder:
         inner = inner_function(equation)
         if name == "scan":
             return self._scan(equation, arrays, values)
-        if name in CALLS and inner is not None:
-            if len(inner.jaxpr.invars) == len(arrays):
-                return self.run(inner, arrays, values)
+        is_call = name in CALLS and inner is not None
+        if is_call and len(inner.jaxpr.invars) == len(arrays):
+            return self.run(inner, arrays, values)
         outputs = bind(equation, arrays)
         num_before = len(self._flow.uses)
         results = self._walk.equation(equation, values)

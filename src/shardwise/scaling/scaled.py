@@ -5,7 +5,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import ParamSpec, TypeAlias
+from typing import ParamSpec, TypeAlias, cast
 
 from rich.table import Table
 
@@ -13,8 +13,8 @@ from shardwise.errors import ConfigError
 from shardwise.run import Run
 from shardwise.scaling.initial import initial_sizes
 from shardwise.scaling.probe import (
-    SIZE,
     GRADIENT,
+    SIZE,
     Copy,
     check_state,
     measure_updates,
@@ -103,7 +103,8 @@ class Scaling:
             parameter = found.parameter
             shapes = f"{list(parameter.shape)}", f"{list(found.shape)}"
             factors = f"{found.init:.4g}", f"{found.rate:.4g}"
-            row = (any_layer(path), *shapes, parameter.role, *factors)
+            names = any_layer(path), *shapes
+            row: tuple[str, ...] = (*names, parameter.role, *factors)
             rows.setdefault(row, parameter.why)
         title = f"from width {self.base.width} to {self.size.width}"
         if self.size.depth != self.base.depth:
@@ -231,9 +232,7 @@ class _Growth:
         return cls(inputs, outputs, inputs**exponent)
 
 
-def _with_folds(
-    growth: Mapping[str, _Growth], roles: Roles
-) -> dict[str, _Growth]:
+def _with_folds(growth: Mapping[str, _Growth], roles: Roles) -> dict[str, _Growth]:
     """Return the growth with the output multipliers of tied parameters."""
     result = dict(growth)
     for path, parameter in roles.parameters.items():
@@ -454,7 +453,11 @@ def scaled(
         None if depth is None else depth_name,
         {} if roles is None else roles,
     )
-    return functools.partial(scale_recipe, settings=settings)
+
+    def decorate(recipe: Callable[Parameters, Run]) -> Callable[Parameters, Run]:
+        return scale_recipe(recipe, settings)
+
+    return decorate
 
 
 def scale_recipe(
@@ -481,7 +484,7 @@ def scale_recipe(
 
         def make_run(other: Size) -> Run:
             changed = {**bound.arguments, **settings.arguments_of(other)}
-            return recipe(**changed)
+            return cast(Callable[..., Run], recipe)(**changed)
 
         scaling = find_scaling(make_run, size, settings.base, settings.roles)
         return scaling.apply(run)

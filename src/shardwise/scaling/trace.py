@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 from jax.sharding import AxisType, Mesh
+from jax.typing import ArrayLike
 
 from shardwise.data.layout import batch_shapes
 from shardwise.errors import ConfigError, ShardwiseError, where
 from shardwise.flops import count_jaxpr_flops
-from shardwise.loss.contract import Metric, call_loss, named_metrics
+from shardwise.loss.contract import call_loss, named_metrics
 from shardwise.metrics import Mean
 from shardwise.module import ModuleDef, Pure, build_module, split_module
 from shardwise.run import Run, example_batch
@@ -87,7 +88,7 @@ def trace_loss_of(
 
     def forward(
         params: Pure, other: Pure, frozen: Pure, batch: Batch, key: jax.Array
-    ) -> dict[str, Metric]:
+    ) -> dict[str, ArrayLike]:
         module = model.definition.merge(params, other, key, frozen=frozen)
         step = jnp.zeros((), jnp.int32)
         named = named_metrics(call_loss(run.loss, module, batch, key, step))

@@ -163,9 +163,9 @@ def test_overrides_by_path():
     found = roles(perceptron_run, overrides={"hidden/*": "vector"})
     assert found["hidden/kernel"] == "vector"
     assert found["first/kernel"] == "input"
-    with pytest.raises(ConfigError, match="matches no parameter. Did you mean"):
+    with pytest.raises(ConfigError, match=r"matches no parameter\. Did you mean"):
         roles(perceptron_run, overrides={"hiden/kernel": "vector"})
-    with pytest.raises(ConfigError, match="role 'hiden' of .* is unknown"):
+    with pytest.raises(ConfigError, match=r"role 'hiden' of .* is unknown"):
         roles(perceptron_run, overrides={"*": "hiden"})
 
 

@@ -16,7 +16,7 @@ from shardwise.scaling.probe import small_shapes
 from shardwise.scaling.scaled import Size, find_scaling
 from shardwise.scaling.transform import scale_init, scale_updates
 from shardwise.tree import named_leaves
-from tests.helpers.sizes import Perceptron, gpt_run, perceptron_run
+from tests.helpers.sizes import Perceptron, gpt_run, one_device, perceptron_run
 
 BASE, WIDTH = 32, 128
 M = WIDTH / BASE
@@ -186,7 +186,7 @@ def test_decoupled_weight_decay_keeps_its_size():
     updates, _ = tx.update(grads, tx.init(params), params)
     # Adam moves by the rate; decay by rate * decay * weight.
     expected = -0.25 * 0.1 - 0.1 * 0.5 * 2.0
-    np.testing.assert_allclose(updates["kernel"], expected, rtol=1e-6)
+    np.testing.assert_allclose(updates["kernel"], expected, rtol=1e-5)
 
 
 def test_which_decay_is_separable():
@@ -207,7 +207,8 @@ def test_optimizers_that_copy_weights_are_refused(options):
         scaling_of(perceptron, optimizer)
 
 
-def recipe(width=BASE, lr=1e-2, out=None, mesh="data=1", steps=4):
+def recipe(width=BASE, lr=1e-2, out=None, mesh=None, steps=4):
+    mesh = one_device() if mesh is None else mesh
     run = gpt_run(width, optimizer=optim.adamw(lr), mesh=mesh, steps=steps)
     return replace(run, out=out)
 
@@ -235,7 +236,7 @@ def test_a_scaled_run_is_the_same_on_a_mesh():
 def test_initial_weights_have_the_same_bits_on_a_mesh():
     scaled_recipe = scaled(width=BASE)(recipe)
     states = []
-    for mesh in ("data=1", "fsdp=8"):
+    for mesh in (None, "fsdp=8"):
         run = scaled_recipe(width=WIDTH, mesh=mesh)
         states.append(init_state(prepare(run).spec, 0).params)
     one, other = map(named_leaves, states)
@@ -267,8 +268,9 @@ def test_scale_init_keeps_metadata():
 
     with nnx.use_eager_sharding(False):
         layer = scale_init(make, {"kernel": 0.5})(nnx.Rngs(0))
+        plain = make(nnx.Rngs(0))
     np.testing.assert_array_equal(layer.kernel[...], 0.5)
-    assert layer.kernel.get_metadata()["sharding_names"] == ("a", "b")
+    assert layer.kernel.get_metadata() == plain.kernel.get_metadata()
 
 
 @pytest.mark.parametrize(
