@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import jax
 from rich.console import Console
 from rich.table import Table
 
 from shardwise.checkpoint.reader import read_json
 from shardwise.cli.recipes import split_recipe
-from shardwise.cli.sweep import on_cpu
 from shardwise.errors import ConfigError, NumericsError
 from shardwise.files.durable import check_writable, text_digest, write_atomically
 from shardwise.files.lock import lock_directory
@@ -117,10 +117,9 @@ def main(args: list[str], shared: argparse.Namespace) -> tuple[Json, int]:
     if options.check and options.transfer:
         raise ConfigError("--check and --transfer are two commands. Use one of them.")
     if options.transfer:
-        # The accelerator is for the runs.
-        with on_cpu():
-            task = _read_task(target, options, words)
-            return _transfer(task, shared)
+        # The accelerator is for the runs, which are other processes.
+        jax.config.update("jax_platforms", "cpu")
+        return _transfer(_read_task(target, options, words), shared)
     if shared.cpu_devices is not None:
         use_cpu_devices(shared.cpu_devices)
     task = _read_task(target, options, words)
@@ -478,7 +477,9 @@ def _predictions(
             "law": vars(found.law),
         }
     price = _price(task, target, rate, shared)
-    if price is not None:
+    if price is None:
+        console.print("no price: the speed of the devices is unknown. Use --on TARGET.")
+    else:
         console.print(f"price of width {width}: {price}")
         answer["price"] = asdict(price)
     return answer

@@ -37,7 +37,7 @@ def main(args: list[str], shared: argparse.Namespace) -> tuple[Json, int]:
     target, options, recipe_args = split_recipe("sweep", args)
     path, function = find_recipe(target)
     arguments = split_words(recipe_args)
-    with on_cpu():
+    with _on_cpu():
         recipe = load_recipe(path, function)
         grid, fixed = check_arguments(recipe, arguments, f"shardwise sweep {target}")
     switches = {option for option in arguments if is_switch(recipe, option)}
@@ -62,7 +62,7 @@ def main(args: list[str], shared: argparse.Namespace) -> tuple[Json, int]:
 
 
 @contextlib.contextmanager
-def on_cpu() -> Iterator[None]:
+def _on_cpu() -> Iterator[None]:
     """Use the CPU while the recipe is read for its arguments; the accelerator is for the runs."""
     before = os.environ.get("JAX_PLATFORMS")
     os.environ["JAX_PLATFORMS"] = "cpu"

@@ -202,10 +202,9 @@ class Walk:
         special = self._special.get(name)
         if special is not None:
             return special(self, equation, operands)
-        if name in CALLS:
-            inner = inner_function(equation)
-            if inner is not None and len(inner.jaxpr.invars) == len(operands):
-                return self.run(inner.jaxpr, operands)
+        inner = inner_function(equation)
+        if inner is not None and name in CALLS:
+            return self.run(inner.jaxpr, operands)
         if name in LAYOUT:
             return self._layout(equation, operands)
         return self._other(equation, operands)

@@ -90,8 +90,7 @@ class _Recorder:
         inner = inner_function(equation)
         if name == "scan":
             return self._scan(equation, arrays, values)
-        is_call = name in CALLS and inner is not None
-        if is_call and len(inner.jaxpr.invars) == len(arrays):
+        if inner is not None and name in CALLS:
             return self.run(inner, arrays, values)
         outputs = bind(equation, arrays)
         num_before = len(self._flow.uses)

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
@@ -221,3 +222,9 @@ def test_an_argument_that_is_not_a_width_is_refused():
 def test_dims_after_a_reshape(before, after, expected):
     dims = tuple(frozenset([dim]) for dim in range(len(before)))
     assert list(_reshaped(before, dims, after)) == expected
+
+
+def test_kernels_of_gpus_do_not_hide_the_roles(monkeypatch):
+    expected = roles(gpt_run)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert roles(gpt_run) == expected

@@ -77,7 +77,13 @@ TABLE = {
 }
 
 
-@pytest.mark.parametrize("name", TABLE)
+SLOW = ("momentum", "lion", "muon, original", "accumulated")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in TABLE],
+)
 def test_rates_against_the_table(name):
     optimizer, expected = TABLE[name]
     found = rates(scaling_of(perceptron, optimizer))
@@ -97,6 +103,7 @@ class Normal(Perceptron):
             layer.kernel[...] = 0.02 * jax.random.normal(key, shape)
 
 
+@pytest.mark.slow
 def test_factors_of_initial_weights():
     # Flax divides by the square root of the number of inputs.
     found = inits(scaling_of(perceptron))
@@ -115,6 +122,7 @@ def test_factors_of_initial_weights():
     assert found["hidden/bias"] == 1
 
 
+@pytest.mark.slow
 def test_depth_scales_residual_branches():
     def make_run(size):
         return gpt_run(size.width, size.depth)
@@ -133,6 +141,7 @@ def test_a_model_without_branches_has_no_depth():
         scaling_of(perceptron, size=Size(BASE, 4), base=Size(BASE, 2))
 
 
+@pytest.mark.slow
 def test_the_folded_multiplier_equals_an_explicit_one():
     """A tied GPT: factors of the last norm do what a factor of the logits does, with Adam."""
     scaling = scaling_of(lambda size: gpt_run(size.width))
@@ -225,6 +234,7 @@ def test_the_decorator_refuses_unknown_arguments():
         scaled(width=BASE, depth=2)(recipe)
 
 
+@pytest.mark.slow
 def test_a_scaled_run_is_the_same_on_a_mesh():
     scaled_recipe = scaled(width=BASE)(recipe)
     one = losses_of(scaled_recipe(width=WIDTH))
@@ -233,6 +243,7 @@ def test_a_scaled_run_is_the_same_on_a_mesh():
         np.testing.assert_allclose(other, one, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_initial_weights_have_the_same_bits_on_a_mesh():
     scaled_recipe = scaled(width=BASE)(recipe)
     states = []
@@ -244,6 +255,7 @@ def test_initial_weights_have_the_same_bits_on_a_mesh():
         np.testing.assert_array_equal(leaf, other[path])
 
 
+@pytest.mark.slow
 def test_a_scaled_run_resumes(tmp_path):
     scaled_recipe = scaled(width=BASE)(recipe)
     whole = fit(scaled_recipe(width=WIDTH, out=tmp_path / "whole"))
