@@ -32,7 +32,7 @@ from shardwise.run import Run
 from shardwise.rundir.files import RunFiles
 from shardwise.rundir.summary import summarize
 from shardwise.scaling.check import LIMIT, Check, check_coordinates, plot_checks
-from shardwise.scaling.roles import ROLES, Role
+from shardwise.scaling.roles import ROLES, Role, find_roles
 from shardwise.scaling.scaled import (
     Settings,
     Size,
@@ -245,13 +245,27 @@ def _check(task: _Task) -> tuple[Json, int]:
 
     with progress.status("") as status:
         report = _reporter(progress, status.update)
-        seeds = task.options.seeds
-        check = check_coordinates(run_at, task.sizes, steps, seeds, title, report)
+        arguments = (run_at, task.sizes, steps, task.options.seeds, title, report)
+        check = check_coordinates(*arguments, _outputs(task))
     picture = task.out / f"coordinate_check_{title}.png"
     plot_checks([check], picture)
     _print_check(check, picture)
     code = 0 if check.is_ok else NumericsError.exit_code
     return {"recipe": _name(task), "picture": str(picture), **check.as_json()}, code
+
+
+def _outputs(task: _Task) -> set[str]:
+    """Return the parameters whose results are outputs of the model."""
+
+    def run_at(width: int) -> Run:
+        return task.run_at(task.recipe, Size(width, task.depth))
+
+    roles = find_roles(run_at, task.settings.base.width, task.settings.roles)
+    return {
+        path
+        for path, parameter in roles.parameters.items()
+        if parameter.role in ("output", "tied")
+    }
 
 
 def _reporter(

@@ -1,7 +1,7 @@
 """The coordinate check: how the sizes of activations and of their changes depend on the width."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -20,6 +20,8 @@ from shardwise.text import Json
 
 # A slope of log size against log width up to this passes.
 LIMIT = 0.1
+# Outputs may shrink: the part of them that comes from initial weights vanishes like 1 / sqrt(width).
+OUTPUT_LIMIT = -0.6
 # Examples whose activations are recorded.
 NUM_EXAMPLES = 4
 
@@ -114,11 +116,20 @@ class Slopes:
         name: the parameter that it is computed with.
         activation: the slope of the logarithm of its size against that of the width.
         update: the slope for its change.
+        is_output: whether it is an output of the model, or the loss.
     """
 
     name: str
     activation: float
     update: float
+    is_output: bool = False
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether both slopes are within the limits."""
+        lowest = OUTPUT_LIMIT if self.is_output else -LIMIT
+        slopes = self.activation, self.update
+        return all(lowest <= slope <= LIMIT for slope in slopes)
 
     @property
     def worst(self) -> float:
@@ -134,15 +145,17 @@ class Check:
         widths: the widths, in ascending order.
         coordinates: the sizes of activations, for each width.
         title: what was checked.
+        outputs: the parameters whose results are outputs of the model.
     """
 
     widths: tuple[int, ...]
     coordinates: tuple[Coordinates, ...]
     title: str
+    outputs: frozenset[str] = frozenset()
 
     @property
     def slopes(self) -> list[Slopes]:
-        """The slopes of all activations, the worst first.
+        """The slopes of all activations, those outside of the limits first.
 
         Activations of size zero are omitted. A slope is infinite if a size is not finite.
         """
@@ -155,8 +168,10 @@ class Check:
                 found.append(Slopes(name, math.inf, math.inf))
             elif min(values) > 0:
                 slopes = self._slope(sizes), self._slope(changes)
-                found.append(Slopes(name, *slopes))
-        return sorted(found, key=lambda slopes: -abs(slopes.worst))
+                path = name.partition(" #")[0]
+                is_output = path in self.outputs or name == "loss"
+                found.append(Slopes(name, *slopes, is_output))
+        return sorted(found, key=lambda slopes: (slopes.is_ok, -abs(slopes.worst)))
 
     def _slope(self, sizes: Sequence[float]) -> float:
         x, y = np.log2(self.widths), np.log2(sizes)
@@ -164,14 +179,16 @@ class Check:
 
     @property
     def worst(self) -> float:
-        """The slope that is farthest from zero."""
-        return self.slopes[0].worst
+        """The slope that is farthest from zero, of an output only if it exceeds the limits."""
+        first = [
+            found for found in self.slopes if not (found.is_ok and found.is_output)
+        ]
+        return first[0].worst if first else 0.0
 
     @property
     def is_ok(self) -> bool:
         """Whether all slopes are within the limit."""
-        slopes = [abs(found.worst) for found in self.slopes]
-        return bool(slopes) and all(slope <= LIMIT for slope in slopes)
+        return bool(self.slopes) and all(found.is_ok for found in self.slopes)
 
     def table(self, most: int = 12) -> Table:
         """Return a table of the worst slopes.
@@ -183,7 +200,8 @@ class Check:
         table = Table(*columns, title=self.title, title_justify="left")
         for found in self.slopes[:most]:
             slopes = f"{found.activation:+.3f}", f"{found.update:+.3f}"
-            table.add_row(found.name, *slopes)
+            note = " (output)" if found.is_output else ""
+            table.add_row(f"{found.name}{note}", *slopes)
         return table
 
     def as_json(self) -> Json:
@@ -208,6 +226,7 @@ def check_coordinates(
     seeds: int,
     title: str,
     report: Callable[[str], None],
+    outputs: Collection[str] = (),
 ) -> Check:
     """Carry out a coordinate check.
 
@@ -218,6 +237,7 @@ def check_coordinates(
         seeds: the number of models to average over.
         title: what is checked.
         report: called with a text before each width.
+        outputs: the parameters whose results are outputs of the model. They may shrink.
 
     Returns:
         The check.
@@ -240,7 +260,7 @@ def check_coordinates(
             "the models of different widths compute different activations, so their sizes cannot "
             "be compared. The width may change the sizes of layers, not their number."
         )
-    return Check(ordered, tuple(found), title)
+    return Check(ordered, tuple(found), title, frozenset(outputs))
 
 
 def plot_checks(checks: Sequence[Check], picture: Path) -> None:
@@ -261,7 +281,7 @@ def plot_checks(checks: Sequence[Check], picture: Path) -> None:
     for axes, check in zip(rows, checks, strict=True):
         shown = check.slopes
         for found in shown:
-            color = "#1f4e8c" if abs(found.worst) <= LIMIT else "#d1495b"
+            color = "#1f4e8c" if found.is_ok else "#d1495b"
             for place, part in zip(axes, ("activations", "updates"), strict=True):
                 points = [getattr(point, part) for point in check.coordinates]
                 sizes = [point[found.name] for point in points]

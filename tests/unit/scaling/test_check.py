@@ -3,9 +3,11 @@
 import math
 from dataclasses import replace
 
+import jax
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from shardwise import optim, scaled
 from shardwise.errors import ConfigError
@@ -16,7 +18,9 @@ from shardwise.scaling.check import (
     measure,
     plot_checks,
 )
-from tests.helpers.sizes import gpt_run, perceptron_run, tokens
+from shardwise.scaling.record import recorded
+from shardwise.scaling.trace import abstract_model, input_numbers, trace_loss_of
+from tests.helpers.sizes import Perceptron, gpt_run, perceptron_run, tokens
 
 WIDTHS = (64, 128, 256)
 
@@ -37,7 +41,9 @@ def test_recorded_activations():
     assert all(size > 0 for size in found.updates.values())
 
 
-@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize(
+    "scan_layers", [True, pytest.param(False, marks=pytest.mark.slow)]
+)
 def test_activations_of_scanned_layers(scan_layers):
     found = measure(gpt_run(32, scan_layers=scan_layers), 1)
     prefix = "blocks" if scan_layers else "blocks/0"
@@ -48,12 +54,21 @@ def test_activations_of_scanned_layers(scan_layers):
     assert {"tokens", "tokens #2"} <= set(found.activations)
 
 
-def test_scanned_layers_have_the_sizes_of_unrolled_ones():
-    one = measure(gpt_run(32, depth=1), 2)
-    other = measure(gpt_run(32, depth=1, scan_layers=True), 2)
-    for name, size in other.activations.items():
-        path = name.replace("blocks/", "blocks/0/")
-        np.testing.assert_allclose(one.activations[path], size, rtol=1e-3)
+def test_the_recorded_values():
+    run = perceptron_run(16)
+    model = abstract_model(run)
+    batch = run.data(0)
+    closed, arguments = trace_loss_of(run, model, batch)
+    net = Perceptron(16, nnx.Rngs(0))
+    params = nnx.to_pure_dict(nnx.state(net, nnx.Param))
+    inputs = jax.tree.leaves((params, {}, {}, batch, jax.random.key(0)))
+    found = recorded(closed, *input_numbers(arguments))(*inputs)
+    x = batch["image"].reshape(len(batch["image"]), -1)
+    first = x @ net.first.kernel[...]
+    hidden = nnx.relu(first + net.first.bias[...]) @ net.hidden.kernel[...]
+    np.testing.assert_allclose(found["first/kernel"], first, rtol=1e-5)
+    np.testing.assert_allclose(found["hidden/kernel"], hidden, rtol=1e-4)
+    assert found["loss"].shape == (len(x),)
 
 
 @pytest.mark.slow
@@ -81,6 +96,12 @@ def test_slopes():
     assert check.slopes[0].activation == pytest.approx(0.5)
     assert check.slopes[0].update == pytest.approx(0, abs=1e-9)
     assert not check.is_ok
+
+
+def test_outputs_may_shrink():
+    points = tuple(coordinates(width**-0.5, width**-0.5) for width in WIDTHS)
+    assert not Check(WIDTHS, points, "test").is_ok
+    assert Check(WIDTHS, points, "test", frozenset("a")).is_ok
 
 
 def test_sizes_that_are_not_finite_fail():
