@@ -20,7 +20,7 @@ from shardwise.text import Json
 
 # A slope of log size against log width up to this passes.
 LIMIT = 0.1
-# Outputs may shrink: the part of them that comes from initial weights vanishes like 1 / sqrt(width).
+# Outputs may shrink: what initial weights contribute to them vanishes like 1 / sqrt(width).
 OUTPUT_LIMIT = -0.6
 # Examples whose activations are recorded.
 NUM_EXAMPLES = 4
