@@ -90,6 +90,7 @@ def find_roles(
             parameters[path] = role
         except ConfigError as error:
             problems.append(str(error))
+    problems += _shared_folds(parameters, flow)
     if problems:
         raise ConfigError("\n".join(problems))
     return Roles(parameters, tuple(flow.branches))
@@ -122,6 +123,56 @@ def growing_dims(small: Model, large: Model, base: int) -> dict[str, tuple[int, 
     return growing
 
 
+@dataclass(frozen=True)
+class _Evidence:
+    """What the trace shows about one parameter.
+
+    Attributes:
+        growing: the dims that grow with the width.
+        uses: all uses.
+        summing: the matmuls that sum over a growing dim.
+        others: the matmuls that do not.
+        lookups: the lookups of entries.
+    """
+
+    growing: tuple[int, ...]
+    uses: list[Use]
+    summing: list[Use]
+    others: list[Use]
+    lookups: list[Use]
+
+    @classmethod
+    def of(cls, uses: list[Use], growing: tuple[int, ...]) -> "_Evidence":
+        """Sort the uses of a parameter."""
+        matmuls = [use for use in uses if use.kind in ("matmul", "selected")]
+        summing = [use for use in matmuls if use.contracted & set(growing)]
+        others = [use for use in matmuls if use not in summing]
+        lookups = [use for use in uses if use.kind == "lookup"]
+        if any(use.kind == "selected" for use in matmuls):
+            # The data select an expert, not a token.
+            lookups = []
+        return cls(growing, uses, summing, others, lookups)
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """The growing dims that a matmul sums over."""
+        summed = {dim for use in self.summing for dim in use.contracted}
+        return tuple(dim for dim in self.growing if dim in summed)
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """The other growing dims."""
+        return tuple(dim for dim in self.growing if dim not in self.inputs)
+
+    @property
+    def unknown(self) -> Use | None:
+        """A use whose meaning is unknown, if no matmul decides the role."""
+        if self.summing or self.others:
+            return None
+        found = (use for use in self.uses if use.kind == "unknown")
+        return next(found, None)
+
+
 def _role(
     path: str,
     shape: Shape,
@@ -130,46 +181,34 @@ def _role(
     overrides: Overrides,
 ) -> Parameter:
     """Return the parameter with its role, or raise if it cannot be decided."""
-    uses = flow.of(path)
+    seen = _Evidence.of(flow.of(path), growing)
     layers = tuple(sorted(flow.layers.get(path, ())))
-    matmuls = [use for use in uses if use.kind in ("matmul", "selected")]
-    lookups = [use for use in uses if use.kind == "lookup"]
-    if any(use.kind == "selected" for use in matmuls):
-        # The data select an expert, not a token.
-        lookups = []
-    summing = [use for use in matmuls if use.contracted & set(growing)]
-    inputs = tuple(sorted({dim for use in summing for dim in use.contracted}))
-    inputs = tuple(dim for dim in inputs if dim in growing)
-    outputs = tuple(dim for dim in growing if dim not in inputs)
     override = _override(path, overrides)
     if override is not None:
         pattern, role = override
-        inputs, outputs = _override_dims(path, shape, role, growing, inputs)
-        why = f"override '{pattern}'"
-        return Parameter(path, shape, role, why, inputs, outputs, layers)
+        dims = _override_dims(path, shape, role, growing, seen.inputs)
+        return Parameter(path, shape, role, f"override '{pattern}'", *dims, layers)
     if not growing:
         why = "no dim grows with the width"
         return Parameter(path, shape, "finite", why, layers=layers)
-    if not uses:
+    if not seen.uses:
         why = "the loss does not use it"
-        return Parameter(path, shape, "vector", why, (), outputs, layers)
-    unknown = [use for use in uses if use.kind == "unknown"]
-    if unknown and not matmuls:
-        raise _unknown(path, shape, unknown[0])
-    others = [use for use in matmuls if not use.contracted & set(growing)]
-    if summing and (lookups or others):
-        first = (lookups or others)[0]
-        why = f"{_show(first, shape)}, and {_show(summing[0], shape)}"
-        folds = _folds(path, shape, summing)
-        outputs = tuple(growing)
-        return Parameter(path, shape, "tied", why, (), outputs, layers, folds)
-    decisive = (summing or matmuls or lookups or uses)[0]
-    why = _show(decisive, shape)
-    if summing:
-        found: Role = "hidden" if outputs else "output"
-    else:
-        found = "input" if matmuls or lookups else "vector"
-    return Parameter(path, shape, found, why, inputs, outputs, layers)
+        return Parameter(path, shape, "vector", why, (), growing, layers)
+    if seen.unknown is not None:
+        raise _unknown(path, shape, seen.unknown)
+    as_input = seen.lookups + seen.others
+    if seen.summing and as_input:
+        why = f"{_show(as_input[0], shape)}, and {_show(seen.summing[0], shape)}"
+        folds = _folds(path, shape, seen.summing)
+        return Parameter(path, shape, "tied", why, (), growing, layers, folds)
+    found: Role = "vector"
+    if seen.summing:
+        found = "hidden" if seen.outputs else "output"
+    elif as_input:
+        found = "input"
+    decisive = (seen.summing or seen.others or seen.lookups or seen.uses)[0]
+    dims = seen.inputs, seen.outputs
+    return Parameter(path, shape, found, _show(decisive, shape), *dims, layers)
 
 
 def _override(path: str, overrides: Overrides) -> tuple[str, Role] | None:
@@ -214,6 +253,20 @@ def _folds(path: str, shape: Shape, summing: list[Use]) -> Paths:
             )
     scales = {use.scales for use in summing}
     return frozenset(name for found in scales for name in found)
+
+
+def _shared_folds(parameters: Mapping[str, Parameter], flow: Flow) -> list[str]:
+    """Return a message for each norm that would scale the input of another parameter as well."""
+    problems = []
+    for path, parameter in parameters.items():
+        for use in flow.uses:
+            shared = use.scales & parameter.folds
+            if shared and use.path != path:
+                problems.append(
+                    f"'{path}' is tied, so '{min(shared)}' should carry its output multiplier, and "
+                    f"'{use.path}' reads the same activations. Untie '{path}', or use another norm."
+                )
+    return problems
 
 
 def _show(use: Use, shape: Shape) -> str:

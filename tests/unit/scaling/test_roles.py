@@ -192,6 +192,22 @@ def test_a_tied_table_without_a_norm_is_refused():
         find_roles(model_run(TiedWithoutNorm, token_run), 32)
 
 
+class TwoHeads(nnx.Module):
+    def __init__(self, width, rngs):
+        self.embed = nnx.Embed(32, width, rngs=rngs)
+        self.norm = nnx.LayerNorm(width, rngs=rngs)
+        self.value = nnx.Linear(width, 1, rngs=rngs)
+
+    def __call__(self, inputs):
+        x = self.norm(self.embed(inputs))
+        return self.embed.attend(x) + self.value(x)
+
+
+def test_a_norm_with_two_readers_is_refused():
+    with pytest.raises(ConfigError, match="'value/kernel' reads the same activations"):
+        find_roles(model_run(TwoHeads, token_run), 32)
+
+
 class Unknown(Perceptron):
     def __call__(self, x):
         order = jnp.cumsum(self.hidden.kernel[...] * x.mean(), axis=0)
