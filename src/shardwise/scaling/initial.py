@@ -10,7 +10,7 @@ import numpy as np
 
 from shardwise.module import build_module, split_module
 from shardwise.run import Run
-from shardwise.scaling.trace import Model
+from shardwise.scaling.trace import Model, cpu_device
 from shardwise.tree import named_leaves
 
 Result = TypeVar("Result")
@@ -60,7 +60,7 @@ def _mean_square(leaf: jax.Array) -> jax.Array:
 @contextmanager
 def on_cpu() -> Iterator[None]:
     """Carry out small computations on the CPU of this process."""
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+    with jax.default_device(cpu_device()):
         yield
 
 

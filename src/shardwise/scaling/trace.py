@@ -108,9 +108,24 @@ def trace_loss_of(
         raise ConfigError(f"the loss failed: {where(error)}") from error
 
 
+def cpu_device() -> jax.Device:
+    """Return the CPU of this process, on which models are traced and measured.
+
+    Raises:
+        ConfigError: if JAX was told to use accelerators only.
+    """
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError as error:
+        raise ConfigError(
+            "scaling measures small models on the CPU, and JAX_PLATFORMS excludes it. Add cpu, for "
+            "example JAX_PLATFORMS=cuda,cpu."
+        ) from error
+
+
 def _traced_for_cpu() -> AbstractContextManager[object]:
     """Return a context in which kernels of GPUs are not used: they hide what they compute."""
-    devices = np.array(jax.local_devices(backend="cpu")[:1])
+    devices = np.array([cpu_device()])
     mesh = Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 

@@ -72,16 +72,18 @@ def test_the_recorded_values():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", [optim.adamw(4e-3), optim.sgd(0.1)])
+@pytest.mark.parametrize("optimizer", [optim.adamw(2e-3), optim.sgd(0.1)])
 def test_slopes_of_a_scaled_gpt(optimizer):
-    def recipe(width=64):
-        return gpt_run(width, optimizer=optimizer, data=tokens(64))
+    def recipe(width=128):
+        return gpt_run(width, depth=1, optimizer=optimizer, data=tokens(64))
 
-    make_run = scaled(width=64)(recipe)
-    check = check_coordinates(make_run, WIDTHS, 2, 4, "scaled", quiet)
+    # The part of an update that is noise shrinks, which shows in narrower models.
+    widths = (128, 256, 512)
+    make_run = scaled(width=128)(recipe)
+    check = check_coordinates(make_run, widths, 2, 3, "scaled", quiet, ["tokens"])
     assert abs(check.worst) <= 0.1
     assert check.is_ok
-    standard = check_coordinates(recipe, WIDTHS, 2, 1, "standard", quiet)
+    standard = check_coordinates(recipe, widths, 2, 1, "standard", quiet)
     assert abs(standard.worst) > 0.3
     assert not standard.is_ok
 
