@@ -100,7 +100,7 @@ def test_mistakes(recipe, words, message, capsys):
 def test_check(recipe, tmp_path, capsys):
     args = ["scale", recipe, "--sizes", "32,64,128", "--check", "--seeds", "1"]
     assert main([*args, "--standard", "--json", "a.json"]) == 5
-    assert "slopes exceed 0.1" in capsys.readouterr().out
+    assert "some slopes are outside of ±0.1" in capsys.readouterr().out
     answer = json.loads((tmp_path / "a.json").read_text())
     assert answer["worst"] > 0.3
     assert (tmp_path / answer["picture"]).exists()

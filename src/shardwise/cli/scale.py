@@ -285,8 +285,10 @@ def _reporter(
 def _print_check(check: Check, picture: Path) -> None:
     console = _console()
     console.print(check.table())
-    verdict = "all slopes are within" if check.is_ok else "slopes exceed"
-    console.print(f"{verdict} {LIMIT:g}; worst {check.worst:+.3f}; picture: {picture}")
+    verdict = "all slopes are within" if check.is_ok else "some slopes are outside of"
+    limits = f"±{LIMIT:g} (outputs may shrink)"
+    console.print(f"{verdict} {limits}; worst {check.worst:+.3f}")
+    console.print(f"picture: {picture}", soft_wrap=True)
 
 
 # The transfer of learning rates
