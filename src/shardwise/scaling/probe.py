@@ -73,7 +73,7 @@ def small_shapes(base: Shape, shape: Shape) -> tuple[Shape, Shape]:
 
     Example:
         >>> small_shapes((64, 256), (1024, 4096))
-        ((2, 8), (32, 128))
+        ((4, 16), (64, 256))
     """
     divisor = 1
     while True:
