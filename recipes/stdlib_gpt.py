@@ -26,6 +26,9 @@ Optimizer = Literal[
     "adamw", "sgd", "lion", "adafactor", "muon", "schedule_free", "prodigy"
 ]
 
+# Heads keep their width when the model grows, so that hyperparameters transfer (docs/scale.md).
+HEAD_WIDTH = 32
+
 # Muon trains matrices. It leaves these embedding tables to Adam.
 TABLES = ("tokens", "positions")
 
@@ -109,6 +112,8 @@ def recipe(
     mesh: str = "data=-1",
     out: Path | None = None,
     seed: int = 0,
+    width: int = 128,
+    layers: int = 2,
     batch_size: int = 16,
     length: int = 128,
     accumulate: int = 1,
@@ -130,6 +135,8 @@ def recipe(
         mesh: Mesh axes and sizes. -1 stands for all remaining devices.
         out: Run directory. None writes no files.
         seed: Seed of the initial weights, the data order and dropout.
+        width: Width of the model, a multiple of the head width of 32.
+        layers: Number of layers.
         batch_size: Sequences per step.
         length: Bytes per sequence.
         accumulate: Number of micro-batches per step.
@@ -147,6 +154,9 @@ def recipe(
     train, validation = stdlib_bytes()
     config = replace(
         PRESETS["byte"],
+        width=width,
+        num_heads=width // HEAD_WIDTH,
+        num_layers=layers,
         max_length=length,
         dropout=dropout,
         remat=remat,

@@ -44,6 +44,7 @@ from .plan.compile import plan_run as plan_run
 from .plan.plan import Plan as Plan
 from .plan.target import find_target as find_target
 from .run import Run as Run
+from .scaling.scaled import scaled as scaled
 from .sharding import Rules as Rules
 from .sharding import constrain as constrain
 from .sharding import placement_table as placement_table

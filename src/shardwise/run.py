@@ -322,6 +322,15 @@ def prepare(run: Run) -> Prepared:
     )
 
 
+def example_batch(run: Run) -> Batch:
+    """Return the first batch of a run, or arrays like it, without preparing anything else.
+
+    Raises:
+        DataError: if the data cannot be read.
+    """
+    return _example(run, as_batches(run.data))
+
+
 def _is_read_in_parts(run: Run) -> bool:
     """Whether each process reads only its own examples of global batches."""
     return is_plain(run.data) and run.data_scope == "global"

@@ -13,6 +13,7 @@ SLOW = {
     "coming_from_pytorch.md",
     "exercises.md",
     "losses.md",
+    "scale.md",
     "parallelism.md",
     "results.md",
 }

@@ -18,7 +18,7 @@ BANDS = {
     "parts": "axes sharding kernels acceleration models data optim cluster trackers rundir",
     "step": "mesh module state loss step loop",
     "run": "checkpoint weights run recipe",
-    "tools": "plan verification explanation report doctor sweep",
+    "tools": "plan verification explanation report doctor sweep scaling",
     "training": "training",
     "cli": "cli",
 }

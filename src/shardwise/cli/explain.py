@@ -35,6 +35,9 @@ def main(args: list[str], shared: argparse.Namespace) -> tuple[Json, int]:
         if placements:
             title = f"{kind} on mesh {mesh_text(mesh)}"
             console.print(placement_table(placements.values(), title))
+    scaling = getattr(run.model, "scaling", None)
+    if scaling is not None:
+        console.print(scaling.table())
     with console.status(f"measuring the optimizer over {run.steps} steps"):
         explanation = explain_state(spec, run.steps)
     console.print(explanation.table())
@@ -47,6 +50,7 @@ def main(args: list[str], shared: argparse.Namespace) -> tuple[Json, int]:
         "mesh": dict(mesh.shape),
         "leaves": _leaves(kinds),
         "optimizer": explanation.as_json(),
+        "scaling": None if scaling is None else scaling.as_json(),
     }
     return answer, 0
 

@@ -611,6 +611,114 @@ def _sweep(parser: Parser) -> None:
     add_train_options(parser)
 
 
+def size_list(text: str) -> list[int]:
+    """Parse "64,128,256" as sizes in ascending order."""
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ConfigError(f"'{text}' is not a list of sizes. Example: 64,128,256.")
+    return sorted({int(part) for part in parts})
+
+
+def _scale(parser: Parser) -> None:
+    parser.add_argument(
+        "--sizes",
+        type=size_list,
+        metavar="N,N,...",
+        help="widths to show, check or train (default: the base width, times 2 and times 4)",
+    )
+    parser.add_argument(
+        "--vary",
+        metavar="NAME",
+        help="argument of the recipe that sets the width (default: width)",
+    )
+    parser.add_argument(
+        "--base",
+        type=int,
+        metavar="N",
+        help="width whose hyperparameters are known (default: the smallest of --sizes)",
+    )
+    parser.add_argument(
+        "--vary-depth",
+        metavar="NAME",
+        help="argument of the recipe that sets the number of layers, if it is scaled too",
+    )
+    parser.add_argument(
+        "--base-depth",
+        type=int,
+        metavar="N",
+        help="with --vary-depth: number of layers whose hyperparameters are known",
+    )
+    parser.add_argument(
+        "--role",
+        action="append",
+        default=[],
+        metavar="PATH=ROLE",
+        help="role of the parameters that match PATH: input, hidden, output, vector or finite;"
+        " may be repeated",
+    )
+    parser.add_argument(
+        "--standard",
+        action="store_true",
+        help="check or train the recipe without scaling, for comparison",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="coordinate check: compare the sizes of activations and of their changes",
+    )
+    parser.add_argument(
+        "--check-steps",
+        type=int,
+        default=3,
+        metavar="N",
+        help="with --check: training steps (default: 3)",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=3,
+        metavar="N",
+        help="with --check: models of each width to average over (default: 3)",
+    )
+    parser.add_argument(
+        "--transfer",
+        action="store_true",
+        help="train all sizes with all --rates, and predict the largest model",
+    )
+    parser.add_argument(
+        "--rates",
+        metavar="LOW:HIGH:N",
+        help="with --transfer: learning rates, evenly spaced on a log scale",
+    )
+    parser.add_argument(
+        "--rate-name",
+        default="lr",
+        metavar="NAME",
+        help="with --transfer: argument of the recipe that sets the rate (default: lr)",
+    )
+    parser.add_argument(
+        "--to",
+        type=int,
+        metavar="N",
+        help="with --transfer: the width to predict and to price",
+    )
+    parser.add_argument(
+        "--on",
+        default="",
+        metavar="TARGET",
+        help="with --to: hardware to price the run for, as for `shardwise plan`",
+    )
+    parser.add_argument(
+        "--out",
+        type=run_path,
+        metavar="DIR",
+        help="directory of runs and pictures (default: scales/RECIPE)",
+    )
+    parser.add_argument(
+        "--retry", action="store_true", help="with --transfer: run failed runs again"
+    )
+
+
 def _doctor(parser: Parser) -> None:
     parser.add_argument(
         "run",
@@ -729,6 +837,18 @@ recognized by its arrays; nothing in RUN is executed. For any other model name i
 Arguments of the recipe with several values span the grid; all others apply to every run. If the
 sweep is killed or stopped, the same command resumes it. Exit code 0 when all runs are done, 75 when
 a signal stopped the sweep, otherwise that of the first failed run.""",
+    ),
+    Command(
+        "scale",
+        "RECIPE --sizes 64,128,256 [--check | --transfer --rates 1e-3:1e-1:7]",
+        "hyperparameters that transfer across model sizes: roles, coordinate check, rates",
+        _scale,
+        "shardwise.cli.scale",
+        takes_recipe=True,
+        notes="""\
+Without --check or --transfer, prints the role of each parameter and how it is scaled to the largest
+of --sizes. Exit code 5 if a coordinate check fails. An interrupted --transfer resumes with the same
+command.""",
     ),
     Command(
         "doctor",

@@ -1,0 +1,555 @@
+"""`shardwise scale`: hyperparameters that transfer across model sizes."""
+
+import argparse
+import inspect
+import itertools
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from shardwise.checkpoint.reader import read_json
+from shardwise.cli.recipes import split_recipe
+from shardwise.errors import ConfigError, NumericsError
+from shardwise.files.durable import check_writable, text_digest, write_atomically
+from shardwise.files.lock import lock_directory
+from shardwise.mesh import use_cpu_devices
+from shardwise.recipe import (
+    Recipe,
+    bind_recipe,
+    find_recipe,
+    load_recipe,
+    make_run,
+    read_source,
+)
+from shardwise.run import Run
+from shardwise.rundir.files import RunFiles
+from shardwise.rundir.summary import summarize
+from shardwise.scaling.check import LIMIT, Check, check_coordinates, plot_checks
+from shardwise.scaling.roles import ROLES, Role, find_roles
+from shardwise.scaling.scaled import (
+    Settings,
+    Size,
+    find_scaling,
+    scale_recipe,
+    settings_of,
+)
+from shardwise.scaling.trace import training_flops
+from shardwise.scaling.transfer import (
+    RECIPE_TEXT,
+    Best,
+    Losses,
+    best_rates,
+    parse_rates,
+    plot_rates,
+    predict,
+)
+from shardwise.sweep.grid import check_arguments, flat, make_points, split_words
+from shardwise.sweep.runs import CHILD, Sweep, SweepRecord
+from shardwise.text import NONE, Json, did_you_mean, show_number, show_seconds
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What the command line asks for.
+
+    Attributes:
+        target: the recipe as it was named.
+        path: its file.
+        function: its function.
+        recipe: the recipe without scaling.
+        settings: how it is scaled.
+        arguments: its other arguments.
+        words: the same as words of a command line.
+        options: the options of the command.
+        sizes: the widths.
+    """
+
+    target: str
+    path: Path
+    function: str
+    recipe: Recipe
+    settings: Settings
+    arguments: Json
+    words: list[str]
+    options: argparse.Namespace
+    sizes: list[int]
+
+    @property
+    def out(self) -> Path:
+        """The directory of runs and pictures."""
+        return self.options.out or Path("scales") / self.path.stem
+
+    @property
+    def scaled_recipe(self) -> Recipe:
+        """The recipe, scaled unless `--standard` is given."""
+        if self.options.standard:
+            return self.recipe
+        return scale_recipe(self.recipe, self.settings)  # type: ignore[arg-type]
+
+    @property
+    def depth(self) -> int:
+        """The depth of the models."""
+        return self.settings.size_of(self._bound()).depth
+
+    def _bound(self) -> Json:
+        signature = inspect.signature(self.recipe)
+        width = {self.settings.width_name: self.sizes[-1]}
+        bound = signature.bind(**{**self.arguments, **width})
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+    def run_at(self, recipe: Recipe, size: Size, **changes: object) -> Run:
+        """Return the run of a recipe at a size."""
+        sizes = self.settings.arguments_of(size)
+        return make_run(recipe, {**self.arguments, **sizes, **changes})
+
+
+def main(args: list[str], shared: argparse.Namespace) -> tuple[Json, int]:
+    """Run `shardwise scale`; return what `--json` writes, and the exit code."""
+    target, options, words = split_recipe("scale", args)
+    if options.check and options.transfer:
+        raise ConfigError("--check and --transfer are two commands. Use one of them.")
+    if options.transfer:
+        # The accelerator is for the runs, which are other processes.
+        jax.config.update("jax_platforms", "cpu")
+        return _transfer(_read_task(target, options, words), shared)
+    if shared.cpu_devices is not None:
+        use_cpu_devices(shared.cpu_devices)
+    task = _read_task(target, options, words)
+    return _check(task) if options.check else _show_roles(task)
+
+
+def _read_task(target: str, options: argparse.Namespace, words: list[str]) -> _Task:
+    path, function = find_recipe(target)
+    recipe = load_recipe(path, function)
+    known = settings_of(recipe)
+    recipe = getattr(recipe, "__wrapped__", recipe)
+    arguments = bind_recipe(recipe, words, prog=f"shardwise scale {target}")
+    settings = _read_settings(known, options)
+    given = sorted(set(settings.arguments_of(settings.base)) & set(arguments))
+    if settings.width_name in given and _is_given(settings.width_name, words):
+        raise ConfigError(
+            f"--{settings.width_name} is the argument that --sizes varies. Give its values there."
+        )
+    base = settings.base.width
+    sizes = options.sizes or [base, 2 * base, 4 * base]
+    # Refuses arguments that the recipe does not have.
+    scale_recipe(recipe, settings)  # type: ignore[arg-type]
+    arguments.pop(settings.width_name, None)
+    return _Task(
+        target, path, function, recipe, settings, arguments, words, options, sizes
+    )
+
+
+def _is_given(name: str, words: list[str]) -> bool:
+    option = f"--{name.replace('_', '-')}"
+    return any(word.partition("=")[0] == option for word in words)
+
+
+def _read_settings(known: Settings | None, options: argparse.Namespace) -> Settings:
+    """Return how the recipe is scaled: options first, then its decorator."""
+    smallest = None if options.sizes is None else options.sizes[0]
+    if known is None:
+        width = options.base or smallest
+        if width is None:
+            raise ConfigError(
+                "the base width is unknown. Use --sizes 64,128,256 or --base 64, or decorate the "
+                "recipe with @shardwise.scaled(width=64)."
+            )
+        known = Settings(Size(width))
+    base = known.base
+    if options.base is not None:
+        base = replace(base, width=options.base)
+    if options.base_depth is not None:
+        base = replace(base, depth=options.base_depth)
+    depth_name = options.vary_depth or known.depth_name
+    if (options.vary_depth is None) != (options.base_depth is None):
+        raise ConfigError("--vary-depth and --base-depth belong together. Give both.")
+    roles = {**_read_roles(options.role), **known.roles}
+    width_name = options.vary or known.width_name
+    return Settings(base, width_name, depth_name, roles)
+
+
+def _read_roles(words: list[str]) -> dict[str, Role]:
+    roles: dict[str, Role] = {}
+    for word in words:
+        path, _, name = word.rpartition("=")
+        found = next((role for role in ROLES if role == name), None)
+        if not path or found is None:
+            raise ConfigError(
+                f"--role '{word}' is not PATH=ROLE with one of {', '.join(ROLES)}."
+                f"{did_you_mean(name, ROLES)}"
+            )
+        roles[path] = found
+    return roles
+
+
+def _console() -> Console:
+    width = None if sys.stdout.isatty() else 180
+    return Console(width=width, markup=False, highlight=False)
+
+
+def _show_roles(task: _Task) -> tuple[Json, int]:
+    """Print the role of each parameter, and how it is scaled to the largest size."""
+    progress = Console(stderr=True)
+    size = Size(task.sizes[-1], task.depth)
+    with progress.status("tracing the model and measuring the optimizer"):
+        scaling = find_scaling(
+            lambda size: task.run_at(task.recipe, size),
+            size,
+            task.settings.base,
+            task.settings.roles,
+        )
+    console = _console()
+    console.print(scaling.table())
+    coupled = sorted(set(scaling.parameters) - scaling.separable)
+    if coupled:
+        console.print(
+            f"weight decay of {len(coupled)} parameters is scaled together with their updates, "
+            f"because the optimizer does not keep it apart: {', '.join(coupled[:3])}"
+            f"{' ...' if len(coupled) > 3 else ''}",
+            soft_wrap=True,
+        )
+    return {"recipe": _name(task), **scaling.as_json()}, 0
+
+
+def _name(task: _Task) -> str:
+    return f"{task.path}:{task.function}"
+
+
+# The coordinate check
+
+
+def _check(task: _Task) -> tuple[Json, int]:
+    check_writable(task.out)
+    task.out.mkdir(mode=0o700, parents=True, exist_ok=True)
+    recipe = task.scaled_recipe
+    title = "standard" if task.options.standard else "scaled"
+    steps = task.options.check_steps
+    changes: dict[str, object] = {}
+    parameters = inspect.signature(task.recipe).parameters
+    if "steps" in parameters and not _is_given("steps", task.words):
+        # The schedule of the learning rate then covers the steps of the check.
+        changes["steps"] = steps
+    progress = Console(stderr=True)
+
+    def run_at(width: int) -> Run:
+        return task.run_at(recipe, Size(width, task.depth), **changes)
+
+    with progress.status("") as status:
+        report = _reporter(progress, status.update)
+        arguments = (run_at, task.sizes, steps, task.options.seeds, title, report)
+        check = check_coordinates(*arguments, _outputs(task))
+    picture = task.out / f"coordinate_check_{title}.png"
+    plot_checks([check], picture)
+    _print_check(check, picture)
+    code = 0 if check.is_ok else NumericsError.exit_code
+    return {"recipe": _name(task), "picture": str(picture), **check.as_json()}, code
+
+
+def _outputs(task: _Task) -> set[str]:
+    """Return the parameters whose results are outputs of the model."""
+
+    def run_at(width: int) -> Run:
+        return task.run_at(task.recipe, Size(width, task.depth))
+
+    roles = find_roles(run_at, task.settings.base.width, task.settings.roles)
+    return {
+        path
+        for path, parameter in roles.parameters.items()
+        if parameter.role in ("output", "tied")
+    }
+
+
+def _reporter(
+    progress: Console, update: Callable[[str], None]
+) -> Callable[[str], None]:
+    """Return a function that shows what is being done."""
+
+    def report(text: str) -> None:
+        if progress.is_terminal:
+            update(text)
+        else:
+            progress.print(text, highlight=False)
+
+    return report
+
+
+def _print_check(check: Check, picture: Path) -> None:
+    console = _console()
+    console.print(check.table())
+    verdict = "all slopes are within" if check.is_ok else "some slopes are outside of"
+    limits = f"±{LIMIT:g} (outputs may shrink)"
+    console.print(f"{verdict} {limits}; worst {check.worst:+.3f}")
+    console.print(f"picture: {picture}", soft_wrap=True)
+
+
+# The transfer of learning rates
+
+
+def _transfer(task: _Task, shared: argparse.Namespace) -> tuple[Json, int]:
+    if task.options.rates is None:
+        raise ConfigError("--transfer needs --rates, for example --rates 1e-3:1e-1:7.")
+    rates = parse_rates(task.options.rates)
+    kind = "standard" if task.options.standard else "scaled"
+    out = task.out / kind
+    check_writable(out)
+    out.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with lock_directory(out):
+        target = _write_recipe(task, out)
+        losses, code = _train_grid(task, out, target, rates, shared)
+    console = _console()
+    console.print(_loss_table(losses, f"loss, {kind}"))
+    picture = task.out / f"transfer_{kind}.png"
+    best = best_rates(losses)
+    answer: Json = {
+        "recipe": _name(task),
+        "out": str(out),
+        "losses": {
+            str(width): {f"{rate:g}": loss for rate, loss in by_rate.items()}
+            for width, by_rate in losses.items()
+        },
+        "best": [vars(found) for found in best],
+    }
+    if not best:
+        console.print("no run has finished with a finite loss")
+        return answer, code or NumericsError.exit_code
+    plot_rates(losses, picture, f"{task.path.stem}, {kind}")
+    answer["picture"] = str(picture)
+    _print_best(console, best, picture)
+    if code == 0:
+        answer |= _predictions(task, console, best, target, shared)
+    return answer, code
+
+
+def _write_recipe(task: _Task, out: Path) -> str:
+    """Write the recipe that the runs use, and return its name for `shardwise train`."""
+    settings = task.settings
+    text = RECIPE_TEXT.format(
+        path=str(task.path.resolve()),
+        function=task.function,
+        base=settings.base,
+        width_name=settings.width_name,
+        depth_name=settings.depth_name,
+        roles=dict(settings.roles),
+    )
+    file = out / "scaled_recipe.py"
+    write_atomically(file, text)
+    return f"{file}:{'standard' if task.options.standard else 'recipe'}"
+
+
+def _train_grid(
+    task: _Task,
+    out: Path,
+    target: str,
+    rates: list[float],
+    shared: argparse.Namespace,
+) -> tuple[Losses, int]:
+    """Train all widths with all rates, and return the losses and the exit code."""
+    options = task.options
+    width_option = f"--{task.settings.width_name.replace('_', '-')}"
+    rate_option = f"--{options.rate_name.replace('_', '-')}"
+    arguments = split_words(task.words)
+    for option in (width_option, rate_option):
+        if option in arguments:
+            raise ConfigError(f"{option} is varied by --sizes and --rates. Remove it.")
+    varied = {
+        width_option: [str(size) for size in task.sizes],
+        rate_option: [f"{rate:g}" for rate in rates],
+    }
+    prog = f"shardwise scale {task.target}"
+    grid, fixed = check_arguments(task.recipe, {**arguments, **varied}, prog)
+    for option in grid:
+        if option not in varied:
+            raise ConfigError(
+                f"{option} has several values. Only sizes and rates vary."
+            )
+    missing = {option: values for option, values in fixed.items() if option in varied}
+    points = make_points({**missing, **grid}, set())
+    rest = {option: values for option, values in fixed.items() if option not in varied}
+    about = {
+        "recipe": _name(task),
+        "fixed": rest,
+        "axes": list(varied),
+        "source_digest": text_digest(read_source(task.path)),
+    }
+    record = SweepRecord.open(out, about, points)
+    words = flat(rest)
+    if shared.cpu_devices is not None:
+        words += ["--cpu-devices", str(shared.cpu_devices)]
+    code = Sweep(target, words, out, record, points, options.retry).run()
+    losses: dict[int, dict[float, float | None]] = {}
+    for point in points:
+        values = list(point.values.values())
+        width, rate = int(values[0]), float(values[1])
+        losses.setdefault(width, {})[rate] = _loss_of(out / point.name)
+    return losses, _code_of(code, losses)
+
+
+def _code_of(code: int, losses: Losses) -> int:
+    """Return the exit code. Runs that diverge at a large rate are results, not failures."""
+    has_diverged = code == NumericsError.exit_code
+    return 0 if has_diverged and best_rates(losses) else code
+
+
+def _loss_of(directory: Path) -> float | None:
+    """Return the last validation loss of a finished run, or else its training loss."""
+    if not (directory / "run.json").exists():
+        return None
+    summary = summarize(RunFiles(directory).read())
+    if summary.status != "finished":
+        return None
+    validation = summary.held_out.get("loss")
+    return summary.loss if validation is None else validation[2]
+
+
+def _loss_table(losses: Losses, title: str) -> Table:
+    rates = sorted({rate for by_rate in losses.values() for rate in by_rate})
+    table = Table("width", *(f"{rate:g}" for rate in rates), "best rate", title=title)
+    table.title_justify = "left"
+    best = {found.width: found for found in best_rates(losses)}
+    for width, by_rate in sorted(losses.items()):
+        values = [by_rate.get(rate) for rate in rates]
+        shown = [NONE if value is None else f"{value:.4f}" for value in values]
+        rate = f"{best[width].rate:g}" if width in best else NONE
+        table.add_row(str(width), *shown, rate)
+    return table
+
+
+def _print_best(console: Console, best: list[Best], picture: Path) -> None:
+    rates = [found.rate for found in best]
+    spread = max(rates) / min(rates)
+    console.print(
+        f"the best rates differ by a factor of {spread:.3g}; picture: {picture}"
+    )
+    for narrow, wide in itertools.pairwise(best):
+        if wide.loss > narrow.loss:
+            console.print(
+                f"width {wide.width} is worse than {narrow.width}: "
+                f"{wide.loss:.4f} instead of {narrow.loss:.4f}"
+            )
+    edges = [str(found.width) for found in best if found.is_edge]
+    if edges:
+        console.print(
+            f"the best rate of width {', '.join(edges)} is the smallest or the largest of --rates. "
+            "Try more rates.",
+            soft_wrap=True,
+        )
+
+
+def _predictions(
+    task: _Task,
+    console: Console,
+    best: list[Best],
+    target: str,
+    shared: argparse.Namespace,
+) -> Json:
+    """Print the predicted losses: of the largest run from the others, and of `--to`."""
+    widths = [found.width for found in best]
+    if task.options.to is not None:
+        widths.append(task.options.to)
+    compute = {}
+    for width in widths:
+        run = task.run_at(task.recipe, Size(width, task.depth))
+        compute[width] = training_flops(run)
+    answer: Json = {"flops": {str(width): value for width, value in compute.items()}}
+    known = [compute[found.width] for found in best]
+    losses = [found.loss for found in best]
+    if len(best) > 3:
+        held_out = predict(known[:-1], losses[:-1], known[-1])
+        error = held_out.loss / losses[-1] - 1
+        console.print(
+            f"width {best[-1].width} from the narrower ones: predicted {held_out.loss:.4f} "
+            f"({held_out.low:.4f} to {held_out.high:.4f}), measured {losses[-1]:.4f}: "
+            f"{error:+.2%}",
+            soft_wrap=True,
+        )
+        answer["held_out"] = {"predicted": held_out.loss, "error": error}
+    if task.options.to is None:
+        return answer
+    rate = best[-1].rate
+    width = task.options.to
+    console.print(f"learning rate for width {width}: {rate:g}")
+    answer["rate"] = rate
+    if len(best) > 2:
+        found = predict(known, losses, compute[width])
+        console.print(
+            f"loss = {found.law.limit:.4g} + {found.law.factor:.4g} * (C / "
+            f"{found.law.unit:.3g} FLOP)^-{found.law.exponent:.2f}; width {width}: "
+            f"{found.loss:.4f} ({found.low:.4f} to {found.high:.4f})",
+            soft_wrap=True,
+        )
+        answer["prediction"] = {
+            "loss": found.loss,
+            "low": found.low,
+            "high": found.high,
+            "law": vars(found.law),
+        }
+    price = _price(task, target, rate, shared)
+    if price is None:
+        console.print("no price: the speed of the devices is unknown. Use --on TARGET.")
+    else:
+        console.print(f"price of width {width}: {price}")
+        answer["price"] = asdict(price)
+    return answer
+
+
+@dataclass(frozen=True)
+class _Price:
+    """What a run costs, from its plan.
+
+    Attributes:
+        steps: the number of steps.
+        seconds: the estimated time of all of them.
+        target: the devices.
+        num_params: the number of model parameters.
+    """
+
+    steps: int
+    seconds: float
+    target: str
+    num_params: int
+
+    def __str__(self) -> str:
+        duration = show_seconds(self.seconds)
+        params = show_number(self.num_params)
+        return (
+            f"{self.steps:,} steps in {duration} on {self.target}, {params} parameters"
+        )
+
+
+def _price(
+    task: _Task, target: str, rate: float, shared: argparse.Namespace
+) -> _Price | None:
+    """Return the price of the large run, planned in a process that may use the accelerator."""
+    options = task.options
+    words = [f"--{task.settings.width_name.replace('_', '-')}", str(options.to)]
+    words += [f"--{options.rate_name.replace('_', '-')}", f"{rate:g}", *task.words]
+    if options.on:
+        words += ["--on", options.on]
+    if shared.cpu_devices is not None:
+        words += ["--cpu-devices", str(shared.cpu_devices)]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "plan.json"
+        command = ["plan", target, *words, "--json", str(file)]
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", CHILD, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            check=False,
+        )
+        if done.returncode or not file.exists():
+            return None
+        plan: Json = read_json(file)
+    if not plan.get("times"):
+        return None
+    steps = task.run_at(task.recipe, Size(options.to, task.depth)).steps
+    seconds = float(plan["times"]["total"]) * steps
+    return _Price(steps, seconds, str(plan["target"]), int(plan["num_params"]))

@@ -1,0 +1,1 @@
+"""Hyperparameters that transfer across width and depth, for models that nobody annotated."""
