@@ -94,7 +94,7 @@ def gpt2(entry: dict[str, Any]) -> str:
     )
     return f"""{head}
 
-All train with AdamW (except the rows of Muon) and gradient clipping, compute in bfloat16 with
+All train with AdamW, unless the row says Muon, and gradient clipping. They compute in bfloat16 with
 float32 weights, and use flash attention without dropout. PyTorch uses `torch.compile` and its fused
 AdamW. All start from the same weights and read the same text. [Matmuls of 8 bits](float8.md) change
 the losses a little.{attention(entry)}

@@ -144,7 +144,15 @@ def _read_task(target: str, options: argparse.Namespace, words: list[str]) -> _T
     scale_recipe(recipe, settings)  # type: ignore[arg-type]
     arguments.pop(settings.width_name, None)
     return _Task(
-        target, path, function, recipe, settings, arguments, words, options, sizes
+        target=target,
+        path=path,
+        function=function,
+        recipe=recipe,
+        settings=settings,
+        arguments=arguments,
+        words=words,
+        options=options,
+        sizes=sizes,
     )
 
 
@@ -174,7 +182,9 @@ def _read_settings(known: Settings | None, options: argparse.Namespace) -> Setti
         raise ConfigError("--vary-depth and --base-depth belong together. Give both.")
     roles = {**_read_roles(options.role), **known.roles}
     width_name = options.vary or known.width_name
-    return Settings(base, width_name, depth_name, roles)
+    return Settings(
+        base=base, width_name=width_name, depth_name=depth_name, roles=roles
+    )
 
 
 def _read_roles(words: list[str]) -> dict[str, Role]:
@@ -552,4 +562,9 @@ def _price(
         return None
     steps = task.run_at(task.recipe, Size(options.to, task.depth)).steps
     seconds = float(plan["times"]["total"]) * steps
-    return _Price(steps, seconds, str(plan["target"]), int(plan["num_params"]))
+    return _Price(
+        steps=steps,
+        seconds=seconds,
+        target=str(plan["target"]),
+        num_params=int(plan["num_params"]),
+    )

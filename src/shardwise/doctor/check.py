@@ -63,7 +63,11 @@ def run_check(group: str, check: Check) -> list[CheckResult]:
     except Exception as error:
         text = f"the check failed: {type(error).__name__}: {error}"
         remedy = "Ignore this if shardwise works; otherwise reinstall it."
-        results.append(CheckResult(group, "warning", text, remedy, group))
+        results.append(
+            CheckResult(
+                name=group, state="warning", text=text, remedy=remedy, group=group
+            )
+        )
     return results
 
 

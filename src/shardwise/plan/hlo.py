@@ -513,7 +513,14 @@ def _parse_op(line: str) -> Op | None:
     if opcode == "fusion-start":
         # Its shape lists the operands, then the results, then a context.
         arrays = arrays[len(operands) : -1]
-    return Op(match[2], opcode, arrays, operands, rest[close_at + 1 :], bool(match[1]))
+    return Op(
+        name=match[2],
+        opcode=opcode,
+        arrays=arrays,
+        operands=operands,
+        attributes=rest[close_at + 1 :],
+        is_root=bool(match[1]),
+    )
 
 
 def _closing(text: str, at: int) -> int:

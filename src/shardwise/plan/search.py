@@ -267,7 +267,14 @@ def search(
         The results: `result`, if it was given.
     """
     result = Search() if result is None else result
-    searcher = _Searcher(make, compile_one, target, options, result, _Predictor(target))
+    searcher = _Searcher(
+        make=make,
+        compile_one=compile_one,
+        target=target,
+        options=options,
+        result=result,
+        predictor=_Predictor(target),
+    )
     searcher.consider_all(meshes)
     limit = budget or max(1, math.ceil(result.num_candidates / 3))
     while result.num_compiled < limit or (budget is None and result.best is None):

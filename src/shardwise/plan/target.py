@@ -60,7 +60,11 @@ def local_target() -> Target:
     devices = tuple(jax.devices())
     kind = devices[0].device_kind
     return Target(
-        devices[0].platform, devices, find_chip(kind), _memory_limit(devices), kind
+        name=devices[0].platform,
+        devices=devices,
+        chip=find_chip(kind),
+        limit=_memory_limit(devices),
+        kind=kind,
     )
 
 
@@ -113,7 +117,13 @@ def _cpu(text: str, size: str) -> Target:
             f"{len(devices)}. Use --cpu-devices {count}, or in Python call "
             f"shardwise.use_cpu_devices({count}) first."
         )
-    return Target(text, tuple(devices[:count]), None, _host_memory() / count, "cpu")
+    return Target(
+        name=text,
+        devices=tuple(devices[:count]),
+        chip=None,
+        limit=_host_memory() / count,
+        kind="cpu",
+    )
 
 
 def _gpu(text: str, size: str) -> Target:
@@ -128,7 +138,13 @@ def _gpu(text: str, size: str) -> Target:
     limit = _memory_limit(devices)
     if count > len(devices):
         devices = _absent_gpus(text, count)
-    return Target(text, tuple(devices[:count]), find_chip(kind), limit, kind)
+    return Target(
+        name=text,
+        devices=tuple(devices[:count]),
+        chip=find_chip(kind),
+        limit=limit,
+        kind=kind,
+    )
 
 
 def _absent_gpus(text: str, count: int) -> list[jax.Device]:
@@ -192,7 +208,11 @@ def _tpu(text: str, name: str, size: str, num_slices: int) -> Target:
     chip = find_chip(TPU_NAMES[name])
     assert chip is not None
     return Target(
-        text, devices, chip, chip.memory - chip.reserved, devices[0].device_kind
+        name=text,
+        devices=devices,
+        chip=chip,
+        limit=chip.memory - chip.reserved,
+        kind=devices[0].device_kind,
     )
 
 

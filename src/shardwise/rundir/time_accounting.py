@@ -165,9 +165,23 @@ def account(run: RunRecord) -> Account:
         if begun is not None and previous_end is not None:
             down = max(0.0, begun - previous_end)
         kinds = {kind: seconds[kind] for kind in KINDS if seconds.get(kind, 0.0) > 0}
-        starts.append(Start(records.step, last, begun, end, kinds, down, again))
+        starts.append(
+            Start(
+                first=records.step,
+                last=last,
+                begun=begun,
+                end=end,
+                seconds=kinds,
+                down=down,
+                again=again,
+            )
+        )
     return Account(
-        starts, _total_seconds(starts), _wall(starts), max(0.0, useful), is_estimated
+        starts=starts,
+        seconds=_total_seconds(starts),
+        wall=_wall(starts),
+        useful=max(0.0, useful),
+        is_estimated=is_estimated,
     )
 
 

@@ -260,7 +260,12 @@ def check_coordinates(
             "the models of different widths compute different activations, so their sizes cannot "
             "be compared. The width may change the sizes of layers, not their number."
         )
-    return Check(ordered, tuple(found), title, frozenset(outputs))
+    return Check(
+        widths=ordered,
+        coordinates=tuple(found),
+        title=title,
+        outputs=frozenset(outputs),
+    )
 
 
 def plot_checks(checks: Sequence[Check], picture: Path) -> None:

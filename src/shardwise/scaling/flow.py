@@ -367,7 +367,14 @@ class Walk:
         for path, dims in value.dims.items():
             summed = frozenset(dim for number in contracted for dim in dims[number])
             name = equation.primitive.name
-            use = Use(path, kind, name, summed, place_of(equation), scales)
+            use = Use(
+                path=path,
+                kind=kind,
+                operation=name,
+                contracted=summed,
+                place=place_of(equation),
+                scales=scales,
+            )
             self.flow.uses.append(use)
 
     def _is_stream(
@@ -488,7 +495,9 @@ def _merged(first: Value, second: Value) -> Value:
     dims = {} if is_data else {**second.dims, **first.dims}
     depends = first.depends | second.depends
     is_stream = first.is_stream or second.is_stream
-    return Value(dims, is_data, scales, depends, is_stream)
+    return Value(
+        dims=dims, is_data=is_data, scales=scales, depends=depends, is_stream=is_stream
+    )
 
 
 def _prefixed(dims: Mapping[str, Dims]) -> dict[str, Dims]:
@@ -508,7 +517,13 @@ def _moved(
     for atom, value in zip(equation.invars, operands, strict=True):
         for path, found in value.dims.items():
             dims[path] = _moved_dims(equation, shape_of(atom), found, shape_of(result))
-    return Value(dims, is_data, scales, depends, operands[0].is_stream)
+    return Value(
+        dims=dims,
+        is_data=is_data,
+        scales=scales,
+        depends=depends,
+        is_stream=operands[0].is_stream,
+    )
 
 
 def _moved_dims(

@@ -190,17 +190,34 @@ def _role(
         return Parameter(path, shape, role, f"override '{pattern}'", *dims, layers)
     if not growing:
         why = "no dim grows with the width"
-        return Parameter(path, shape, "finite", why, layers=layers)
+        return Parameter(path=path, shape=shape, role="finite", why=why, layers=layers)
     if not seen.uses:
         why = "the loss does not use it"
-        return Parameter(path, shape, "vector", why, (), growing, layers)
+        return Parameter(
+            path=path,
+            shape=shape,
+            role="vector",
+            why=why,
+            inputs=(),
+            outputs=growing,
+            layers=layers,
+        )
     if seen.unknown is not None:
         raise _unknown(path, shape, seen.unknown)
     as_input = seen.lookups + seen.others
     if seen.summing and as_input:
         why = f"{_show(as_input[0], shape)}, and {_show(seen.summing[0], shape)}"
         folds = _folds(path, shape, seen.summing)
-        return Parameter(path, shape, "tied", why, (), growing, layers, folds)
+        return Parameter(
+            path=path,
+            shape=shape,
+            role="tied",
+            why=why,
+            inputs=(),
+            outputs=growing,
+            layers=layers,
+            folds=folds,
+        )
     found: Role = "vector"
     if seen.summing:
         found = "hidden" if seen.outputs else "output"

@@ -185,10 +185,15 @@ def find_scaling(
     }
     rates, separable = _rates(run, found, growth, weights.sizes, model)
     parameters = {
-        path: Scaled(parameter, model.shapes[path], inits[path], rates[path])
+        path: Scaled(
+            parameter=parameter,
+            shape=model.shapes[path],
+            init=inits[path],
+            rate=rates[path],
+        )
         for path, parameter in found.parameters.items()
     }
-    return Scaling(base, size, parameters, separable)
+    return Scaling(base=base, size=size, parameters=parameters, separable=separable)
 
 
 @dataclass(frozen=True)
@@ -448,10 +453,10 @@ def scaled(
         ... def recipe(width: int = 256, lr: float = 4e-3) -> Run: ...
     """
     settings = Settings(
-        Size(width, 1 if depth is None else depth),
-        width_name,
-        None if depth is None else depth_name,
-        {} if roles is None else roles,
+        base=Size(width, 1 if depth is None else depth),
+        width_name=width_name,
+        depth_name=None if depth is None else depth_name,
+        roles={} if roles is None else roles,
     )
 
     def decorate(recipe: Callable[Parameters, Run]) -> Callable[Parameters, Run]:

@@ -74,7 +74,7 @@ def best_rates(losses: Losses) -> list[Best]:
             continue
         rate = min(finite, key=lambda rate: finite[rate])
         is_edge = rate in (min(by_rate), max(by_rate))
-        found.append(Best(width, rate, finite[rate], is_edge))
+        found.append(Best(width=width, rate=rate, loss=finite[rate], is_edge=is_edge))
     return found
 
 
@@ -118,7 +118,12 @@ def fit_power_law(compute: Sequence[float], losses: Sequence[float]) -> PowerLaw
         limit, factor = _least_squares(powers, y)
         error = float(np.sum((limit + factor * powers - y) ** 2))
         if best is None or error < best[0]:
-            best = error, PowerLaw(limit, factor, float(exponent), unit)
+            best = (
+                error,
+                PowerLaw(
+                    limit=limit, factor=factor, exponent=float(exponent), unit=unit
+                ),
+            )
     assert best is not None
     return best[1]
 
@@ -174,7 +179,7 @@ def predict(
         predictions.append(fit_power_law(compute, resampled.tolist())(target))
     tail = (1 - INTERVAL) / 2
     low, high = np.quantile(predictions, [tail, 1 - tail])
-    return Prediction(law(target), float(low), float(high), law)
+    return Prediction(loss=law(target), low=float(low), high=float(high), law=law)
 
 
 RECIPE_TEXT = '''\

@@ -195,7 +195,13 @@ def _metrics(summaries: Sequence[Summary]) -> list[Metric]:
         best = [None if one is None else one[0] for one in found]
         steps = [None if one is None else one[1] for one in found]
         metrics.append(
-            Metric(f"validation {name}", best, better(name), show_number, steps)
+            Metric(
+                name=f"validation {name}",
+                values=best,
+                direction=better(name),
+                show=show_number,
+                steps=steps,
+            )
         )
     rates = dict.fromkeys(name for s in summaries for name in s.rates)
     for name in list(rates)[:MAX_RATE_COLUMNS]:
