@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypeAlias, get_args
 
 from shardwise.errors import ConfigError
@@ -183,49 +184,37 @@ def _role(
     """Return the parameter with its role, or raise if it cannot be decided."""
     seen = _Evidence.of(flow.of(path), growing)
     layers = tuple(sorted(flow.layers.get(path, ())))
+    known = partial(Parameter, path=path, shape=shape, layers=layers)
     override = _override(path, overrides)
     if override is not None:
         pattern, role = override
         dims = _override_dims(path, shape, role, growing, seen.inputs)
-        return Parameter(path, shape, role, f"override '{pattern}'", *dims, layers)
+        why = f"override '{pattern}'"
+        return known(role=role, why=why, inputs=dims[0], outputs=dims[1])
     if not growing:
-        why = "no dim grows with the width"
-        return Parameter(path=path, shape=shape, role="finite", why=why, layers=layers)
+        return known(role="finite", why="no dim grows with the width")
     if not seen.uses:
         why = "the loss does not use it"
-        return Parameter(
-            path=path,
-            shape=shape,
-            role="vector",
-            why=why,
-            inputs=(),
-            outputs=growing,
-            layers=layers,
-        )
+        return known(role="vector", why=why, outputs=growing)
     if seen.unknown is not None:
         raise _unknown(path, shape, seen.unknown)
     as_input = seen.lookups + seen.others
     if seen.summing and as_input:
         why = f"{_show(as_input[0], shape)}, and {_show(seen.summing[0], shape)}"
         folds = _folds(path, shape, seen.summing)
-        return Parameter(
-            path=path,
-            shape=shape,
-            role="tied",
-            why=why,
-            inputs=(),
-            outputs=growing,
-            layers=layers,
-            folds=folds,
-        )
+        return known(role="tied", why=why, outputs=growing, folds=folds)
     found: Role = "vector"
     if seen.summing:
         found = "hidden" if seen.outputs else "output"
     elif as_input:
         found = "input"
     decisive = (seen.summing or seen.others or seen.lookups or seen.uses)[0]
-    dims = seen.inputs, seen.outputs
-    return Parameter(path, shape, found, _show(decisive, shape), *dims, layers)
+    return known(
+        role=found,
+        why=_show(decisive, shape),
+        inputs=seen.inputs,
+        outputs=seen.outputs,
+    )
 
 
 def _override(path: str, overrides: Overrides) -> tuple[str, Role] | None:
