@@ -29,7 +29,7 @@ DIGESTS = "digests"
 PHASE_NAMES = {"eval": "evaluate", "sample": "evaluate", "inspect": "looking"}
 # Names that every line of phases.jsonl has.
 PHASES = ("compile", "steps", "evaluate", "save")
-# Seconds between two lines of phases.jsonl, and the least time worth a line.
+# Seconds between two lines of phases.jsonl, and the least time worth a line for the same step.
 PHASES_INTERVAL = 30.0
 MIN_NEW_SECONDS = 0.1
 # Step times that the median at the end is taken over.
@@ -127,8 +127,9 @@ class RunLog:
         self._skips = 0
         # Records of the data that could not be read.
         self._bad_records = 0
-        # When phases.jsonl was written last, and the sum of its seconds then.
+        # When phases.jsonl was written last, with its step and the sum of its seconds.
         self._phases_written = self.clock.now
+        self._phases_step = 0
         self._phases_total = 0.0
 
     def __enter__(self) -> "RunLog":
@@ -292,9 +293,10 @@ class RunLog:
         if self._phase_lines is None or not step:
             return
         total = sum(self.clock.seconds.values())
-        if total - self._phases_total < MIN_NEW_SECONDS:
+        is_new = total - self._phases_total > MIN_NEW_SECONDS
+        if step == self._phases_step and not is_new:
             return
-        self._phases_total = total
+        self._phases_step, self._phases_total = step, total
         seconds = dict.fromkeys(PHASES, 0.0)
         seconds["data"] = self.waited
         for lap, lap_seconds in self.clock.seconds.items():

@@ -27,7 +27,7 @@ from shardwise.console import plot_losses
 from shardwise.errors import ConfigError, DataError, NumericsError
 from shardwise.files.durable import check_links
 from shardwise.metrics import EarlyStop
-from shardwise.training import starting
+from shardwise.training import log, starting
 from shardwise.training.bad_steps import MAX_STEPS
 
 RNG = np.random.default_rng(0)
@@ -150,7 +150,9 @@ def test_records_and_samples_after_the_checkpoint_are_removed_on_resume(tmp_path
     assert len(lines(tmp_path / "a" / "phases.jsonl")) == 2
 
 
-def test_phases_are_written_when_the_data_ends_early(tmp_path):
+def test_phases_are_written_when_the_data_ends_early(tmp_path, monkeypatch):
+    # However short the start was.
+    monkeypatch.setattr(log, "MIN_NEW_SECONDS", 1e6)
     with pytest.raises(DataError):
         train(make(tmp_path / "a", data=map(poisoned({}), range(6))))
     assert [p["step"] for p in lines(tmp_path / "a" / "phases.jsonl")] == [6]
