@@ -1,7 +1,9 @@
 """Eight virtual CPU devices for every test. Too few is a failure, never a skip."""
 
+import gc
 import os
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -47,6 +49,24 @@ def _reset_compilation_cache():
     if jax.config.jax_compilation_cache_dir != before:
         jax.config.update("jax_compilation_cache_dir", before)
         reset_cache()
+
+
+@pytest.fixture(autouse=True)
+def _free_compiled_programs():
+    """Free compiled programs before the process has too many of them.
+
+    A program takes about 1,000 memory maps. Linux allows 65,530 in a process, and beyond it LLVM
+    ends the process. Test modules keep programs in functions with `functools.cache`.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 40_000:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("tests."):
+                for value in list(vars(module).values()):
+                    getattr(value, "cache_clear", lambda: None)()
+        jax.clear_caches()
+        gc.collect()
 
 
 LONGEST_FIRST = (
