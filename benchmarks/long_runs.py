@@ -11,7 +11,8 @@ already is not measured again.
 A run is the name of an optimizer in `RATES`, and `:float8` for matmuls of 8 bits. After it,
 `:300` uses 16 bits in the last 300 steps, and `:hidden` in the output layer. Each run writes one
 line of JSON with its training losses, its validation loss and its time per step. Seeds change the
-initial weights and the order of the data, and are the same for all runs.
+initial weights and the order of the data, and are the same for all runs. Runs with 8 bits are
+evaluated twice: with 16 bits, as a run does it, and with 8 bits.
 """
 
 import argparse
@@ -35,10 +36,11 @@ from shardwise import (
     optim,
     steps,
 )
-from shardwise.kernels import cross_entropy
+from shardwise.kernels import cross_entropy, float8
 from shardwise.models.gpt import GPT, PRESETS
 from shardwise.models.loss import linear_cross_entropy
-from shardwise.run import prepare
+from shardwise.run import Prepared, prepare
+from shardwise.state import TrainState
 
 # Peak learning rates, unless `--rates` names others.
 RATES = {
@@ -72,16 +74,24 @@ def make_optimizer(name: str, peak: float, count: int) -> optax.GradientTransfor
     return tx
 
 
+def loss(model: GPT, batch: dict[str, jax.Array]) -> Mean:
+    """Return the mean loss of the tokens of a batch."""
+    inputs, labels = batch["inputs"], batch["labels"]
+    return Mean(linear_cross_entropy(*model.features(inputs), labels))
+
+
+def loss8(model: GPT, batch: dict[str, jax.Array]) -> Mean:
+    """Return the loss with matmuls of 8 bits."""
+    with float8.matmul_dtype("float8"):
+        return loss(model, batch)
+
+
 def make_run(name: str, peak: float, options: argparse.Namespace) -> Run:
     """Return the run of this name and peak learning rate."""
     optimizer, _, dtype = name.partition(":")
     rows, count = options.rows, options.steps
     arrays = np.load(options.tokens)
     config = replace(PRESETS["gpt2"], max_length=LENGTH)
-
-    def loss(model: GPT, batch: dict[str, jax.Array]) -> Mean:
-        inputs, labels = batch["inputs"], batch["labels"]
-        return Mean(linear_cross_entropy(*model.features(inputs), labels))
 
     validation = arrays["validation"][: NUM_EVAL * (LENGTH + 1)]
     return Run(
@@ -117,8 +127,10 @@ def train(name: str, peak: float, options: argparse.Namespace) -> None:
             (wide.step, options.steps),
         ]
     num_records = len(Tokens(np.load(options.tokens)["train"], LENGTH))
-    assert prepared.eval_step is not None
-    assert prepared.eval_batches is not None
+    evaluations = {"validation_loss": prepared}
+    if run.matmul_dtype is not None:
+        run8 = replace(run, loss=loss8, matmul_dtype=None)
+        evaluations["validation_loss_8_bits"] = prepare(run8)
     for seed in seeds:
         state = init_state(prepared.spec, seed)
         batches = replace(run.data, seed=seed)
@@ -134,7 +146,9 @@ def train(name: str, peak: float, options: argparse.Namespace) -> None:
         jax.block_until_ready(losses)
         seconds = time.perf_counter() - began
         step_ms = 1e3 * seconds / (options.steps - options.steps // 10)
-        found = evaluate(prepared.eval_step, state, prepared.eval_batches)["loss"]
+        found = {
+            key: round(evaluate_state(by, state), 5) for key, by in evaluations.items()
+        }
         smooth = np.asarray(jax.device_get(losses)).reshape(-1, MEAN_OVER).mean(1)
         line = {
             "run": name,
@@ -146,16 +160,23 @@ def train(name: str, peak: float, options: argparse.Namespace) -> None:
             "epochs": round(options.steps * options.rows / num_records, 3),
             "rate": peak,
             "step_ms": round(step_ms, 3),
-            "validation_loss": round(found, 5),
+            **found,
             "losses": [round(float(value), 4) for value in smooth],
         }
         with options.out.open("a") as file:
             file.write(json.dumps(line) + "\n")
         print(
-            f"{name:16s} rate {peak:g} seed {seed}  validation {found:.4f}  last {smooth[-1]:.4f}  "
-            f"{step_ms:.2f} ms per step",
+            f"{name:16s} rate {peak:g} seed {seed}  validation {list(found.values())}  "
+            f"last {smooth[-1]:.4f}  {step_ms:.2f} ms per step",
             flush=True,
         )
+
+
+def evaluate_state(prepared: Prepared, state: TrainState) -> float:
+    """Return the validation loss of a state."""
+    assert prepared.eval_step is not None
+    assert prepared.eval_batches is not None
+    return evaluate(prepared.eval_step, state, prepared.eval_batches)["loss"]
 
 
 def measured(path: Path) -> set[tuple[str, float, int]]:

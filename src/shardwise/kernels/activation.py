@@ -172,14 +172,14 @@ def _float8_mlp_forward(
     call = partitioned(local, rule, replicated="d k")
     y, slope, y8 = call(x8, up8, bias.astype(x.dtype), factors)
     out = matmul8(y8, down8, ((1,), (1,)), 1 / down_scale, x.dtype)
-    return out, (x, up, bias, down, y, slope)
+    return out, (x, up, bias, down, y, slope, up_scale, down_scale)
 
 
 def _float8_mlp_backward(
     residuals: Residuals, g: Array
 ) -> tuple[Array, None, Array, Array, Array]:
-    x, up, bias, down, y, slope = residuals
-    (up8, up_scale), (down8, down_scale) = narrow_exactly(up), narrow_exactly(down)
+    x, up, bias, down, y, slope, up_scale, down_scale = residuals
+    up8, down8 = narrow(up, up_scale), narrow(down, down_scale)
     scale = gradient_scale(g)
     local = partial(_matmul_slope8, is_on_hopper=_is_on_hopper())
     rule = "n d, f d, n f, k -> n f, f, n f"

@@ -8,6 +8,7 @@ the input of the output layer (`linear_cross_entropy`), exponentials are written
 Shapes: N tokens, D width, V vocabulary size.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -42,8 +43,9 @@ COLUMNS = 4096
 # In 8 bits, exponentials are multiplied by this number. They are relative to `_offset`: those of
 # tokens with a probability above 1e-6 do not vanish, and those up to e**8.2 do not saturate.
 EXPONENTIAL_SCALE = 16.0
-# One in this many tokens of the vocabulary estimates the sum of all exponentials.
-SAMPLED = 32
+# The offset of the exponentials of a token is the largest logit of about this many labels.
+NUM_SAMPLED = 1024
+LN_2 = math.log(2)
 
 
 @jax.custom_vjp
@@ -263,6 +265,12 @@ def _logits(features: Array, table: Array) -> Array:
     return jax.lax.dot_general(features, table, (((1,), (1,)), ((), ())))
 
 
+def _label_logits(features: Array, table: Array, labels: Array) -> Array:
+    """Return the logit of each label, (N,), float32."""
+    rows = table[labels].astype(jnp.float32)
+    return (features.astype(jnp.float32) * rows).sum(1)
+
+
 def _plain_linear(features: Array, table: Array, labels: Array) -> Array:
     return cross_entropy(_logits(features, table), labels)
 
@@ -293,9 +301,13 @@ _fused_linear.defvjp(_linear_forward, _linear_backward)
 
 @jax.custom_vjp
 def _float8_linear(features: Array, table: Array, labels: Array) -> Array:
-    """Return the losses, with matmuls of 8 bits for the logits and the gradient of the features.
+    """Return the losses, with a matmul of 8 bits for the gradient of the features.
 
-    The gradient of the table uses 16 bits.
+    The logits use 16 bits. With a rounded table, the error of a logit is the same whenever similar
+    features come again. Training may correct it in the table, which is then wrong for evaluations
+    without rounding. See docs/float8.md for what was measured.
+
+    The gradient of the table uses 16 bits too.
     """
     return _float8_forward(features, table, labels)[0]
 
@@ -307,17 +319,21 @@ def _float8_forward(
     call: Callable[..., tuple[Array, ...]] = _float8_exponentials
     if _vocabulary_is_unsharded():
         local = partial(_float8_exponentials, is_on_hopper=is_on_hopper)
-        rule = "n d, v d, n -> n, n v, n v, n"
-        call = partitioned(local, rule, replicated="d v")
-    nats, *gradient = call(features, table, labels)
+        rule = "n d, v d, n, k -> n, n v, n v, n"
+        call = partitioned(local, rule, replicated="d v k")
+    # An argument, because a function that is partitioned must not have constants.
+    factors = jnp.asarray([1, EXPONENTIAL_SCALE], jnp.float32)
+    nats, *gradient = call(features, table, labels, factors)
     return nats, (nats, features, table, labels, *gradient)
 
 
 def _float8_backward(residuals: Residuals, g: Array) -> tuple[Array, Array, None]:
     nats, features, table, labels, gradient, others8, total = residuals
     dtable = _table_gradient(features, gradient, g / total, table.dtype)
-    centered = _centered(table)
-    table8, table_scale = narrow_exactly(centered.T)
+    # The gradient of the logits sums to 0, so the mean of the rows of the table does not change the
+    # result. But the rows have much in common after training, and rounding that adds an error.
+    mean = table.astype(jnp.float32).mean(0)
+    table8, table_scale = narrow_exactly((table - mean).T)
     # The tensor cores of a Hopper GPU round sums, unless the precision is high. This sum is long.
     product = matmul8(
         others8,
@@ -327,13 +343,17 @@ def _float8_backward(residuals: Residuals, g: Array) -> tuple[Array, Array, None
         features.dtype,
         precision=jax.lax.Precision.HIGHEST,
     )
-    # If an exponential was saturated, then that token has nearly all of the probability, because
-    # otherwise the offset would be larger. So the sum is saturated too.
+    # If an exponential was saturated, that token usually has nearly all of the probability, so the
+    # sum is saturated too. Where several are, the gradient of this token is too large.
     largest = float(jnp.finfo(GRADIENTS).max) / EXPONENTIAL_SCALE
     scale = g / jnp.minimum(total, largest)
     # The probability of the label, minus 1.
     of_label = g * jnp.expm1(-nats)
-    dfeatures = product * scale[:, None] + centered[labels] * of_label[:, None]
+    # The row of the label is rounded as all others are. If only the others were, their rounding
+    # would not cancel on average over the labels: a bias in one direction, in every step.
+    label_rows = narrow(table[labels] - mean, table_scale).astype(jnp.float32)
+    of_label /= table_scale
+    dfeatures = product * scale[:, None] + label_rows * of_label[:, None]
     return dfeatures.astype(features.dtype), dtable, None
 
 
@@ -341,38 +361,39 @@ _float8_linear.defvjp(_float8_forward, _float8_backward)
 
 
 def _float8_exponentials(
-    features: Array, table: Array, labels: Array, *, is_on_hopper: bool = False
+    features: Array,
+    table: Array,
+    labels: Array,
+    factors: Array,
+    *,
+    is_on_hopper: bool = False,
 ) -> tuple[Array, Array, Array, Array]:
-    """Return the losses, and the gradient of the logits twice, from a matmul of 8 bits.
+    """Return the losses, and the gradient of the logits in 16 and in 8 bits.
 
     Without the kernel, XLA can shard the vocabulary.
+
+    Args:
+        features: (N, D).
+        table: (V, D).
+        labels: (N,).
+        factors: those of `hopper.product_exp8`.
+        is_on_hopper: whether to use this kernel.
 
     Returns:
         The losses (N,), and with `total` (N,) as the last result: the gradient of the logits
         times `total`, (N, V), in the dtype of the features; the same in 8 bits times
         `EXPONENTIAL_SCALE`, and with 0 at the label.
     """
-    (features8, feature_scale), (table8, table_scale) = (
-        narrow_exactly(features),
-        narrow_exactly(_centered(table)),
-    )
-    factor = 1 / (feature_scale * table_scale)
-    label_logits = factor * (
-        features8.astype(jnp.float32) * table8[labels].astype(jnp.float32)
-    ).sum(1)
-    offset = _offset(features8, table8, factor, label_logits)
-    if is_on_hopper and hopper.supports_matmul(features8, table.shape[0]):
+    label_logits = _label_logits(features, table, labels)
+    offset = _offset(features, table, labels, label_logits)
+    if is_on_hopper and hopper.supports_matmul(features, table.shape[0]):
         exponentials, total, others8 = hopper.product_exp8(
-            features8,
-            table8,
-            offset,
-            jnp.stack([factor, jnp.float32(EXPONENTIAL_SCALE)]),
-            dtypes=(features.dtype, GRADIENTS),
+            features, table, offset, factors, dtype=GRADIENTS
         )
     else:
-        product = matmul8(features8, table8, ((1,), (1,)), factor, jnp.float32)
-        exponentials, total = _clipped_exp(product - offset[:, None], features.dtype)
-        others8 = narrow(exponentials, EXPONENTIAL_SCALE, GRADIENTS)
+        exponents = _logits(features, table).astype(jnp.float32) - offset[:, None]
+        exponentials, total = _clipped_exp(exponents, features.dtype)
+        others8 = narrow(exponentials, factors[1], GRADIENTS)
     nats = jnp.log(total) + offset - label_logits
     at_label = jnp.exp(label_logits - offset) - total
     gradient = _with_label(exponentials, labels, at_label)
@@ -380,32 +401,23 @@ def _float8_exponentials(
     return nats, gradient, others8, total
 
 
-def _centered(table: Array) -> Array:
-    """Return the table (V, D) without the mean of its rows, float32.
-
-    All logits of a token change by the same number, so loss and gradients stay the same. But the
-    rows have much in common after training, and rounding this common part would add an error.
-    """
-    wide = table.astype(jnp.float32)
-    return wide - wide.mean(0)
-
-
-def _offset(
-    features8: Array, table8: Array, factor: Array, label_logits: Array
-) -> Array:
+def _offset(features: Array, table: Array, labels: Array, label_logits: Array) -> Array:
     """Return a number for each token, (N,), that its exponentials are relative to.
 
-    They must fit into 8 bits. So it is never larger than the logarithm of the sum of all
-    exponentials, and not much smaller: it is that of some of them, or the logit of the label.
+    They must fit into 8 bits. So it is the logit of the label, or, if the label of another token
+    has a larger one, about that: tokens that are likely anywhere are among the labels.
+
+    Its distance from the logit of the label is a multiple of log(2). A shard of a batch has other
+    labels to choose from, but its exponentials only differ by a power of two, so they are rounded
+    to the same values. And the same context with another label is rounded in another way.
     """
-    num_sampled = table8.shape[0] // SAMPLED
-    if not num_sampled:
-        return label_logits
+    stride = max(1, len(labels) // NUM_SAMPLED)
+    num_sampled = len(labels) // stride
     # Not a slice with a stride: on a mesh this one moves nothing.
-    groups = table8[: num_sampled * SAMPLED].reshape(num_sampled, SAMPLED, -1)
-    sample = matmul8(features8, groups[:, 0], ((1,), (1,)), factor, jnp.bfloat16)
-    log_total = jax.nn.logsumexp(sample.astype(jnp.float32), axis=1)
-    return jnp.maximum(label_logits, log_total)
+    sample = labels[: num_sampled * stride].reshape(num_sampled, stride)[:, 0]
+    largest = _logits(features, table[sample]).max(1).astype(jnp.float32)
+    halvings = jnp.floor(jnp.maximum(largest - label_logits, 0) / LN_2)
+    return label_logits + LN_2 * halvings
 
 
 def _nats_and_gradient(
@@ -428,9 +440,7 @@ def _exponentials(features: Array, table: Array, labels: Array) -> tuple[Array, 
     The unscaled gradient is the probability of each token relative to that of the label, and
     `1 - total` at the label itself. Divided by the total, this is the softmax minus one-hot.
     """
-    label_logits = (
-        features.astype(jnp.float32) * table[labels].astype(jnp.float32)
-    ).sum(1)
+    label_logits = _label_logits(features, table, labels)
     if hopper.supports_matmul(features, table.shape[0]):
         exponentials, total = hopper.product_exp(features, table, label_logits)
     else:

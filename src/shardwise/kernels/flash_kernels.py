@@ -20,7 +20,7 @@ from shardwise.kernels.hopper import (
     LOG2_E,
     int32,
     multiprocessors,
-    store_per_row,
+    store_unaligned,
 )
 from shardwise.kernels.mask import MASKED_SCORE, Mask
 from shardwise.kernels.partitioning import Ref, gpu, pl
@@ -642,7 +642,7 @@ class Forward(QueryTiles):
             [weighted * _column(inverse, weighted.shape)],
             [out.at[item.batch, tokens, item.head]],
         )
-        store_per_row(
+        store_unaligned(
             log_sums.at[item.batch, item.head, tokens],
             maximum + jnp.log(total) * LOG2_E,
         )

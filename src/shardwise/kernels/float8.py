@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
+from jax.typing import DTypeLike
 
 from shardwise.errors import ConfigError
 from shardwise.flops import MatmulChoice, kernel_name
@@ -87,6 +88,11 @@ class Narrowed:
 
     wide: Array
     narrow: Array
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype that results have too."""
+        return self.wide.dtype
 
 
 def uses_float8() -> bool:
@@ -279,19 +285,32 @@ def _matmul_sizes(
         else:
             inside = custom
             if custom is None and name.startswith("custom_"):
-                is_narrow = any(map(has_float8, inner_jaxprs(params)))
-                inside = "" if is_narrow else "its function has custom gradients"
+                inside = _why_not_inside(params)
             count = repeats * params["length"] if name == "scan" else repeats
             for inner in inner_jaxprs(params):
                 yield from _matmul_sizes(inner, count, inside)
 
 
-def has_float8(jaxpr: Jaxpr) -> bool:
-    """Return whether a value of 8 bits is computed, in loops too."""
+def _why_not_inside(params: dict[str, object]) -> str:
+    """Return why the matmuls of a function with custom gradients do not use 8 bits; "" if they do.
+
+    Args:
+        params: the parameters of its equation.
+    """
+    inner = list(inner_jaxprs(params))
+    if any(map(has_float8, inner)):
+        return ""
+    if any(has_float8(jaxpr, GRADIENTS) for jaxpr in inner):
+        return "only the gradient of its input uses 8 bits"
+    return "its function has custom gradients"
+
+
+def has_float8(jaxpr: Jaxpr, dtype: DTypeLike = WEIGHTS) -> bool:
+    """Return whether a value of a dtype of 8 bits is computed, in loops too."""
     for equation in jaxpr.eqns:
-        if any(getattr(var.aval, "dtype", None) == WEIGHTS for var in equation.outvars):
+        if any(getattr(var.aval, "dtype", None) == dtype for var in equation.outvars):
             return True
-        if any(has_float8(inner) for inner in inner_jaxprs(equation.params)):
+        if any(has_float8(inner, dtype) for inner in inner_jaxprs(equation.params)):
             return True
     return False
 

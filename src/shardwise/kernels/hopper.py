@@ -337,32 +337,28 @@ def product_slope8(
     return gradient, partial_sums.sum(0), gradient8
 
 
-@partial(jax.jit, static_argnames=("dtypes",))
+@partial(jax.jit, static_argnames=("dtype",))
 def product_exp8(
-    x: Array,
-    table: Array,
-    offset: Array,
-    factors: Array,
-    dtypes: tuple[DType, DType],
+    x: Array, table: Array, offset: Array, factors: Array, dtype: DType
 ) -> tuple[Array, Array, Array]:
-    """Return exponentials of logits from a matmul of 8 bits, their sums, and a copy in 8 bits.
+    """Return exponentials of logits, their sums, and a copy of them in 8 bits.
 
     Args:
-        x: the features of the tokens, (N, D), 8 bits.
-        table: the weights of the output layer, (V, D), 8 bits.
+        x: the features of the tokens, (N, D).
+        table: the weights of the output layer, (V, D).
         offset: a number for each token that is subtracted from its logits, (N,), float32.
         factors: two float32 numbers: the product is multiplied by the first, and the exponentials
             in 8 bits by the second.
-        dtypes: the dtype of the exponentials, and of those in 8 bits.
+        dtype: the dtype of the copy.
 
     Returns:
-        `e = exp(min(x @ table.T * factors[0] - offset, MAX_EXPONENT))`, (N, V); its sum for each
-        token, (N,), float32; `e * factors[1]`, (N, V), saturated.
+        `e = exp(min(x @ table.T * factors[0] - offset, MAX_EXPONENT))`, (N, V), in the dtype of
+        `x`; its sum for each token, (N,), float32; `e * factors[1]`, (N, V), saturated.
     """
     num_tokens, columns = x.shape[0], table.shape[0]
     sums = jax.ShapeDtypeStruct((columns // TILE_COLUMNS, num_tokens), jnp.float32)
     wide, narrow = (
-        jax.ShapeDtypeStruct((num_tokens, columns), dtype) for dtype in dtypes
+        jax.ShapeDtypeStruct((num_tokens, columns), of) for of in (x.dtype, dtype)
     )
     call = _matmul_call("exp", wide, sums, narrow)
     exponentials, partial_sums, exponentials8 = call(x, table, offset, factors)
@@ -401,7 +397,7 @@ def _matmul_kernel(
     num_outs: int,
 ) -> None:
     """Multiply `a` and `b` tile by tile, and apply the epilogue to each tile."""
-    # Matmuls of 8 bits have one more input, before the results.
+    # Kernels with operands or results of 8 bits have one more input, before the results.
     outs = refs[-num_outs:]
     factors = refs[0] if len(refs) > num_outs else None
     warpgroup = lax.axis_index("wg")
@@ -472,7 +468,7 @@ class _MatmulKernel:
         b: right operand: (D, F), or (F, D) if `transposed`.
         extra: third input of the epilogue: the bias (F,), the slope (N, F), or the offset (N,).
         factors: two numbers: the matmul is multiplied by the first, and a result of 8 bits by the
-            second. None if the operands have 16 bits.
+            second. None if neither operands nor results have 8 bits.
         outs: results: an array (N, F), the second GELU output (N, F) or partial sums, and if
             there is a third, the first one in 8 bits.
         epilogue: the function that is applied to the matmul.
@@ -717,7 +713,7 @@ class _MatmulKernel:
                 sums = jnp.sum(total, axis=1)
                 tile_column = lax.div(column, int32(TILE_COLUMNS))
                 rows = pl.ds(row + half * TILE_ROWS + part_row, PART_ROWS)
-                store_per_row(sums_ref.at[tile_column, rows], sums)
+                store_unaligned(sums_ref.at[tile_column, rows], sums)
                 total = 0.0
 
     def _store_narrow(self, where: tuple[object, object], values: Array) -> None:
@@ -725,7 +721,8 @@ class _MatmulKernel:
         if self.factors is not None and len(self.outs) == 3:
             out = self.outs[2]
             # The conversion on the GPU saturates.
-            out.at[where][...] = (values * self.factors[1]).astype(out.dtype)
+            narrow = (values * self.factors[1]).astype(out.dtype)
+            store_unaligned(out.at[where], narrow)
 
     def _locate(
         self, index: Array, half: int, part_row: int, block: int
@@ -770,10 +767,10 @@ def _part_layout() -> Any:
     )
 
 
-def store_per_row(ref: Ref, values: Array) -> None:
-    """Store one number for each row of a matrix.
+def store_unaligned(ref: Ref, values: Array) -> None:
+    """Store values of which a warp holds no complete lines of 128 bytes.
 
-    A warp stores only a few neighboring values at once. jax 0.12 refuses such a store unless it is
+    For example, one number for each row of a matrix. jax 0.12 refuses such a store unless it is
     told not to optimize it; older versions have no such option, and do not refuse it.
     """
     if hasattr(gpu, "store"):

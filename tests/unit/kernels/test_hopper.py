@@ -4,6 +4,8 @@ Before jax 0.12 the interpreter cannot run them, so the tests only check that ot
 used.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ import optax
 import pytest
 
 from shardwise.flops import count_kernels
-from shardwise.kernels import activation, hopper
+from shardwise.kernels import activation, float8, hopper
 from shardwise.kernels import cross_entropy as losses
 from shardwise.plan.hlo import parse
 from shardwise.precision import sums_in_float32
@@ -261,6 +263,53 @@ def test_kernels_can_be_lowered_for_cuda(monkeypatch, name):
     assert "mosaic_gpu" in lowered.as_text()
 
 
+@pytest.mark.skipif(
+    VERSION < (0, 11), reason="Mosaic GPU has other names before jax 0.11"
+)
+@pytest.mark.parametrize("name", ["product_gelu8", "product_slope8", "product_exp8"])
+def test_kernels_of_8_bits_can_be_lowered_for_cuda(monkeypatch, name):
+    """jax 0.12 refused to lower the store of the results of 8 bits."""
+    monkeypatch.setattr(hopper, "multiprocessors", lambda: 132)
+    jax.clear_caches()
+
+    def array(dtype, *shape):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    wide, narrow = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float8_e5m2)
+    vector, factors = array(jnp.float32, 256), array(jnp.float32, 2)
+    extra = {
+        "product_gelu8": [array(wide, 256)],
+        "product_slope8": [array(wide, 256, 256)],
+        "product_exp8": [vector],
+    }
+    options, matrix = {}, array(narrow, 256, 256)
+    if name == "product_exp8":
+        options, matrix = {"dtype": narrow}, array(wide, 256, 256)
+    traced = jax.jit(partial(getattr(hopper, name), **options)).trace(
+        matrix, matrix, *extra[name], factors
+    )
+    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.skipif(
+    VERSION < (0, 11), reason="Mosaic GPU has other names before jax 0.11"
+)
+def test_the_loss_of_8_bits_can_be_lowered_for_cuda(monkeypatch):
+    """A constant in a function that is partitioned made JAX fail, but only with the kernel."""
+    monkeypatch.setattr(hopper, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(hopper, "is_available", lambda: True)
+    monkeypatch.setattr(losses, "platform", lambda: "gpu")
+
+    def loss(features, table, labels):
+        with float8.matmul_dtype("float8"):
+            return losses.linear_cross_entropy(features, table, labels).sum()
+
+    matrix = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
+    labels = jax.ShapeDtypeStruct((256,), jnp.int32)
+    traced = jax.jit(jax.grad(loss, (0, 1))).trace(matrix, matrix, labels)
+    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
 def test_plan_recognizes_a_kernel_by_its_name():
     program = parse(
         """HloModule step
@@ -319,16 +368,14 @@ def test_matmul_of_8_bits_times_slope(interpreted):
 
 
 @needs_interpreter
-def test_exponentials_of_a_matmul_of_8_bits(interpreted):
+def test_exponentials_with_a_copy_of_8_bits(interpreted):
     rng = np.random.default_rng(8)
-    x8, table8 = eight(half(rng, 256, 128), 1), eight(half(rng, 128, 128), 8)
+    x, table = half(rng, 256, 128), half(rng, 128, 128)
     offset = jnp.asarray(rng.normal(0, 2, 256), jnp.float32)
-    factors = jnp.asarray([1 / 80, 2], jnp.float32)
-    dtypes = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float8_e5m2)
-    found, sums, narrow = hopper.product_exp8(
-        x8, table8, offset, factors, dtypes=dtypes
-    )
-    logits = wide(x8) @ wide(table8).T / 80 - np.asarray(offset)[:, None]
+    factors = jnp.asarray([1 / 10, 2], jnp.float32)
+    dtype = jnp.dtype(jnp.float8_e5m2)
+    found, sums, narrow = hopper.product_exp8(x, table, offset, factors, dtype=dtype)
+    logits = wide(x) @ wide(table).T / 10 - np.asarray(offset)[:, None]
     # 2 bits of fraction. The interpreter does not saturate values that are too large.
     np.testing.assert_allclose(wide(narrow) / 2, np.exp(logits), rtol=0.2, atol=1e-5)
     np.testing.assert_allclose(wide(found), np.exp(logits), rtol=2**-4)
