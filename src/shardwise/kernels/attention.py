@@ -68,6 +68,37 @@ def causal_attention(
     return attention(q, k, v, segment_ids=segment_ids)
 
 
+def takes_pairs(queries: jax.ShapeDtypeStruct) -> bool:
+    """Return whether `causal_attention_of_pairs` works here, with as many heads of each kind.
+
+    Args:
+        queries: shape and dtype of the queries, (B, T, H, K).
+    """
+    mesh = step_mesh()
+    if mesh is None:
+        is_unsharded = jax.device_count() == 1
+    else:
+        # Each device has all heads and tokens of its sequences.
+        used = {axis for axis, size in mesh.shape.items() if size > 1}
+        is_unsharded = used <= set(_batch_axes())
+    return has_gpu_kernels() and is_unsharded and flash.supports(queries, queries)
+
+
+def causal_attention_of_pairs(
+    q: Array, pairs: Array, segment_ids: Array | None = None
+) -> Array:
+    """Return `causal_attention` of keys and values from a single matmul.
+
+    Its output need not be split, and the gradients need not be joined.
+
+    Args:
+        q: queries, (B, T, H, K), see `takes_pairs`.
+        pairs: the keys of all heads, and then the values, (B, T, 2 * H, K).
+        segment_ids: as for `causal_attention`.
+    """
+    return attention_on_shards(_pair_attention, q, pairs, None, segment_ids)
+
+
 def attention(
     query: Array,
     key: Array,
@@ -328,11 +359,17 @@ def tpu_attention(
     return attention_on_shards(kernel, q, k, v, segment_ids, batch=batch, heads=heads)
 
 
+def _batch_axes() -> tuple[str, ...]:
+    """Return the names of mesh axes that shard the sequences of the step."""
+    layout = step_layout()
+    return BATCH if layout is None else layout[1].batch
+
+
 def attention_on_shards(
-    kernel: Callable[[Array, Array, Array, Array | None], Array],
+    kernel: Callable[..., Array],
     q: Array,
     k: Array,
-    v: Array,
+    v: Array | None,
     segment_ids: Array | None,
     *,
     batch: tuple[str, ...] | None = None,
@@ -346,7 +383,7 @@ def attention_on_shards(
         kernel: a function of the four arrays.
         q: queries, (B, T, H, K).
         k: keys, (B, T, G, K).
-        v: values, (B, T, G, K).
+        v: values, (B, T, G, K); None if `k` has them too, and no axis shards the heads.
         segment_ids: (B, T), or None.
         batch: the mesh axes that shard the sequences; None for those of the step.
         heads: the mesh axes that shard the heads.
@@ -355,16 +392,14 @@ def attention_on_shards(
         The outputs of the heads, (B, T, H, K).
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if batch is None:
-        layout = step_layout()
-        batch = BATCH if layout is None else layout[1].batch
+    batch = _batch_axes() if batch is None else batch
     batch_axes = tuple(axis for axis in batch if mesh.shape.get(axis, 1) > 1)
     head_axes = tuple(axis for axis in heads if mesh.shape.get(axis, 1) > 1)
     if q.shape[0] % math.prod(mesh.shape[axis] for axis in batch_axes):
         # The last batch of an evaluation: every device computes all of its sequences.
         batch_axes = ()
     head_shards = math.prod(mesh.shape[axis] for axis in head_axes)
-    if k.shape[2] % head_shards:
+    if v is not None and k.shape[2] % head_shards:
         # There are fewer key heads than devices, so each device gets a copy of the one it needs.
         copies = head_shards // math.gcd(head_shards, k.shape[2])
         k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v))
@@ -384,11 +419,18 @@ def attention_on_shards(
     return sharded_kernel(q, k, v, segment_ids)
 
 
+def _pair_attention(
+    q: Array, pairs: Array, _: Array | None, segment_ids: Array | None
+) -> Array:
+    """Run the kernels on the sequences of one device."""
+    return flash.flash_attention(q, (pairs,), segment_ids, Mask())
+
+
 def _flash_attention(
     q: Array, k: Array, v: Array, segment_ids: Array | None, *, mask: Mask
 ) -> Array:
     """Run the kernels on the sequences and heads of one device."""
-    return flash.flash_attention(q, k, v, segment_ids, mask)
+    return flash.flash_attention(q, (k, v), segment_ids, mask)
 
 
 def _splash_attention(

@@ -9,11 +9,14 @@ The kernels keep one tile of scores on chip at a time, as cuDNN's do. There are 
 
 Shapes: B sequences, T tokens, H query heads, G key and value heads, K head width.
 
+Keys and values are two arrays (B, T, G, K), or one (B, T, 2 * G, K) with the heads of the values
+after those of the keys, as a single matmul computes them.
+
 The kernels need jax 0.11 or newer, as those in `kernels.hopper`.
 """
 
 from functools import partial
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +35,9 @@ from shardwise.kernels.hopper import is_available
 from shardwise.kernels.mask import Mask
 
 Array = jax.Array
+ArrayOrShape: TypeAlias = jax.Array | jax.ShapeDtypeStruct
+# Keys and values: two arrays, or one with the heads of both.
+KeysValues: TypeAlias = tuple[Array] | tuple[Array, Array]
 
 # Tiles of the forward kernel, of the gradient of the queries, and of that of keys and values, by
 # head width.
@@ -132,7 +138,7 @@ def _edges(length: int, size: int) -> tuple[Array, Array]:
     return first, first + size - 1
 
 
-def supports(q: Array, k: Array) -> bool:
+def supports(q: ArrayOrShape, k: ArrayOrShape) -> bool:
     """Return whether the kernels compute attention of q (B, T, H, K) and k (B, T, G, K) here."""
     tiles = TILES.get(q.shape[3], ())
     sizes = [size for tile in tiles for size in (tile.rows, tile.columns)]
@@ -145,9 +151,9 @@ def supports(q: Array, k: Array) -> bool:
     )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
 def flash_attention(
-    q: Array, k: Array, v: Array, segment_ids: Array | None, mask: Mask
+    q: Array, kv: KeysValues, segment_ids: Array | None, mask: Mask
 ) -> Array:
     """Return attention on one Hopper GPU.
 
@@ -157,49 +163,52 @@ def flash_attention(
 
     Args:
         q: queries, (B, T, H, K), see `supports`.
-        k: keys, (B, T, G, K).
-        v: values, (B, T, G, K).
+        kv: keys and values.
         segment_ids: the document of each token, (B, T), or None.
         mask: which keys a query attends to.
 
     Returns:
         The outputs of the heads, (B, T, H, K).
     """
-    out: Array = forward(q, k, v, segment_ids, mask=mask)[0]
+    out: Array = forward(q, kv, segment_ids, mask=mask)[0]
     return out
 
 
-_Residuals: TypeAlias = tuple[Array, Array, Array, Array | None, Array, Array]
+_Residuals: TypeAlias = tuple[Array, KeysValues, Array | None, Array, Array]
 
 
 def _forward_rule(
-    q: Array, k: Array, v: Array, segment_ids: Array | None, mask: Mask
+    q: Array, kv: KeysValues, segment_ids: Array | None, mask: Mask
 ) -> tuple[Array, _Residuals]:
-    out, log_sums = forward(q, k, v, segment_ids, mask=mask)
+    out, log_sums = forward(q, kv, segment_ids, mask=mask)
     out = checkpoint_name(out, "attention")
     log_sums = checkpoint_name(log_sums, "attention")
-    return out, (q, k, v, segment_ids, out, log_sums)
+    return out, (q, kv, segment_ids, out, log_sums)
 
 
 def _backward_rule(
     mask: Mask, residuals: _Residuals, grad: Array
-) -> tuple[Array, Array, Array, None]:
+) -> tuple[Array, KeysValues, None]:
     return (*backward(*residuals, grad, mask=mask), None)
 
 
 flash_attention.defvjp(_forward_rule, _backward_rule)
 
 
+def _num_key_heads(kv: KeysValues) -> int:
+    heads: int = sum(x.shape[2] for x in kv)
+    return heads // 2
+
+
 @partial(jax.jit, static_argnames="mask")
 def forward(
-    q: Array, k: Array, v: Array, segment_ids: Array | None, *, mask: Mask
+    q: Array, kv: KeysValues, segment_ids: Array | None, *, mask: Mask
 ) -> tuple[Array, Array]:
     """Return attention, and what the backward pass needs.
 
     Args:
         q: queries, (B, T, H, K).
-        k: keys, (B, T, G, K).
-        v: values, (B, T, G, K).
+        kv: keys and values.
         segment_ids: the document of each token, (B, T), or None.
         mask: which keys a query attends to.
 
@@ -209,8 +218,8 @@ def forward(
     """
     tiles = TILES[q.shape[3]][0]
     statistics = jax.ShapeDtypeStruct((*q.shape[::2], q.shape[1]), jnp.float32)
-    out, log_sums = call(Forward, tiles, mask, (q, statistics))(
-        q, k, v, *_mask_inputs(tiles, mask, q.shape[1], segment_ids)
+    out, log_sums = call(Forward, tiles, mask, _num_key_heads(kv), (q, statistics))(
+        q, kv[0], kv[-1], *_mask_inputs(tiles, mask, q.shape[1], segment_ids)
     )
     return out, log_sums
 
@@ -218,21 +227,19 @@ def forward(
 @partial(jax.jit, static_argnames="mask")
 def backward(
     q: Array,
-    k: Array,
-    v: Array,
+    kv: KeysValues,
     segment_ids: Array | None,
     out: Array,
     log_sums: Array,
     grad: Array,
     *,
     mask: Mask,
-) -> tuple[Array, Array, Array]:
-    """Return the gradients of queries, keys and values.
+) -> tuple[Array, KeysValues]:
+    """Return the gradients of queries, and of keys and values.
 
     Args:
         q: as in `forward`.
-        k: as in `forward`.
-        v: as in `forward`.
+        kv: as in `forward`.
         segment_ids: as in `forward`.
         out: the first result of `forward`.
         log_sums: the second result of `forward`.
@@ -240,20 +247,20 @@ def backward(
         mask: as in `forward`.
     """
     _, tiles_q, tiles_k = TILES[q.shape[3]]
-    length = q.shape[1]
+    length, key_heads = q.shape[1], _num_key_heads(kv)
     # The gradient of a score is its weight times (the gradient of the weight minus this).
     dots = jnp.einsum(
         "bthk,bthk->bht", out.astype(jnp.float32), grad.astype(jnp.float32)
     )
-    inputs = q, k, v, grad, log_sums, dots
-    (dq,) = call(QueryGradient, tiles_q, mask, (q,))(
+    inputs = q, kv[0], kv[-1], grad, log_sums, dots
+    (dq,) = call(QueryGradient, tiles_q, mask, key_heads, (q,))(
         *inputs, *_mask_inputs(tiles_q, mask, length, segment_ids)
     )
-    dk, dv = call(KeyGradient, tiles_k, mask, (k, v))(
+    dkv = call(KeyGradient, tiles_k, mask, key_heads, kv)(
         *inputs,
         *_mask_inputs(tiles_k, mask, length, segment_ids, of_keys=True),
     )
-    return dq, dk, dv
+    return dq, cast(KeysValues, tuple(dkv))
 
 
 def _mask_inputs(

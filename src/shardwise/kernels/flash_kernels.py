@@ -87,14 +87,23 @@ def call(
     kernel: "type[Kernel]",
     tiles: Tiles,
     mask: Mask,
+    key_heads: int,
     outs: tuple[jax.ShapeDtypeStruct | Array, ...],
 ) -> Callable[..., tuple[Array, ...]]:
-    """Return a call of a kernel, with one program on each multiprocessor."""
+    """Return a call of a kernel, with one program on each multiprocessor.
+
+    Args:
+        kernel: the kernel.
+        tiles: the sizes of its tiles.
+        mask: which keys a query attends to.
+        key_heads: the number of key heads.
+        outs: arrays of the shapes and dtypes of the results.
+    """
 
     def run(*refs: Ref) -> None:
         inputs = refs[: -len(outs)]
         results = refs[-len(outs) :]
-        kernel.launch(inputs, results, tiles, mask)
+        kernel.launch(inputs, results, tiles, mask, key_heads)
 
     call: Callable[..., tuple[Array, ...]] = gpu.kernel(
         run,
@@ -170,6 +179,7 @@ class Kernel:
         segment_ids: the document of each token, (B, T), or None.
         tiles: the sizes of tiles.
         mask: which keys a query attends to.
+        key_heads: the number of key heads.
         warpgroup: the index of this warpgroup.
         fixed: the operands of tiles in shared memory, (buffers, rows, K) each.
         fixed_vectors: the numbers for each row of a tile, (buffers, rows) each.
@@ -189,6 +199,7 @@ class Kernel:
     segment_ids: Ref | None
     tiles: Tiles
     mask: Mask
+    key_heads: int
     warpgroup: Array
     fixed: list[Ref]
     fixed_vectors: list[Ref]
@@ -222,6 +233,7 @@ class Kernel:
         results: tuple[Ref, ...],
         tiles: Tiles,
         mask: Mask,
+        key_heads: int,
     ) -> None:
         """Allocate shared memory, and run the program."""
         ranges, *ids = inputs[cls.num_inputs :]
@@ -240,6 +252,7 @@ class Kernel:
                 segment_ids=ids[0] if ids else None,
                 tiles=tiles,
                 mask=mask,
+                key_heads=key_heads,
                 warpgroup=lax.axis_index("wg"),
                 **scratch,
             ).run()
@@ -275,7 +288,21 @@ class Kernel:
     @property
     def group(self) -> int:
         """The number of query heads for each key head."""
-        return int(self.inputs[0].shape[2]) // int(self.inputs[1].shape[2])
+        return int(self.inputs[0].shape[2]) // self.key_heads
+
+    def keys_and_values(
+        self, refs: tuple[Ref, ...], where: Any, head: Array
+    ) -> list[Ref]:
+        """Return the keys and values, or their gradients, of a key head.
+
+        Args:
+            refs: the arrays of keys and values, which may be one with the heads of both.
+            where: the indices of the first two dims.
+            head: the index of the key head.
+        """
+        keys, values = refs[0], refs[-1]
+        value_head = head + (int(values.shape[2]) - self.key_heads)
+        return [keys.at[(*where, head)], values.at[(*where, value_head)]]
 
     @property
     def width(self) -> int:
@@ -323,7 +350,7 @@ class Kernel:
                 It returns the number of blocks after it.
         """
         batches, length = (int(n) for n in self.inputs[0].shape[:2])
-        heads = int(self.inputs[1 if self.of_keys else 0].shape[2])
+        heads = self.key_heads if self.of_keys else int(self.inputs[0].shape[2])
         num_tiles = length // self.tiles.rows
         total = batches * heads * num_tiles
         programs = multiprocessors()
@@ -569,7 +596,8 @@ class QueryTiles(Kernel):
         """Keys and values."""
         tokens = pl.ds(block * self.tiles.columns, self.tiles.columns)
         head = lax.div(item.head, int32(self.group))
-        return [[x.at[item.batch, tokens, head]] for x in self.inputs[1:3]]
+        where = item.batch, tokens
+        return [[x] for x in self.keys_and_values(self.inputs[1:3], where, head)]
 
 
 class Forward(QueryTiles):
@@ -722,8 +750,8 @@ class KeyGradient(Kernel):
 
     def fixed_sources(self, item: Item) -> list[Ref]:
         """Keys and values."""
-        tokens = pl.ds(item.start, self.tiles.rows)
-        return [x.at[item.batch, tokens, item.head] for x in self.inputs[1:3]]
+        where = item.batch, pl.ds(item.start, self.tiles.rows)
+        return self.keys_and_values(self.inputs[1:3], where, item.head)
 
     def block_sources(self, item: Item, head: Array, block: Array) -> list[list[Ref]]:
         """Queries and the gradients of the outputs, with their vectors."""
@@ -793,6 +821,7 @@ class KeyGradient(Kernel):
         zeros = [_zeros(ROWS, self.width)] * 2
         step, (dkey, dvalue) = self.for_each_head(add_head, (step, zeros))
         gpu.barrier_arrive(self.fixed_used.at[item.buffer])
-        where = item.batch, self.my_tokens(item), item.head
-        self.store([dkey * self.scale, dvalue], [x.at[where] for x in self.results])
+        where = item.batch, self.my_tokens(item)
+        targets = self.keys_and_values(self.results, where, item.head)
+        self.store([dkey * self.scale, dvalue], targets)
         return step

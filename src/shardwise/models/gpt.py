@@ -22,7 +22,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from shardwise.kernels.activation import gelu_mlp, plain_gelu_mlp
-from shardwise.kernels.attention import causal_attention
+from shardwise.kernels.attention import (
+    causal_attention,
+    causal_attention_of_pairs,
+    takes_pairs,
+)
 from shardwise.kernels.float8 import Narrowed, uses_float8
 from shardwise.kernels.linear import matmuls
 from shardwise.kernels.lookup import look_up
@@ -159,13 +163,22 @@ class Attention(nnx.Module):
         segment_ids: Array | None = None,
     ) -> WithoutBias:
         """Return the attention of tokens `x` (N, D) in sequences of this shape."""
-        return self._project_out(causal_attention(*self.heads(x, shape), segment_ids))
+        heads, width = self.qkv.bias.shape[1:]
+        queries = jax.ShapeDtypeStruct((*shape, heads, width), x.dtype)
+        if takes_pairs(queries):
+            q, pairs = self.heads(x, shape, has_pairs=True)
+            mixed = causal_attention_of_pairs(q, pairs, segment_ids)
+        else:
+            q, k, v = self.heads(x, shape)
+            mixed = causal_attention(q, k, v, segment_ids)
+        return self._project_out(mixed)
 
     def decode(
         self, x: Array, shape: BatchShape, cache: Cache, layer: int | Array
     ) -> tuple[WithoutBias, Cache]:
         """Return the attention of new tokens, and the cache with their keys and values."""
-        mixed, cache = cached_attention(*self.heads(x, shape), cache, layer)
+        q, k, v = self.heads(x, shape)
+        mixed, cache = cached_attention(q, k, v, cache, layer)
         return self._project_out(mixed), cache
 
     def _project_out(self, mixed: Array) -> WithoutBias:
@@ -178,26 +191,31 @@ class Attention(nnx.Module):
         return project(merge_tokens(mixed), kernel), bias
 
     def heads(
-        self, x: Array | Narrowed, shape: BatchShape
-    ) -> tuple[Array, Array, Array]:
-        """Return queries, keys and values, each (B, T, H, K), of tokens `x` (N, D).
+        self, x: Array | Narrowed, shape: BatchShape, *, has_pairs: bool = False
+    ) -> list[Array]:
+        """Return queries, keys and values of tokens `x` (N, D), each (B, T, H, K).
 
         The biases of keys and values are not added. A bias of the keys adds the same number to all
         scores of a query, so it has neither an effect nor a gradient. The attention weights of a
         query sum to 1, so the bias of the values can be added to the output of the heads instead,
         where its gradient need not be summed over all tokens.
+
+        Args:
+            x: the tokens.
+            shape: the numbers B and T.
+            has_pairs: return keys and values in one array, see `causal_attention_of_pairs`.
         """
-        kernel = self.qkv.kernel[...]
-        bias = self.qkv.bias[...]
-        # Three matmuls instead of one: their outputs need not be split, nor the gradients joined.
+        kernel, (bias, *_) = self.qkv.kernel[...], self.qkv.bias[...]
+        # Several matmuls instead of one: their outputs need not be split, nor the gradients joined.
         # They have two dimensions, not (N, H, K), so that the matmul adds the bias in its epilogue.
-        kernels = [kernel[:, i].reshape(len(kernel), -1) for i in range(3)]
-        q, k, v = matmuls(x, kernels)
-        q, k, v = (
-            split_tokens(y.reshape(-1, *bias.shape[1:]), *shape)
-            for y in (q + bias[0].reshape(-1), k, v)
-        )
-        return q, k, v
+        parts = [slice(0, 1), slice(1, 3)] if has_pairs else range(3)
+        kernels = [kernel[:, part].reshape(len(kernel), -1) for part in parts]
+        q, *others = matmuls(x, kernels)
+        width = bias.shape[1]
+        return [
+            split_tokens(y.reshape(len(y), -1, width), *shape)
+            for y in (q + bias.reshape(-1), *others)
+        ]
 
 
 class MLP(nnx.Module):

@@ -10,11 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from shardwise.flops import count_flops, count_kernels
 from shardwise.kernels import flash, flash_kernels
 from shardwise.kernels.flash import ROWS, BlockRange, Tiles, block_ranges
 from shardwise.kernels.mask import Mask
+from shardwise.models import gpt
+from shardwise.models.gpt import GPTConfig
 
 VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 needs_interpreter = pytest.mark.skipif(
@@ -156,15 +159,15 @@ def plain_attention(q, k, v, ids, mask):
 
 @needs_interpreter
 @pytest.mark.parametrize(
-    ("mask", "mean", "group", "width", "length"),
+    ("mask", "mean", "group", "width", "length", "joined"),
     [
         # Three tiles: the second pair of tiles of the first head is in two heads.
-        (Mask(), None, 1, 64, 384),
-        (Mask(), 40, 2, 64, 256),
-        (Mask(False, 70), 90, 1, 128, 256),
+        (Mask(), None, 1, 64, 384, False),
+        (Mask(), 40, 2, 64, 256, True),
+        (Mask(False, 70), 90, 1, 128, 256, False),
     ],
 )
-def test_like_plain_jax(interpreted, mask, mean, group, width, length):
+def test_like_plain_jax(interpreted, mask, mean, group, width, length, joined):
     """Outputs and gradients differ by the rounding of bfloat16."""
     keys = jax.random.split(jax.random.key(0), 4)
     heads = 2
@@ -175,7 +178,12 @@ def test_like_plain_jax(interpreted, mask, mean, group, width, length):
         )
     )
     ids = None if mean is None else jnp.asarray(documents(mean)[:1, :length])
-    found = jax.vjp(lambda *x: flash.flash_attention(*x, ids, mask), q, k, v)
+
+    def attend(q, k, v):
+        kv = (jnp.concatenate([k, v], axis=2),) if joined else (k, v)
+        return flash.flash_attention(q, kv, ids, mask)
+
+    found = jax.vjp(attend, q, k, v)
     wide = [x.astype(jnp.float32) for x in (q, k, v)]
     want = jax.vjp(lambda *x: plain_attention(*x, ids, mask), *wide)
     np.testing.assert_allclose(found[0].astype(jnp.float32), want[0], atol=0.02)
@@ -192,7 +200,7 @@ def test_flops_and_names(monkeypatch):
     k = jax.ShapeDtypeStruct((2, 256, 2, 64), jnp.bfloat16)
 
     def run(q, k, v):
-        return flash.flash_attention(q, k, v, None, Mask())
+        return flash.flash_attention(q, (k, v), None, Mask())
 
     if VERSION < (0, 11):
         pytest.skip("Mosaic GPU had other names before jax 0.11")
@@ -220,3 +228,29 @@ def test_other_shapes_use_other_kernels(monkeypatch):
         assert not flash.supports(x, x)
     monkeypatch.setattr(flash, "is_available", lambda: False)
     assert not flash.supports(good, good)
+
+
+@needs_interpreter
+def test_a_gpt_with_keys_and_values_in_one_array(interpreted, monkeypatch):
+    """The loss and its gradients are those of three arrays."""
+    config = GPTConfig(
+        vocab_size=64, max_length=128, num_layers=1, num_heads=2, width=128
+    )
+    graph, params, rest = nnx.split(gpt.GPT(config, nnx.Rngs(0)), nnx.Param, ...)
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    tokens = jax.random.randint(jax.random.key(1), (1, 128), 0, 64)
+
+    def loss(params):
+        logits = nnx.merge(graph, params, rest)(tokens).astype(jnp.float32)
+        return (jax.nn.log_softmax(logits) ** 2).mean()
+
+    want, wants = jax.value_and_grad(loss)(params)
+    monkeypatch.setattr(gpt, "takes_pairs", lambda queries: queries.shape[1] == 128)
+    found, founds = jax.value_and_grad(loss)(params)
+    assert "attention_dkv" in count_kernels(
+        jax.make_jaxpr(jax.grad(loss))(params).jaxpr
+    )
+    np.testing.assert_allclose(found, want, rtol=1e-3)
+    for x, y in zip(jax.tree.leaves(founds), jax.tree.leaves(wants), strict=True):
+        error = jnp.linalg.norm((x - y).astype(jnp.float32))
+        assert error <= 0.02 * jnp.linalg.norm(y.astype(jnp.float32))
