@@ -73,7 +73,11 @@ def test_explain_shows_the_roles(recipe, capsys):
     assert main(["explain", recipe, "--width", "64"]) == 0
     out = capsys.readouterr().out
     assert "from width 32 to 64" in out
-    assert "hidden" in out
+    assert "scale_updates(multiplier=0.5)" in out
+    # The measured update of the hidden layer is half as large as the learning rate.
+    rows = out.partition("what each parameter gets")[2].splitlines()
+    row = next(line for line in rows if "hidden/kernel" in line)
+    assert [cell.strip() for cell in row.split("│")][5:7] == ["0.01", "0.005"]
 
 
 @pytest.mark.parametrize(
@@ -123,6 +127,11 @@ def test_transfer_resumes(recipe, tmp_path, capfd):
     assert len(answer["best"]) == 3
     assert answer["prediction"]["low"] <= answer["prediction"]["high"]
     assert answer["rate"] in (0.001, 0.1)
-    capfd.readouterr()
-    assert main(args) == 0
-    assert capfd.readouterr().err.count("is done") == 6
+    assert "no price: the speed of the devices is unknown" in capfd.readouterr().out
+    assert main([*args, "--on", "v5e:2x2"]) == 0
+    out, err = capfd.readouterr()
+    assert err.count("is done") == 6
+    assert "price of width 128: 3 steps in" in out
+    answer = json.loads((tmp_path / "a.json").read_text())
+    assert answer["price"]["target"] == "v5e:2x2"
+    assert answer["price"]["seconds"] > 0

@@ -307,3 +307,46 @@ def test_a_recipe_without_out_is_refused(folder):
         check_arguments(
             load_recipe(folder / "tiny.py", "bare"), {"--lr": ["1", "2"]}, "p"
         )
+
+
+def test_several_runs_at_a_time(folder):
+    began = time.monotonic()
+    args = ("--jobs", "3", "--steps", "4", "--pause", "0.5", "--lr", "0.1", "1e30", "2")
+    code, _, err = sweep(folder, *args)
+    seconds = time.monotonic() - began
+    assert code == 5, err
+    assert "[2 of 3] lr=1e+30 failed: exit code 5" in err
+    assert "[3 of 3] lr=2 is done after" in err
+    points = answer(folder)["points"]
+    codes = {point["name"]: point["code"] for point in points}
+    assert codes == {"lr=0.1": 0, "lr=2": 0, "lr=1e+30": 5}
+    # They ran at the same time, and their output does not mix.
+    assert sum(point["seconds"] for point in points) > 1.5 * seconds
+    for name in codes:
+        assert f"s/{name}" in (folder / "s" / f"{name}.log").read_text()
+        assert f"s/{name}/report.html" not in err
+
+
+def test_a_signal_stops_all_runs(folder):
+    args = ("--jobs", "2", "--steps", "50", "--pause", "0.2", "--lr", "0.1", "0.2", "3")
+    process = start(*SWEEP, *args, cwd=folder)
+    logs = [folder / "s" / name / "metrics.jsonl" for name in ("lr=0.1", "lr=0.2")]
+    wait_until(
+        lambda: all(log.exists() and log.read_text().count("\n") > 1 for log in logs)
+    )
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    assert "the same command resumes at lr=0.1" in err
+    points = json.loads((folder / "s" / "sweep.json").read_text())["points"]
+    assert {name: point.get("code") for name, point in points.items()} == {
+        "lr=0.1": 75,
+        "lr=0.2": 75,
+        "lr=3": None,
+    }
+
+
+def test_no_runs_at_a_time_are_refused(folder, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
+    assert main([*SWEEP, "--jobs", "0", "--lr", "0.1", "0.2"]) == 2
+    assert "'0' is not a number of at least 1" in capsys.readouterr().err

@@ -587,6 +587,29 @@ def _replay(parser: Parser) -> None:
     )
 
 
+def positive(text: str) -> int:
+    """Parse a number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"'{text}' is not a number of at least 1.")
+    return int(text)
+
+
+def _add_jobs(parser: Parser, condition: str = "") -> None:
+    """Add the option of commands that train several runs.
+
+    Args:
+        parser: the parser of the command.
+        condition: which other option it needs.
+    """
+    parser.add_argument(
+        "--jobs",
+        type=positive,
+        default=1,
+        metavar="N",
+        help=f"{condition}train N runs at a time, with one log file each (default: 1)",
+    )
+
+
 def _sweep(parser: Parser) -> None:
     parser.add_argument(
         "--out",
@@ -597,6 +620,7 @@ def _sweep(parser: Parser) -> None:
     parser.add_argument(
         "--retry", action="store_true", help="also run failed combinations again"
     )
+    _add_jobs(parser)
     parser.add_argument(
         "--by",
         metavar="METRIC",
@@ -717,6 +741,7 @@ def _scale(parser: Parser) -> None:
     parser.add_argument(
         "--retry", action="store_true", help="with --transfer: run failed runs again"
     )
+    _add_jobs(parser, "with --transfer: ")
 
 
 def _doctor(parser: Parser) -> None:
@@ -829,7 +854,7 @@ recognized by its arrays; nothing in RUN is executed. For any other model name i
     Command(
         "sweep",
         "RECIPE --lr 1e-4 3e-4 --seed 0 1 ...",
-        "train every combination of arguments, one after the other, and compare the runs",
+        "train every combination of arguments, and compare the runs",
         _sweep,
         "shardwise.cli.sweep",
         takes_recipe=True,

@@ -51,7 +51,7 @@ from shardwise.scaling.transfer import (
     predict,
 )
 from shardwise.sweep.grid import check_arguments, flat, make_points, split_words
-from shardwise.sweep.runs import CHILD, Sweep, SweepRecord
+from shardwise.sweep.runs import CHILD, Sweep, SweepRecord, describe_exit
 from shardwise.text import NONE, Json, did_you_mean, show_number, show_seconds
 
 
@@ -394,7 +394,7 @@ def _train_grid(
     words = flat(rest)
     if shared.cpu_devices is not None:
         words += ["--cpu-devices", str(shared.cpu_devices)]
-    code = Sweep(target, words, out, record, points, options.retry).run()
+    code = Sweep(target, words, out, record, points, options.retry, options.jobs).run()
     losses: dict[int, dict[float, float | None]] = {}
     for point in points:
         values = list(point.values.values())
@@ -503,8 +503,8 @@ def _predictions(
             "law": vars(found.law),
         }
     price = _price(task, target, rate, shared)
-    if price is None:
-        console.print("no price: the speed of the devices is unknown. Use --on TARGET.")
+    if isinstance(price, str):
+        console.print(f"no price: {price}")
     else:
         console.print(f"price of width {width}: {price}")
         answer["price"] = asdict(price)
@@ -537,14 +537,17 @@ class _Price:
 
 def _price(
     task: _Task, target: str, rate: float, shared: argparse.Namespace
-) -> _Price | None:
-    """Return the price of the large run, planned in a process that may use the accelerator."""
+) -> _Price | str:
+    """Return the price of the large run, or why there is none.
+
+    It is planned in a process of its own, which may use the accelerator.
+    """
     options = task.options
     words = [f"--{task.settings.width_name.replace('_', '-')}", str(options.to)]
     words += [f"--{options.rate_name.replace('_', '-')}", f"{rate:g}", *task.words]
     if options.on:
         words += ["--on", options.on]
-    if shared.cpu_devices is not None:
+    elif shared.cpu_devices is not None:
         words += ["--cpu-devices", str(shared.cpu_devices)]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "plan.json"
@@ -555,11 +558,13 @@ def _price(
             stdout=subprocess.DEVNULL,
             check=False,
         )
-        if done.returncode or not file.exists():
-            return None
-        plan: Json = read_json(file)
-    if not plan.get("times"):
-        return None
+        if not file.exists():
+            return f"the plan failed with {describe_exit(done.returncode)}."
+        plan: Json = read_json(file)["plan"]
+    if not plan["fits"]:
+        return f"width {options.to} does not fit on {plan['target']}."
+    if not plan["times"]:
+        return "the speed of the devices is unknown. Use --on TARGET."
     steps = task.run_at(task.recipe, Size(options.to, task.depth)).steps
     seconds = float(plan["times"]["total"]) * steps
     return _Price(

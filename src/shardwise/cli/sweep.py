@@ -56,7 +56,9 @@ def main(args: list[str], shared: argparse.Namespace) -> tuple[Json, int]:
         }
         record = SweepRecord.open(out, about, points)
         words = flat(fixed) + _forwarded_options(shared)
-        code = Sweep(target, words, out, record, points, options.retry).run()
+        code = Sweep(
+            target, words, out, record, points, options.retry, options.jobs
+        ).run()
         results = _sorted_results(out, record, points, options.by, options.largest)
     return _show_results(out, results, shared), code
 

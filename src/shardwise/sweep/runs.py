@@ -1,7 +1,8 @@
-"""The runs of a sweep: `sweep.json`, which records them, and the loop that trains them in turn."""
+"""The runs of a sweep: `sweep.json`, which records them, and the loop that trains them."""
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from shardwise.errors import ConfigError, DirectoryInUseError, ExitCode, Shardwi
 from shardwise.files.durable import write_atomically
 from shardwise.files.lock import check_unlocked
 from shardwise.sweep.grid import GridPoint, flat
-from shardwise.text import Json
+from shardwise.text import Json, show_seconds
 
 FILE = "sweep.json"
 # Each run is a new process, because JAX must not be forked. It ends when the sweep is killed.
@@ -26,6 +27,8 @@ from shardwise.cli import entry
 end_with_parent()
 entry()
 """
+# The fraction of the memory of a GPU that runs at the same time allocate, as one run does.
+GPU_MEMORY = 0.75
 # Seconds to wait for a run that a killed sweep has left behind and that is still saving.
 MAX_WAIT = 60.0
 
@@ -128,8 +131,25 @@ def _log(text: str) -> None:
 
 
 @dataclass
+class _Child:
+    """A run that is being trained.
+
+    Attributes:
+        label: its place in the sweep, and its name.
+        name: its name.
+        process: the process.
+        started: when it started, on the clock of `time.monotonic`.
+    """
+
+    label: str
+    name: str
+    process: subprocess.Popen[bytes]
+    started: float
+
+
+@dataclass
 class Sweep:
-    """Trains the remaining runs of a sweep, one after the other.
+    """Trains the remaining runs of a sweep.
 
     Attributes:
         target: the recipe.
@@ -138,6 +158,7 @@ class Sweep:
         record: how each run has ended.
         points: the runs of the grid.
         retry: whether failed runs are trained again.
+        jobs: how many runs are trained at a time. If there are several, each one prints to a file.
     """
 
     target: str
@@ -146,6 +167,7 @@ class Sweep:
     record: SweepRecord
     points: list[GridPoint]
     retry: bool
+    jobs: int = 1
     _signals: list[int] = field(default_factory=list)
     _num_forwarded: int = 0
 
@@ -153,70 +175,105 @@ class Sweep:
         """Train all runs that are left.
 
         Returns:
-            0, or 75 after a signal, or the exit code of the first run that failed.
+            0, or 75 after a signal, or the exit code of the first run of the grid that failed.
         """
-        failed = []
+        waiting = list(enumerate(self.points, 1))
+        running: list[_Child] = []
         with noted_signals() as self._signals:
-            for number, point in enumerate(self.points, 1):
-                code = self._run_point(
-                    f"[{number} of {len(self.points)}] {point.name}", point
-                )
-                if self._num_forwarded:
-                    _log(
-                        f"a signal stopped the sweep; the same command resumes at {point.name}."
-                    )
-                    return ExitCode.STOPPED
-                if code != 0:
-                    failed.append(code)
+            while running or (waiting and not self._signals):
+                while waiting and len(running) < self.jobs and not self._signals:
+                    number, point = waiting.pop(0)
+                    label = f"[{number} of {len(self.points)}] {point.name}"
+                    running += self._start(label, point)
+                self._forward_signals(running)
+                ended = [child for child in running if child.process.poll() is not None]
+                for child in ended:
+                    running.remove(child)
+                    self._note_end(child)
+                if running and not ended:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        running[0].process.wait(0.1)
+            if self._signals:
+                _log(f"a signal stopped the sweep; {self._what_is_next()}.")
+                return ExitCode.STOPPED
+        codes = [self.record.points[point.name].get("code") for point in self.points]
+        failed = [int(code) for code in codes if code]
         if not failed:
             return 0
         # A negative code means that a signal killed the process.
         return failed[0] if failed[0] > 0 else ExitCode.LOST
 
-    def _run_point(self, label: str, point: GridPoint) -> int:
-        """Train one run unless it is finished; return its exit code."""
+    def _what_is_next(self) -> str:
+        """Return where the sweep resumes: at the first run that is not finished."""
+        for point in self.points:
+            if self.record.points[point.name].get("code") in (None, ExitCode.STOPPED):
+                return f"the same command resumes at {point.name}"
+        return "all runs have ended"
+
+    def _start(self, label: str, point: GridPoint) -> list[_Child]:
+        """Start a run, unless it has ended before; return its process, or nothing."""
         before = self.record.points[point.name].get("code")
         if before == 0:
             self._report(label, "is done")
-            return 0
+            return []
         if before not in (None, ExitCode.STOPPED) and not self.retry:
             self._report(
                 label, f"failed before ({describe_exit(before)}); --retry runs it again"
             )
-            return int(before)
-        self._report(label, "resumes" if before == ExitCode.STOPPED else "starts")
-        started = time.monotonic()
-        code = self._train(point)
-        self.record.set_ended(point.name, code, time.monotonic() - started)
-        if code != 0 and not self._num_forwarded:
-            self._report(label, f"failed: {describe_exit(code)}")
-        return code
+            return []
+        out = self.out / point.name
+        if not self._wait_until_unlocked(out):
+            code = ExitCode.STOPPED if self._signals else ExitCode.IN_USE
+            self.record.set_ended(point.name, code, 0.0)
+            return []
+        log = self.out / f"{point.name}.log"
+        where = f"; its output: {log}" if self.jobs > 1 else ""
+        verb = "resumes" if before == ExitCode.STOPPED else "starts"
+        self._report(label, f"{verb}{where}")
+        command = ["train", self.target, *self.words, *point.words, "--out", str(out)]
+        with contextlib.ExitStack() as stack:
+            output = None
+            if self.jobs > 1:
+                # Lines and progress bars of several runs would mix.
+                output = stack.enter_context(log.open("ab"))
+            process = subprocess.Popen(
+                # -P: modules of the current directory must not shadow others.
+                [sys.executable, "-P", "-c", CHILD, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=self._environment(),
+                # Ctrl-C reaches the sweep alone, which forwards it once.
+                start_new_session=True,
+            )
+        return [_Child(label, point.name, process, time.monotonic())]
+
+    def _environment(self) -> dict[str, str]:
+        """Return the environment of a run. Several runs share the memory of a GPU."""
+        environment = dict(os.environ)
+        if self.jobs > 1:
+            fraction = GPU_MEMORY / self.jobs
+            environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{fraction:.3f}")
+        return environment
+
+    def _note_end(self, child: _Child) -> None:
+        """Record that a run has ended."""
+        code, seconds = child.process.returncode, time.monotonic() - child.started
+        self.record.set_ended(child.name, code, seconds)
+        if code != 0 and not self._signals:
+            self._report(child.label, f"failed: {describe_exit(code)}")
+        elif self.jobs > 1 and code == 0:
+            self._report(child.label, f"is done after {show_seconds(seconds)}")
 
     def _report(self, label: str, text: str) -> None:
         print(f"shardwise sweep: {label} {text}", file=sys.stderr, flush=True)
 
-    def _train(self, point: GridPoint) -> int:
-        """Run `shardwise train` for one point, and forward signals to it."""
-        out = self.out / point.name
-        if not self._wait_until_unlocked(out):
-            return ExitCode.STOPPED if self._num_forwarded else ExitCode.IN_USE
-        command = ["train", self.target, *self.words, *point.words, "--out", str(out)]
-        child = subprocess.Popen(
-            # -P: modules of the current directory must not shadow others.
-            [sys.executable, "-P", "-c", CHILD, *command],
-            stdin=subprocess.DEVNULL,
-            # Ctrl-C reaches the sweep alone, which forwards it once.
-            start_new_session=True,
-        )
-        while child.poll() is None:
-            for number in self._signals[self._num_forwarded :]:
-                self._num_forwarded += 1
+    def _forward_signals(self, running: list[_Child]) -> None:
+        for number in self._signals[self._num_forwarded :]:
+            self._num_forwarded += 1
+            for child in running:
                 with contextlib.suppress(ProcessLookupError):
-                    child.send_signal(number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(0.1)
-        self._num_forwarded = len(self._signals)
-        return child.returncode
+                    child.process.send_signal(number)
 
     def _wait_until_unlocked(self, directory: Path) -> bool:
         """Wait for a run that a killed sweep left behind; return whether its lock is free."""
@@ -228,7 +285,6 @@ class Sweep:
                 return True
             except DirectoryInUseError as error:
                 if self._signals or time.monotonic() > deadline:
-                    self._num_forwarded = len(self._signals)
                     _log(str(error))
                     return False
                 if not has_reported:
