@@ -350,6 +350,8 @@ class _Reader:
             "partition": self._partition,
             "masked": self._masked,
             "inject_hyperparams": self._inject_hyperparams,
+            # Of `shardwise.scaling.transform`.
+            "scale_updates": self._scale_updates,
         }
 
     def read(self, tx: Optimizer, chains: Chains) -> Chains:
@@ -378,7 +380,7 @@ class _Reader:
         name = _maker(tx.update)
         of_init = _closure(tx.init)
         of_update = _closure(tx.update)
-        if name in self.wrappers:
+        if name in self.wrappers and _is_known(tx.update):
             return self.wrappers[name](of_init, of_update, chains)
         inner = {
             key: value for key, value in of_update.items() if _is_transformation(value)
@@ -457,6 +459,23 @@ class _Reader:
                 chains, ChainPart(f"inject_hyperparams({factory.__name__})")
             )
         return self.read(inner, chains)
+
+    def _scale_updates(
+        self, of_init: Variables, of_update: Variables, chains: Chains
+    ) -> Chains:
+        chains = self.read(of_update["inner"], chains)
+        multipliers = _closure(of_update["scaled"])["multipliers"]
+        # One part for all parameters with the same number.
+        parts = {
+            number: ChainPart("scale_updates", {"multiplier": number})
+            for number in multipliers.values()
+        }
+        return {
+            path: chain
+            if multipliers.get(path, 1.0) == 1.0
+            else chain.then(parts[multipliers[path]])
+            for path, chain in chains.items()
+        }
 
     def _by_path(
         self, labels: PyTree | Callable[[Params], PyTree]

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import ParamSpec, TypeAlias, cast
@@ -98,21 +99,28 @@ class Scaling:
 
     def table(self) -> Table:
         """Return a table with one line for each kind of parameter. Equal layers share a line."""
-        rows: dict[tuple[str, ...], str] = {}
+        rows: dict[tuple[str, ...], list[str]] = {}
+        why: dict[tuple[str, ...], str] = {}
         for path, found in self.parameters.items():
             parameter = found.parameter
             shapes = f"{list(parameter.shape)}", f"{list(found.shape)}"
             factors = f"{found.init:.4g}", f"{found.rate:.4g}"
             names = any_layer(path), *shapes
             row: tuple[str, ...] = (*names, parameter.role, *factors)
-            rows.setdefault(row, parameter.why)
+            rows.setdefault(row, []).append(path)
+            why.setdefault(row, parameter.why)
+        num_kinds = Counter(pattern for pattern, *_ in rows)
         title = f"from width {self.base.width} to {self.size.width}"
         if self.size.depth != self.base.depth:
             title += f", from depth {self.base.depth} to {self.size.depth}"
         columns = ("parameter", "base shape", "shape", "role", "init", "rate", "why")
         table = Table(*columns, title=title, title_justify="left")
-        for row, why in rows.items():
-            table.add_row(*row, why)
+        for row, paths in rows.items():
+            pattern, *rest = row
+            name = pattern if num_kinds[pattern] == 1 else paths[0]
+            if name == paths[0] and len(paths) > 1:
+                name += f" and {len(paths) - 1} more"
+            table.add_row(name, *rest, why[row])
         return table
 
     def as_json(self) -> Json:

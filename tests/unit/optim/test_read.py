@@ -18,6 +18,7 @@ from shardwise.optim.read import (
     sample_rates,
     schedule_values,
 )
+from shardwise.scaling.transform import scale_updates
 
 STEPS = 20
 PARAMS = {"dense": {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}}
@@ -282,3 +283,16 @@ def _find(tree, key):
         return tree[key]
     nested = (_find(value, key) for value in tree.values() if isinstance(value, dict))
     return next((value for value in nested if value is not None), None)
+
+
+def test_scaled_updates():
+    params = {"a": jnp.zeros((2, 2)), "b": jnp.zeros((2, 2)), "c": jnp.zeros((2, 2))}
+    tx = scale_updates(optax.adam(1e-2), {"a": 0.25, "b": 1.0})
+    chains = read_chains(tx, params)
+    assert [str(part) for part in chains["a"].parts][2:] == [
+        "scale_updates(multiplier=0.25)"
+    ]
+    assert len(chains["b"].parts) == len(chains["c"].parts) == 2
+    # The rate that is logged is that of the optimizer.
+    rates = sample_rates(tx, params, np.array([0]))
+    assert rates == {"all": {"0": pytest.approx(1e-2)}}
