@@ -89,6 +89,8 @@ def test_metrics_share_charts(tmp_path):
         "lr/muon": 0.1,
         "clipped_norm": 0.5,
         "accuracy": 0.9,
+        "eval_accuracy": 0.8,
+        "perplexity": 2.0,
         "eval_bits": 1.0,
         "mfu": 0.4,
     }
@@ -101,13 +103,14 @@ def test_metrics_share_charts(tmp_path):
     }
     assert charts == {
         "Loss": ["training", "validation"],
+        "Accuracy": ["training", "validation"],
         "Validation bits": ["validation"],
         "Learning rate": ["learning rate", "muon"],
         "Gradient norm": ["all", "after clipping"],
         "Throughput, tokens/s": ["tokens/s"],
         "MFU": ["MFU"],
         "Seconds per step": ["step", "waiting for data"],
-        "accuracy": ["accuracy"],
+        "perplexity": ["perplexity"],
     }
 
 

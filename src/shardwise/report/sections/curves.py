@@ -121,19 +121,19 @@ def _by_group(names: Iterable[str], labels: dict[str, str]) -> dict[str, str]:
     return found
 
 
-def _validation_specs(names: Iterable[str]) -> list[ChartSpec]:
-    metrics = [
-        name for name in names if name.startswith("eval_") and name != "eval_loss"
-    ]
-    return [
-        ChartSpec(
-            f"eval{i}",
-            f"Validation {name.removeprefix('eval_')}",
-            {name: "validation"},
-            {"can_log": True},
-        )
-        for i, name in enumerate(metrics)
-    ]
+def _validation_specs(names: Sequence[str]) -> list[ChartSpec]:
+    """Return a chart for each validation metric, next to the same metric of the training data."""
+    specs: list[ChartSpec] = []
+    for name in names:
+        if not name.startswith("eval_") or name == "eval_loss":
+            continue
+        metric = name.removeprefix("eval_")
+        title = f"{metric[:1].upper()}{metric[1:]}"
+        labels = {metric: "training", name: "validation"}
+        if metric not in names:
+            title, labels = f"Validation {metric}", {name: "validation"}
+        specs.append(ChartSpec(f"eval{len(specs)}", title, labels, {"can_log": True}))
+    return specs
 
 
 def _throughput_specs(names: Iterable[str]) -> list[ChartSpec]:
