@@ -146,7 +146,9 @@ def test_two_stages_gather_and_scatter_like_one(as_on_tpus, monkeypatch):
     expected = losses(make_step("plain", "fsdp=8"))
     groups = np.arange(8).reshape(4, 2)
     stages = [groups.tolist(), groups.T.tolist()]
-    monkeypatch.setattr(fsdp, "_stages", lambda mesh, axes: stages if axes else [])
+    monkeypatch.setattr(
+        fsdp, "_stages", lambda mesh, axes, side: stages if axes else []
+    )
     found = make_step("plain", "fsdp=8")
     assert "axis_index_groups=((0, 1), (2, 3)" in str(found.trace().jaxpr)
     np.testing.assert_allclose(losses(found), expected, rtol=2e-6)

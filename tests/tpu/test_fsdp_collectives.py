@@ -28,19 +28,28 @@ def moved(plan, kind):
     return sum(traffic.bytes for traffic in plan.traffic if traffic.kind == kind)
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=8", "data=2,fsdp=4"])
-def test_gradients_are_scattered(mesh):
+@pytest.mark.parametrize(
+    ("target", "mesh", "layers"),
+    [
+        ("v5e:2x4", "fsdp=8", "--no-scan-layers"),
+        ("v5e:2x4", "data=2,fsdp=4", "--no-scan-layers"),
+        ("v6e:2x4", "fsdp=8", "--scan-layers"),
+        # A torus of three dims: in two stages.
+        ("v5p:2x2x2", "fsdp=8", "--scan-layers"),
+    ],
+)
+def test_gradients_are_scattered(target, mesh, layers):
     recipe = load_recipe(ROOT / "recipes" / "gpt2.py", "recipe")
-    words = ["--no-scan-layers", "--batch-size", "16", "--mesh", mesh]
+    words = [layers, "--batch-size", "16", "--mesh", mesh]
     run = make_run(recipe, bind_recipe(recipe, words, prog="plan"))
-    plan = plan_run(run, find_target("v5e:2x4"))
+    plan = plan_run(run, find_target(target))
     scattered, reduced = moved(plan, "reduce-scatter"), moved(plan, "all-reduce")
     print(f"{mesh}: reduce-scatter {scattered:.0f} bytes, all-reduce {reduced:.0f}")
-    # 16 bits for each parameter. Embeddings of positions, outputs of attention, norms and biases
-    # are left; replicas add their shards.
-    of_replicas = 0.25 if "data" in mesh else 0.0
-    assert scattered > 0.85 * 2 * plan.num_params
-    assert reduced < (0.15 + of_replicas) * 2 * plan.num_params
+    # 16 bits for each parameter. Embeddings of positions, norms and biases are left. Replicas add
+    # their shards. Over a torus of three dims, one of two stages all-reduces the table.
+    left = 0.03 + (0.25 if "data" in mesh else 0.0) + (0.31 if "v5p" in target else 0.0)
+    assert scattered > (1 - left) * 2 * plan.num_params
+    assert reduced < left * 2 * plan.num_params
 
 
 @pytest.mark.parametrize(
@@ -65,7 +74,7 @@ def test_neighbors_of_a_torus_gather_first():
         platform="tpu", topology_name="v5p:4x4x4"
     ).devices
     mesh = make_mesh("fsdp=64", devices)
-    first, second = fsdp._stages(mesh, ("fsdp",))
+    first, second = fsdp._stages(mesh, ("fsdp",), fsdp.GATHER_SIDE)
     line = mesh.devices.flatten()
     for groups, num_changing in ((first, 1), (second, 2)):
         assert sorted(np.ravel(groups)) == list(range(64))
@@ -73,4 +82,7 @@ def test_neighbors_of_a_torus_gather_first():
             coords = np.array([line[i].coords for i in group])
             assert (np.ptp(coords, axis=0) > 0).sum() == num_changing
     # Slices of a torus, and rings, are gathered at once.
-    assert fsdp._stages(make_mesh("data=2,fsdp=32", devices), ("fsdp",)) == [None]
+    for side in (fsdp.GATHER_SIDE, fsdp.SCATTER_SIDE):
+        assert fsdp._stages(make_mesh("data=2,fsdp=32", devices), ("fsdp",), side) == [
+            None
+        ]

@@ -3,9 +3,9 @@
 XLA for TPUs turns the sum of a gradient over the devices and the slice that each of them stores
 into a reduce-scatter only if the slice is along the major dim of the gradient in memory. Otherwise
 it all-reduces, which moves twice as much. On 64 chips or more it gathers parameters by all-reduces,
-too. But it keeps `lax.all_gather` and `lax.psum_scatter` inside of `shard_map`. So parameters are
-gathered there, and the matmuls of gradients are replaced in the traced step: each device multiplies
-its own tokens, and the sum is scattered.
+too. But it keeps `lax.all_gather` and `lax.psum_scatter` inside of `shard_map`, over most groups of
+chips. So parameters are gathered there, and the matmuls of gradients are replaced in the traced
+step: each device multiplies its own tokens, and the sum is scattered.
 
 The operands of a `shard_map` are resharded if necessary. So the result is right however XLA shards
 the activations.
@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -32,8 +33,10 @@ from shardwise.tree import PyTree
 # Where XLA does not choose these collectives itself.
 PLATFORMS = ("tpu",)
 
-# XLA changes collectives over a torus none of whose sides is shorter.
-LONG_SIDE = 4
+# Over a complete torus of three dims, XLA gathers by an all-reduce if no side is shorter than this.
+GATHER_SIDE = 4
+# The same for scatters.
+SCATTER_SIDE = 2
 
 # The mesh axes of each dim of an array.
 Dims: TypeAlias = tuple[tuple[str, ...], ...]
@@ -71,7 +74,7 @@ def all_gather(x: jax.Array, sharding: NamedSharding) -> jax.Array:
 
     def gathered(part: jax.Array) -> jax.Array:
         for dim, names in enumerate(dims):
-            for groups in _stages(mesh, names):
+            for groups in _stages(mesh, names, GATHER_SIDE):
                 part = lax.all_gather(
                     part, names, axis=dim, tiled=True, axis_index_groups=groups
                 )
@@ -307,11 +310,14 @@ class _Gradients:
 def _scatter(x: jax.Array, dim: int, axes: tuple[str, ...], mesh: Mesh) -> jax.Array:
     """Return the sum of `x` over devices, of which each keeps a part along a dim.
 
-    XLA makes that an all-reduce, unless the dim is the first of a matrix.
+    XLA makes that an all-reduce, unless the dim is the first of a matrix, in memory too. Over more
+    than one dim of a torus, it also does so for some large numbers of columns, such as 50,304.
+    Padding them would cost as much time as it saves.
     """
     first = jnp.moveaxis(x, dim, 0)
     part = first.reshape(len(first), -1)
-    for groups in reversed(_stages(mesh, axes)):
+    part = with_layout_constraint(part, Layout(major_to_minor=(0, 1)))
+    for groups in reversed(_stages(mesh, axes, SCATTER_SIDE)):
         part = lax.psum_scatter(
             part, axes, scatter_dimension=0, tiled=True, axis_index_groups=groups
         )
@@ -319,20 +325,27 @@ def _scatter(x: jax.Array, dim: int, axes: tuple[str, ...], mesh: Mesh) -> jax.A
     return result
 
 
-def _stages(mesh: Mesh, axes: tuple[str, ...]) -> list[Groups | None]:
+def _stages(mesh: Mesh, axes: tuple[str, ...], side: int) -> list[Groups | None]:
     """Return the groups of devices that gather an array, stage by stage; None for all at once.
 
-    XLA gathers over a torus of 4 x 4 x 4 chips or more by an all-reduce, which moves twice as much.
-    So neighbors gather first, along one dim of the torus, and then every plane of it.
+    XLA replaces collectives over a complete torus by all-reduces, which move twice as much. So
+    neighbors gather first, along one dim of the torus, and then every plane of it.
+
+    On a square of chips, XLA all-reduces gradients too. There, each of two stages would use half of
+    the links only, and take as long together.
+
+    Args:
+        mesh: the device mesh.
+        axes: the mesh axes.
+        side: the shortest side of a torus where this is necessary.
     """
     if not axes:
         return []
-    if len(axes) > 1:
+    if len(axes) > 1 or mesh.shape[axes[0]] < mesh.size:
         return [None]
-    dim = mesh.axis_names.index(axes[0])
-    line = np.moveaxis(mesh.devices, dim, 0).reshape(mesh.devices.shape[dim], -1)[:, 0]
+    line = mesh.devices.flatten()
     coords = np.array([getattr(device, "coords", (0,)) for device in line])
-    if coords.shape[1] < 3 or min(len(set(x)) for x in coords.T) < LONG_SIDE:
+    if coords.shape[1] < 3 or min(len(set(x)) for x in coords.T) < side:
         return [None]
     # Neighbors are devices for which only the coordinate changes that changes first.
     is_other = coords[1] == coords[0]
