@@ -97,6 +97,7 @@ class Value:
         scales: parameters whose common factor is a factor of this value.
         depends: the parameters that it depends on.
         is_stream: whether it is a residual stream, a sum `x + f(x)`.
+        is_zero: whether it is a constant array of zeros.
     """
 
     dims: Mapping[str, Dims] = field(default_factory=dict)
@@ -104,6 +105,7 @@ class Value:
     scales: Paths = NONE
     depends: Paths = NONE
     is_stream: bool = False
+    is_zero: bool = False
 
 
 @dataclass
@@ -116,12 +118,14 @@ class Flow:
         contractions: the matmuls of two activations.
         branches: the parameters that scale a residual branch, for each sum of a stream `x` and a
             branch that is computed from `x`, and for each bias that is added to a stream.
+        unscaled: file and line of sums with a branch that has parameters, none of which scales it.
     """
 
     uses: list[Use] = field(default_factory=list)
     layers: dict[str, set[int]] = field(default_factory=dict)
     contractions: list[Contraction] = field(default_factory=list)
     branches: list[Paths] = field(default_factory=list)
+    unscaled: list[str] = field(default_factory=list)
 
     def of(self, path: str) -> list[Use]:
         """Return the uses of one parameter."""
@@ -183,13 +187,14 @@ class Walk:
 
         def read(atom: core.Var | core.Literal) -> Value:
             if isinstance(atom, core.Literal):
-                return Value()
+                return Value(is_zero=not shape_of(atom) and not atom.val)
             return values.get(atom, Value())
 
         for equation in jaxpr.eqns:
             operands = [read(atom) for atom in equation.invars]
             results = self.equation(equation, operands)
-            if self._is_stream(equation, operands, ancestors):
+            between = ancestors.between(equation)
+            if self._is_stream(equation, operands, between, read):
                 results = [replace(results[0], is_stream=True)]
             values.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
@@ -251,8 +256,10 @@ class Walk:
         body = cast(core.ClosedJaxpr, inner_function(equation)).jaxpr
         # What is carried into the first iteration may not depend on the data yet.
         trial = Walk(Flow()).run(body, [*constants, *carried, *stacked])
+        # It depends on the parameters of other layers, which are other parameters.
+        layers = frozenset(path for value in stacked for path in value.dims)
         carried = [
-            _merged(before, after)
+            _merged(before, replace(after, depends=after.depends - layers))
             for before, after in zip(carried, trial[:num_carried], strict=True)
         ]
         return [*constants, *carried, *stacked]
@@ -299,13 +306,15 @@ class Walk:
             if not own.is_data and not is_vector:
                 self._add_uses(equation, own, "matmul", dims[side], other.scales)
                 scales |= own.scales
-            elif own.is_data and is_activation:
+            elif own.is_data and own.dims and is_activation:
                 self._add_uses(equation, own, "selected", dims[side], other.scales)
+                scales |= own.scales
         left, right = operands[:2]
         if left.is_data and right.is_data and not (left.dims or right.dims):
             size = _size(shape_of(equation.invars[0]), dims[0])
             contraction = Contraction(size, place_of(equation))
             self.flow.contractions.append(contraction)
+            scales = _scales("mul", [left, right])
         result = replace(self._result(operands), scales=scales)
         if result.is_data:
             return [result]
@@ -326,6 +335,16 @@ class Walk:
             return [result]
         self._add_uses(equation, table, "lookup")
         return [result]
+
+    def _update(
+        self, equation: core.JaxprEqn, operands: list[Value]
+    ) -> Sequence[Value]:
+        """Return the value of an array with some entries replaced, or with others added to them."""
+        old = operands[0]
+        new = operands[1 if equation.primitive.name == "dynamic_update_slice" else 2]
+        if not new.is_data:
+            return self._other(equation, operands)
+        return [replace(self._result(operands), scales=_common_scales(old, new))]
 
     def _other(self, equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
         name = equation.primitive.name
@@ -378,25 +397,35 @@ class Walk:
             self.flow.uses.append(use)
 
     def _is_stream(
-        self, equation: core.JaxprEqn, operands: list[Value], ancestors: "_Ancestors"
+        self,
+        equation: core.JaxprEqn,
+        operands: list[Value],
+        between: Sequence[list[core.JaxprEqn]],
+        read: Callable[[core.Var | core.Literal], Value],
     ) -> bool:
         """Return whether an equation is `x + f(x)`, and note the parameters of `f(x)`.
 
         The bias of `f` may be added to a stream separately.
+
+        Args:
+            equation: the equation.
+            operands: the values of its operands.
+            between: for each operand, the equations that compute it from the other one.
+            read: returns the value of a variable.
         """
         if equation.primitive.name not in ("add", "add_any"):
             return False
         found = False
         for side in (0, 1):
             branch, stream = operands[side], operands[1 - side]
-            if not stream.is_data or not branch.scales:
+            if not stream.is_data:
                 continue
             is_bias = not branch.is_data and stream.is_stream
-            atoms = equation.invars[side], equation.invars[1 - side]
-            is_branch = branch.is_data and ancestors.depends(*atoms)
-            if is_bias or is_branch:
+            if branch.scales and (is_bias or between[side]):
                 self.flow.branches.append(branch.scales)
                 found = True
+            elif any(read(var).dims for eqn in between[side] for var in eqn.invars):
+                self.flow.unscaled.append(place_of(equation))
         return found
 
     _special: Mapping[
@@ -409,6 +438,9 @@ class Walk:
         "conv_general_dilated": _matmul,
         "ragged_dot_general": _matmul,
         "gather": _gather,
+        "dynamic_update_slice": _update,
+        "scatter": _update,
+        "scatter-add": _update,
     }
 
 
@@ -418,22 +450,41 @@ class _Ancestors:
     def __init__(self, jaxpr: core.Jaxpr):
         self._defined = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
 
-    def depends(
+    def between(self, equation: core.JaxprEqn) -> list[list[core.JaxprEqn]]:
+        """Return, for each operand of a sum, the equations that compute it from the other one."""
+        if equation.primitive.name not in ("add", "add_any"):
+            return []
+        left, right = equation.invars
+        return [self._from(left, right), self._from(right, left)]
+
+    def _from(
         self, atom: core.Var | core.Literal, other: core.Var | core.Literal
-    ) -> bool:
-        """Return whether the computation of `atom` uses `other`."""
-        seen: set[core.Var] = set()
+    ) -> list[core.JaxprEqn]:
+        """Return the equations that compute `atom` from `other`; none if they do not use it."""
+        if isinstance(atom, core.Literal) or isinstance(other, core.Literal):
+            return []
+        # Whether a variable uses `other`, in the order of the computation.
+        uses = {other: True}
+        found: list[core.JaxprEqn] = []
         pending = [atom]
         while pending:
-            var = pending.pop()
-            if var is other:
-                return True
-            if isinstance(var, core.Literal) or var in seen:
+            equation = self._defined.get(pending[-1])
+            variables = [] if equation is None else _variables(equation)
+            unknown = [var for var in variables if var not in uses]
+            if pending[-1] not in uses and unknown:
+                pending += unknown
                 continue
-            seen.add(var)
-            if var in self._defined:
-                pending += self._defined[var].invars
-        return False
+            var = pending.pop()
+            if var not in uses:
+                uses[var] = any(uses[each] for each in variables)
+                if uses[var] and equation is not None:
+                    found.append(equation)
+        return found
+
+
+def _variables(equation: core.JaxprEqn) -> list[core.Var]:
+    """Return the inputs of an equation that are not constants."""
+    return [var for var in equation.invars if not isinstance(var, core.Literal)]
 
 
 def _scales(name: str, operands: Sequence[Value]) -> Paths:
@@ -459,6 +510,13 @@ def _scales(name: str, operands: Sequence[Value]) -> Paths:
     if name == "div" and left.scales and not left.scales & right.depends:
         return left.scales
     return NONE
+
+
+def _common_scales(first: Value, second: Value) -> Paths:
+    """Return the parameters whose common factor is a factor of two values; that of 0 is any."""
+    if first.is_zero or second.is_zero:
+        return first.scales | second.scales
+    return first.scales if first.scales == second.scales else NONE
 
 
 def _contracted_dims(equation: core.JaxprEqn) -> tuple[Sequence[int], Sequence[int]]:
@@ -490,13 +548,14 @@ def _size(shape: Shape, dims: Iterable[int]) -> int:
 
 def _merged(first: Value, second: Value) -> Value:
     """Return what is known about a variable that has one of two values."""
-    scales = first.scales if first.scales == second.scales else NONE
     is_data = first.is_data or second.is_data
-    dims = {} if is_data else {**second.dims, **first.dims}
-    depends = first.depends | second.depends
-    is_stream = first.is_stream or second.is_stream
     return Value(
-        dims=dims, is_data=is_data, scales=scales, depends=depends, is_stream=is_stream
+        dims={} if is_data else {**second.dims, **first.dims},
+        is_data=is_data,
+        scales=_common_scales(first, second),
+        depends=first.depends | second.depends,
+        is_stream=first.is_stream or second.is_stream,
+        is_zero=first.is_zero and second.is_zero,
     )
 
 
@@ -523,6 +582,7 @@ def _moved(
         scales=scales,
         depends=depends,
         is_stream=operands[0].is_stream,
+        is_zero=not is_joined and operands[0].is_zero,
     )
 
 

@@ -54,10 +54,12 @@ class Roles:
     Attributes:
         parameters: the parameters, by path.
         branches: the parameters whose common factor scales a residual branch, for each branch.
+        unscaled: file and line of sums with a branch that no parameter scales.
     """
 
     parameters: Mapping[str, Parameter]
     branches: tuple[Paths, ...]
+    unscaled: tuple[str, ...] = ()
 
 
 def find_roles(
@@ -94,7 +96,7 @@ def find_roles(
     problems += _shared_folds(parameters, flow)
     if problems:
         raise ConfigError("\n".join(problems))
-    return Roles(parameters, tuple(flow.branches))
+    return Roles(parameters, tuple(flow.branches), tuple(dict.fromkeys(flow.unscaled)))
 
 
 def growing_dims(small: Model, large: Model, base: int) -> dict[str, tuple[int, ...]]:

@@ -271,11 +271,18 @@ def _with_branches(
     """Return the growth with the factor base depth / depth of residual branches.
 
     Raises:
-        ConfigError: if the depth changes and the model has no residual branches.
+        ConfigError: if the depth changes and the model has no residual branches, or one without a
+            last matrix.
     """
     result = dict(growth)
     if size.depth == base.depth:
         return result
+    if roles.unscaled:
+        raise ConfigError(
+            f"the residual branch `x + f(x)` at {', '.join(roles.unscaled)} does not end with a "
+            f"parameter that scales all of it, so it cannot be scaled from depth {base.depth} to "
+            f"{size.depth}. Multiply its result by a matrix or a gain, or keep the depth."
+        )
     members = {path for branch in roles.branches for path in branch}
     if not members:
         raise ConfigError(

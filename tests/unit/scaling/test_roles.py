@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from shardwise import MoE
 from shardwise.errors import ConfigError
 from shardwise.scaling.flow import _reshaped
 from shardwise.scaling.roles import find_roles
@@ -158,6 +159,61 @@ def test_residual_branches():
         "blocks/*/attn/out/bias",
         "blocks/*/mlp/down/bias",
     }
+
+
+class Sparse(nnx.Module):
+    """A residual layer of experts, which choose tokens up to a capacity if there is one."""
+
+    def __init__(self, width, rngs, capacity=None):
+        self.embed = nnx.Embed(32, width, rngs=rngs)
+        options = {"num_experts": 4, "top_k": 2, "capacity": capacity}
+        self.moe = MoE(width, 2 * width, rngs=rngs, **options)
+        self.head = nnx.Linear(width, 32, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        return self.head(x + self.moe(x)[0])
+
+
+@pytest.mark.parametrize(
+    ("make_run", "expected"),
+    [
+        (
+            partial(llama_run, num_experts=4, scan_layers=False),
+            {"blocks/*/out", "blocks/*/moe/down"},
+        ),
+        (partial(llama_run, num_experts=4), {"blocks/out", "blocks/moe/down"}),
+        (model_run(Sparse, token_run), {"moe/down"}),
+        (model_run(partial(Sparse, capacity=1.25), token_run), {"moe/down"}),
+    ],
+)
+def test_residual_branches_of_experts(make_run, expected):
+    found = find_roles(make_run, 32)
+    members = {any_layer(path) for branch in found.branches for path in branch}
+    assert members == expected
+    assert not found.unscaled
+
+
+class Squashed(nnx.Module):
+    """A residual branch that ends with a nonlinearity."""
+
+    def __init__(self, width, rngs):
+        self.embed = nnx.Embed(32, width, rngs=rngs)
+        self.inner = nnx.Linear(width, width, rngs=rngs)
+        self.head = nnx.Linear(width, 32, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        x = x + jnp.tanh(self.inner(x))
+        # These are sums of this form too, but of no branch with parameters.
+        x = x + 0.1 * nnx.gelu(x)
+        return self.head(x)
+
+
+def test_a_branch_that_no_parameter_scales():
+    found = find_roles(model_run(Squashed, token_run), 32)
+    (place,) = found.unscaled
+    assert place.startswith("test_roles.py:")
 
 
 def test_overrides_by_path():

@@ -16,7 +16,13 @@ from shardwise.scaling.probe import small_shapes
 from shardwise.scaling.scaled import Size, find_scaling
 from shardwise.scaling.transform import scale_init, scale_updates
 from shardwise.tree import named_leaves
-from tests.helpers.sizes import Perceptron, gpt_run, one_device, perceptron_run
+from tests.helpers.sizes import (
+    Perceptron,
+    gpt_run,
+    image_run,
+    one_device,
+    perceptron_run,
+)
 
 BASE, WIDTH = 32, 128
 M = WIDTH / BASE
@@ -139,6 +145,24 @@ def test_depth_scales_residual_branches():
 def test_a_model_without_branches_has_no_depth():
     with pytest.raises(ConfigError, match="no residual branches"):
         scaling_of(perceptron, size=Size(BASE, 4), base=Size(BASE, 2))
+
+
+def test_a_branch_that_cannot_be_scaled_keeps_its_depth():
+    class Squashed(nnx.Module):
+        def __init__(self, width, rngs):
+            self.inner = nnx.Linear(64, 64, rngs=rngs)
+            self.head = nnx.Linear(64, width, rngs=rngs)
+            self.out = nnx.Linear(width, 10, rngs=rngs)
+
+        def __call__(self, x):
+            x = x.reshape(len(x), -1)
+            return self.out(self.head(x + jnp.tanh(self.inner(x))))
+
+    def make_run(size):
+        return image_run(lambda rngs: Squashed(size.width, rngs))
+
+    with pytest.raises(ConfigError, match=r"the residual branch .* test_scaled\.py:"):
+        scaling_of(make_run, size=Size(BASE, 4), base=Size(BASE, 2))
 
 
 @pytest.mark.slow
