@@ -208,7 +208,8 @@ def times_between(
 
 def write_nanogpt_data(text: Path, folder: Path) -> None:
     """Write the files that nanoGPT's prepare.py writes."""
-    alphabet, tokens = read_characters(text)
+    characters, tokens = read_characters(text)
+    alphabet = characters.alphabet
     num_train = int(0.9 * len(tokens))
     folder.mkdir(parents=True)
     tokens[:num_train].astype(np.uint16).tofile(folder / "train.bin")

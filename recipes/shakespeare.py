@@ -1,7 +1,9 @@
-"""nanoGPT's character-level GPT, with its two configurations, on any text file.
+r"""nanoGPT's character-level GPT, with its two configurations, on any text file.
 
     shardwise train recipes/shakespeare.py --data input.txt --config cpu --out runs/cpu
     shardwise train recipes/shakespeare.py --data input.txt --config gpu --out runs/gpu
+    shardwise sample runs/cpu --recipe recipes/shakespeare.py --data input.txt --config cpu \
+        --tokenizer characters:input.txt --prompt "ROMEO:"
 
 The text of nanoGPT is data/tinyshakespeare/input.txt of github.com/karpathy/char-rnn: 1,115,394
 characters, 65 different ones. nanoGPT reports a best validation loss of 1.4697 for the first
@@ -23,6 +25,7 @@ import optax
 from flax import nnx
 
 from shardwise import Keep, Mean, Run, accelerate, optim
+from shardwise.data import Characters
 from shardwise.models.sampling import generate
 
 
@@ -161,11 +164,11 @@ def loss(model: CharGPT, batch: dict[str, jax.Array]) -> Mean:
     )
 
 
-def read_characters(path: Path) -> tuple[str, np.ndarray]:
-    """Return the different characters of a text, sorted, and the text as indices into them."""
-    codes = np.frombuffer(path.read_text(encoding="utf-8").encode("utf-32-le"), "<u4")
-    alphabet, tokens = np.unique(codes, return_inverse=True)
-    return "".join(map(chr, alphabet)), tokens.astype(np.int32)
+def read_characters(path: Path) -> tuple[Characters, np.ndarray]:
+    """Return the different characters of a text, and the text as indices into them."""
+    text = path.read_text(encoding="utf-8")
+    characters = Characters(text)
+    return characters, characters.encode([text.encode()])[0]
 
 
 def random_windows(
@@ -215,7 +218,7 @@ def recipe(
     """
     c = CONFIGS[config]
     num_steps = steps or c.steps
-    alphabet, tokens = read_characters(data)
+    characters, tokens = read_characters(data)
     num_train = int(0.9 * len(tokens))
     # Another seed than the training data has, and the same batches in each evaluation.
     draw = random_windows(
@@ -224,15 +227,15 @@ def recipe(
 
     def sample(model: nnx.Module) -> str:
         """Return text that the model generates after a line break."""
-        prompt = np.array([[max(alphabet.find("\n"), 0)]])
+        prompt = np.array([[max(characters.alphabet.find("\n"), 0)]])
         drawn = generate(model, prompt, SAMPLE_LENGTH, jax.random.key(0), 0.8)
-        return "".join(alphabet[token] for token in np.asarray(drawn)[0]).strip()
+        return characters.decode(np.asarray(drawn)[0]).strip()
 
     schedule = optim.cosine(
         lr, num_steps, warmup=min(WARMUP, num_steps // 2), end=lr / 10
     )
     return Run(
-        model=lambda rngs: CharGPT(c, len(alphabet), rngs),
+        model=lambda rngs: CharGPT(c, characters.vocab_size, rngs),
         # The same model and parameters, computed with faster kernels.
         loss=accelerate(loss),
         optimizer=optim.adamw(schedule, b2=0.99, weight_decay=0.1, clip=clip or None),

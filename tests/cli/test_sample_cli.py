@@ -157,6 +157,22 @@ def sample(folder, monkeypatch, capsysbinary):
     return call
 
 
+def test_characters_of_a_text_are_tokens(sample, folder):
+    (folder / "letters.txt").write_text("fade a beef\n", encoding="utf-8")
+    args = ["own", "--recipe", "own.py", "--width", "6", "--tokens", "9"]
+    args += ["--tokenizer", "characters:letters.txt", "--temperature", "0"]
+    code, out, _, answer = sample(*args, "--prompt", "bad")
+    assert code == 0
+    # The alphabet is "\n abdef".
+    assert answer["prompt_tokens"] == [3, 2, 4]
+    (written,) = answer["continuations"]
+    assert written["text"] == "".join("\n abdef"[i] for i in written["tokens"])
+    assert out.startswith("bad" + written["text"])
+    code, _, err, _ = sample(*args, "--prompt", "bäd")
+    assert code == 2
+    assert "'ä' is not among the 7 characters that the model was trained with" in err
+
+
 @pytest.mark.slow
 def test_text_goes_on_and_is_the_same_without_cache_on_a_mesh_and_published(
     sample, folder

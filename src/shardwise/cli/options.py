@@ -548,7 +548,8 @@ def _sample(parser: Parser) -> None:
     parser.add_argument(
         "--tokenizer",
         metavar="FILE",
-        help="a tokenizer.json, or 'bytes', if RUN does not name one",
+        help="a tokenizer.json, 'bytes', or 'characters:FILE' for those of a text, if RUN does not "
+        "name one",
     )
     parser.add_argument(
         "--mesh",

@@ -213,15 +213,11 @@ def _source_of_recipe(
 def _find_tokenizer(
     options: argparse.Namespace, place: Path, saved: "SavedStep | None"
 ) -> "Tokenizer":
-    from shardwise.data.tokenizers import Bytes, FromFile
+    from shardwise.data.tokenizers import FromFile, named_tokenizer
     from shardwise.weights.hub import tokenizer_of
 
     if options.tokenizer is not None:
-        return (
-            Bytes()
-            if options.tokenizer == "bytes"
-            else FromFile(Path(options.tokenizer))
-        )
+        return named_tokenizer(options.tokenizer)
     if saved is not None:
         tokenizer = tokenizer_of(saved)
         if tokenizer is None:

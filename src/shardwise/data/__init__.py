@@ -22,3 +22,4 @@ from shardwise.data.sources import Source as Source
 from shardwise.data.sources import Tokens as Tokens
 from shardwise.data.sources import stdlib_bytes as stdlib_bytes
 from shardwise.data.stream import Stream as Stream
+from shardwise.data.tokenizers import Characters as Characters

@@ -1,4 +1,4 @@
-"""Text to tokens and back: a `tokenizer.json` of the `tokenizers` package, or plain bytes."""
+"""Text to tokens and back: a `tokenizer.json` of the `tokenizers` package, bytes, or characters."""
 
 import hashlib
 from collections.abc import Sequence
@@ -50,6 +50,66 @@ class Bytes:
                 " one byte."
             )
         return encoded[0]
+
+
+class Characters:
+    """The tokenizer for which every character of a text is a token, in sorted order.
+
+    Example:
+        >>> characters = Characters("abba")
+        >>> characters.encode([b"ba"])[0].tolist()
+        [1, 0]
+
+    Attributes:
+        name: "characters".
+        sha256: None, as there is no file.
+        alphabet: the different characters, sorted.
+        vocab_size: their number.
+    """
+
+    name = "characters"
+    sha256 = None
+
+    def __init__(self, text: str):
+        self._codes = np.unique(_code_points(text))
+        self.alphabet = "".join(map(chr, self._codes))
+        self.vocab_size = len(self.alphabet)
+
+    def encode(
+        self, texts: Sequence[bytes], special_tokens: bool = False
+    ) -> list[np.ndarray]:
+        """Return the tokens of each UTF-8 text, int32.
+
+        Raises:
+            ConfigError: if a text has a character that is not in the alphabet.
+        """
+        encoded = []
+        for text in texts:
+            decoded = text.decode()
+            codes = _code_points(decoded)
+            known = np.isin(codes, self._codes)
+            if not known.all():
+                unknown = ", ".join(
+                    repr(chr(code)) for code in np.unique(codes[~known])[:8]
+                )
+                raise ConfigError(
+                    f"{unknown} is not among the {self.vocab_size} characters that the model was "
+                    f"trained with: {self.alphabet!r}."
+                )
+            encoded.append(np.searchsorted(self._codes, codes).astype(np.int32))
+        return encoded
+
+    def decode(self, tokens: np.ndarray | Sequence[int]) -> str:
+        """Return tokens as text."""
+        return "".join(self.alphabet[token] for token in np.asarray(tokens).tolist())
+
+    def end_token(self, text: str | None) -> int | None:
+        """Return None: no character ends a document."""
+        return None
+
+
+def _code_points(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-32-le"), "<u4")
 
 
 class FromFile:
@@ -127,9 +187,30 @@ class FromFile:
         return known[0] if known else None
 
 
-Tokenizer: TypeAlias = Bytes | FromFile
+Tokenizer: TypeAlias = Bytes | Characters | FromFile
 
 
 def open_tokenizer(path: AnyPath | None) -> Tokenizer:
     """Return the tokenizer of a tokenizer.json, or bytes if there is none."""
     return Bytes() if path is None else FromFile(path)
+
+
+def named_tokenizer(name: str) -> Tokenizer:
+    """Return the tokenizer that an option names.
+
+    Args:
+        name: "bytes", "characters:FILE" for those of a text, or the path of a tokenizer.json.
+
+    Raises:
+        ConfigError: if the text is not UTF-8.
+        DataError: if the file does not exist or is no tokenizer.
+    """
+    kind, _, text_file = name.partition(":")
+    if name == "bytes":
+        return Bytes()
+    if kind != "characters":
+        return FromFile(name)
+    try:
+        return Characters(find_file(text_file).read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"'{text_file}' is not valid UTF-8: {error}.") from None
