@@ -327,7 +327,7 @@ def test_a_model_that_takes_one_length_only_sees_rows_of_that_length(sample, fol
         (["run", "--temprature", "1"], 2, "unknown argument --temprature"),
         (["run", "--step", "7"], 4, "has no step 7. Saved steps: 0."),
         (["nowhere"], 4, "nowhere does not exist"),
-        (["own"], 2, "--tokenizer FILE or --tokenizer bytes"),
+        (["own"], 2, "--tokenizer FILE, bytes or characters:FILE"),
         (["hub", "--step", "3"], 2, "has neither steps nor averages"),
         (["run", "--average"], 4, "keeps no average"),
         (["run", "--prompt", ""], 2, "the prompt is empty"),

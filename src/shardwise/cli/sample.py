@@ -224,7 +224,7 @@ def _find_tokenizer(
             raise ConfigError(
                 f"{saved.directory} does not say what its tokens mean, or the tokenizer.json that"
                 " it names is neither in the run directory nor where its arguments point. Use"
-                " --tokenizer FILE or --tokenizer bytes."
+                " --tokenizer FILE, bytes or characters:FILE."
             )
         return tokenizer
     file = _folder(place) / "tokenizer.json"
