@@ -62,7 +62,7 @@ class Characters:
 
     Attributes:
         name: "characters".
-        sha256: None, as there is no file.
+        sha256: None: it needs no file.
         alphabet: the different characters, sorted.
         vocab_size: their number.
     """
@@ -203,7 +203,7 @@ def named_tokenizer(name: str) -> Tokenizer:
 
     Raises:
         ConfigError: if the text is not UTF-8.
-        DataError: if the file does not exist or is no tokenizer.
+        DataError: if the file does not exist, or is not a tokenizer.json.
     """
     kind, _, text_file = name.partition(":")
     if name == "bytes":
