@@ -43,7 +43,8 @@ COLUMNS = 4096
 # In 8 bits, exponentials are multiplied by this number. They are relative to `_offset`: those of
 # tokens with a probability above 1e-6 do not vanish, and those up to e**8.2 do not saturate.
 EXPONENTIAL_SCALE = 16.0
-# The offset of the exponentials of a token is the largest logit of about this many labels.
+# The offset of a token's exponentials depends on the largest of its logits for at least this many
+# labels of the batch, if there are so many.
 NUM_SAMPLED = 1024
 LN_2 = math.log(2)
 
@@ -261,8 +262,19 @@ def _is_fused(features: Array, table: Array) -> bool:
     )
 
 
-def _logits(features: Array, table: Array) -> Array:
-    return jax.lax.dot_general(features, table, (((1,), (1,)), ((), ())))
+def _logits(features: Array, table: Array, dtype: DType | None = None) -> Array:
+    """Return the logits (N, V), in the dtype of the features or another one."""
+    dims = (((1,), (1,)), ((), ()))
+    return jax.lax.dot_general(features, table, dims, preferred_element_type=dtype)
+
+
+def _exact_logits(features: Array, table: Array) -> Array:
+    """Return the logits (N, V), float32.
+
+    They are compared with those of `_label_logits`. If they were rounded to 16 bits, the loss of a
+    label that is nearly certain could be negative, and its gradient far too large.
+    """
+    return _logits(features, table, jnp.dtype(jnp.float32))
 
 
 def _label_logits(features: Array, table: Array, labels: Array) -> Array:
@@ -391,7 +403,7 @@ def _float8_exponentials(
             features, table, offset, factors, dtype=GRADIENTS
         )
     else:
-        exponents = _logits(features, table).astype(jnp.float32) - offset[:, None]
+        exponents = _exact_logits(features, table) - offset[:, None]
         exponentials, total = _clipped_exp(exponents, features.dtype)
         others8 = narrow(exponentials, factors[1], GRADIENTS)
     nats = jnp.log(total) + offset - label_logits
@@ -445,7 +457,7 @@ def _exponentials(features: Array, table: Array, labels: Array) -> tuple[Array, 
         exponentials, total = hopper.product_exp(features, table, label_logits)
     else:
         # The tiles of the kernel divide the complete array, but not the shard of this device.
-        exponents = _logits(features, table).astype(jnp.float32) - label_logits[:, None]
+        exponents = _exact_logits(features, table) - label_logits[:, None]
         exponentials, total = _clipped_exp(exponents, features.dtype)
     return _with_label(exponentials, labels, 1 - total), total
 

@@ -14,7 +14,7 @@ from flax import nnx
 from shardwise import Batches, Mean, Run, Tokens, init_state, steps
 from shardwise.errors import ConfigError
 from shardwise.flops import matmul_dtypes
-from shardwise.kernels import float8
+from shardwise.kernels import cross_entropy, float8
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.models.loss import linear_cross_entropy
 from shardwise.run import prepare
@@ -268,6 +268,24 @@ def test_loss_of_8_bits_next_to_float64(spread):
     assert error[is_possible].max() < 0.125
     # A probability of another token saturates.
     assert error.max() < 0.3
+
+
+def test_losses_of_certain_labels_are_not_negative():
+    """Logits are not rounded to 16 bits, because that of the label is exact."""
+    features, table = normal(3, 128, 256), normal(4, 128, 256, scale=0.05)
+    # Each label has a logit of about 15.
+    table += 15 * features / jnp.square(features).sum(1, keepdims=True)
+    features, table = features.astype(jnp.bfloat16), table.astype(jnp.bfloat16)
+    labels = jnp.arange(128)
+    logits = np.asarray(features, "f8") @ np.asarray(table, "f8").T
+    factors = jnp.asarray([1, cross_entropy.EXPONENTIAL_SCALE])
+    # Not compiled: XLA for CPUs leaves out the rounding.
+    with jax.disable_jit():
+        nats, *_ = cross_entropy._float8_exponentials(features, table, labels, factors)
+        _, total = cross_entropy._exponentials(features, table, labels)
+    expected = np.log(np.exp(logits).sum(1)) - logits[labels, labels]
+    np.testing.assert_allclose(nats, expected, atol=1e-4)
+    np.testing.assert_allclose(jnp.log(total), expected, atol=1e-4)
 
 
 def test_a_certain_label_has_a_small_gradient():
