@@ -68,8 +68,8 @@ def causal_attention(
     return attention(q, k, v, segment_ids=segment_ids)
 
 
-def takes_pairs(queries: jax.ShapeDtypeStruct) -> bool:
-    """Return whether `causal_attention_of_pairs` works here, with as many heads of each kind.
+def supports_joined_kv(queries: jax.ShapeDtypeStruct) -> bool:
+    """Return whether `causal_attention_joined_kv` works here, with as many heads of each kind.
 
     Args:
         queries: shape and dtype of the queries, (B, T, H, K).
@@ -84,19 +84,19 @@ def takes_pairs(queries: jax.ShapeDtypeStruct) -> bool:
     return has_gpu_kernels() and is_unsharded and flash.supports(queries, queries)
 
 
-def causal_attention_of_pairs(
-    q: Array, pairs: Array, segment_ids: Array | None = None
+def causal_attention_joined_kv(
+    q: Array, kv: Array, segment_ids: Array | None = None
 ) -> Array:
     """Return `causal_attention` of keys and values from a single matmul.
 
     Its output need not be split, and the gradients need not be joined.
 
     Args:
-        q: queries, (B, T, H, K), see `takes_pairs`.
-        pairs: the keys of all heads, and then the values, (B, T, 2 * H, K).
+        q: queries, (B, T, H, K), see `supports_joined_kv`.
+        kv: the keys of all heads, and then the values, (B, T, 2 * H, K).
         segment_ids: as for `causal_attention`.
     """
-    return attention_on_shards(_pair_attention, q, pairs, None, segment_ids)
+    return attention_on_shards(_joined_attention, q, kv, None, segment_ids)
 
 
 def attention(
@@ -419,11 +419,11 @@ def attention_on_shards(
     return sharded_kernel(q, k, v, segment_ids)
 
 
-def _pair_attention(
-    q: Array, pairs: Array, _: Array | None, segment_ids: Array | None
+def _joined_attention(
+    q: Array, kv: Array, _: Array | None, segment_ids: Array | None
 ) -> Array:
     """Run the kernels on the sequences of one device."""
-    return flash.flash_attention(q, (pairs,), segment_ids, Mask())
+    return flash.flash_attention(q, (kv,), segment_ids, Mask())
 
 
 def _flash_attention(

@@ -24,8 +24,8 @@ from flax import nnx
 from shardwise.kernels.activation import gelu_mlp, plain_gelu_mlp
 from shardwise.kernels.attention import (
     causal_attention,
-    causal_attention_of_pairs,
-    takes_pairs,
+    causal_attention_joined_kv,
+    supports_joined_kv,
 )
 from shardwise.kernels.float8 import Narrowed, uses_float8
 from shardwise.kernels.linear import matmuls
@@ -165,9 +165,9 @@ class Attention(nnx.Module):
         """Return the attention of tokens `x` (N, D) in sequences of this shape."""
         heads, width = self.qkv.bias.shape[1:]
         queries = jax.ShapeDtypeStruct((*shape, heads, width), x.dtype)
-        if takes_pairs(queries):
-            q, pairs = self.heads(x, shape, has_pairs=True)
-            mixed = causal_attention_of_pairs(q, pairs, segment_ids)
+        if supports_joined_kv(queries):
+            q, kv = self.heads(x, shape, joins_kv=True)
+            mixed = causal_attention_joined_kv(q, kv, segment_ids)
         else:
             q, k, v = self.heads(x, shape)
             mixed = causal_attention(q, k, v, segment_ids)
@@ -191,7 +191,7 @@ class Attention(nnx.Module):
         return project(merge_tokens(mixed), kernel), bias
 
     def heads(
-        self, x: Array | Narrowed, shape: BatchShape, *, has_pairs: bool = False
+        self, x: Array | Narrowed, shape: BatchShape, *, joins_kv: bool = False
     ) -> list[Array]:
         """Return queries, keys and values of tokens `x` (N, D), each (B, T, H, K).
 
@@ -203,12 +203,13 @@ class Attention(nnx.Module):
         Args:
             x: the tokens.
             shape: the numbers B and T.
-            has_pairs: return keys and values in one array, see `causal_attention_of_pairs`.
+            joins_kv: return keys and values in one array, see `causal_attention_joined_kv`.
         """
         kernel, (bias, *_) = self.qkv.kernel[...], self.qkv.bias[...]
         # Several matmuls instead of one: their outputs need not be split, nor the gradients joined.
-        # They have two dimensions, not (N, H, K), so that the matmul adds the bias in its epilogue.
-        parts = [slice(0, 1), slice(1, 3)] if has_pairs else range(3)
+        # The kernels take keys and values in one array, but not queries. Results have two
+        # dimensions, not (N, H, K), so that the matmul adds the bias in its epilogue.
+        parts = [slice(0, 1), slice(1, 3)] if joins_kv else range(3)
         kernels = [kernel[:, part].reshape(len(kernel), -1) for part in parts]
         q, *others = matmuls(x, kernels)
         width = bias.shape[1]

@@ -329,10 +329,11 @@ def _stages(mesh: Mesh, axes: tuple[str, ...], side: int) -> list[Groups | None]
     """Return the groups of devices that gather an array, stage by stage; None for all at once.
 
     XLA replaces collectives over a complete torus by all-reduces, which move twice as much. So
-    neighbors gather first, along one dim of the torus, and then every plane of it.
+    neighbors gather first, along one dim of the torus, and then every plane of it. To scatter, the
+    stages are reversed.
 
-    On a square of chips, XLA all-reduces gradients too. There, each of two stages would use half of
-    the links only, and take as long together.
+    The result is `[None]` for a torus of two dims. If it is a square, XLA all-reduces gradients
+    there too, but two stages would save no time: each uses half of the links.
 
     Args:
         mesh: the device mesh.

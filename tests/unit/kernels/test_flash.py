@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from shardwise import make_mesh
 from shardwise.flops import count_flops, count_kernels
-from shardwise.kernels import flash, flash_kernels
+from shardwise.kernels import attention, flash, flash_kernels
 from shardwise.kernels.flash import ROWS, BlockRange, Tiles, block_ranges
 from shardwise.kernels.mask import Mask
 from shardwise.models import gpt
@@ -230,6 +231,27 @@ def test_other_shapes_use_other_kernels(monkeypatch):
     assert not flash.supports(good, good)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "is_supported"),
+    [
+        ("data=8", True),
+        ("fsdp=8", True),
+        ("replica=2,fsdp=4", True),
+        ("data=4,model=2", False),
+        ("data=2,context=4", False),
+    ],
+)
+def test_where_keys_and_values_may_be_one_array(monkeypatch, mesh, is_supported):
+    """Each device needs all heads and tokens of its sequences."""
+    monkeypatch.setattr(attention, "has_gpu_kernels", lambda: True)
+    monkeypatch.setattr(flash, "is_available", lambda: True)
+    queries = jax.ShapeDtypeStruct((8, 256, 4, 64), jnp.bfloat16)
+    # Without a mesh, XLA may shard them over the 8 devices in any way.
+    assert not attention.supports_joined_kv(queries)
+    with jax.sharding.use_abstract_mesh(make_mesh(mesh).abstract_mesh):
+        assert attention.supports_joined_kv(queries) == is_supported
+
+
 @needs_interpreter
 def test_a_gpt_with_keys_and_values_in_one_array(interpreted, monkeypatch):
     """The loss and its gradients are those of three arrays."""
@@ -245,7 +267,9 @@ def test_a_gpt_with_keys_and_values_in_one_array(interpreted, monkeypatch):
         return (jax.nn.log_softmax(logits) ** 2).mean()
 
     want, wants = jax.value_and_grad(loss)(params)
-    monkeypatch.setattr(gpt, "takes_pairs", lambda queries: queries.shape[1] == 128)
+    monkeypatch.setattr(
+        gpt, "supports_joined_kv", lambda queries: queries.shape[1] == 128
+    )
     found, founds = jax.value_and_grad(loss)(params)
     assert "attention_dkv" in count_kernels(
         jax.make_jaxpr(jax.grad(loss))(params).jaxpr
