@@ -18,6 +18,7 @@ from shardwise.sweep.grid import (
     show_value,
     split_words,
 )
+from shardwise.sweep.runs import MEMORY_FRACTION, Sweep, SweepRecord
 from tests.helpers.command import run, start
 
 RECIPE = '''
@@ -346,7 +347,35 @@ def test_a_signal_stops_all_runs(folder):
     }
 
 
+def test_runs_that_a_signal_ends_before_they_handle_it_are_resumed(folder):
+    args = ("--jobs", "2", "--steps", "2", "--lr", "0.1", "0.2")
+    process = start(*SWEEP, *args, cwd=folder)
+    logs = [folder / "s" / f"lr={lr}.log" for lr in ("0.1", "0.2")]
+    wait_until(lambda: all(log.exists() for log in logs))
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    points = json.loads((folder / "s" / "sweep.json").read_text())["points"]
+    assert {point["code"] for point in points.values()} == {75}
+    code, _, err = sweep(folder, *args)
+    assert code == 0, err
+    assert "lr=0.1 resumes" in err
+
+
+def test_memory_of_a_gpu_is_divided(monkeypatch):
+    record = SweepRecord(Path("sweep.json"), {}, {})
+    several = Sweep("recipe.py", [], Path("s"), record, [], False, 3)
+    for name in MEMORY_FRACTION:
+        monkeypatch.delenv(name, raising=False)
+    assert several._environment()[MEMORY_FRACTION[0]] == "0.250"
+    # JAX refuses both variables.
+    monkeypatch.setenv(MEMORY_FRACTION[1], "0.1")
+    assert MEMORY_FRACTION[0] not in several._environment()
+
+
 def test_no_runs_at_a_time_are_refused(folder, capsys, monkeypatch):
     monkeypatch.chdir(folder)
     assert main([*SWEEP, "--jobs", "0", "--lr", "0.1", "0.2"]) == 2
-    assert "'0' is not a number of at least 1" in capsys.readouterr().err
+    assert (
+        "argument --jobs: '0' is not a number of at least 1" in capsys.readouterr().err
+    )

@@ -548,8 +548,8 @@ def _sample(parser: Parser) -> None:
     parser.add_argument(
         "--tokenizer",
         metavar="FILE",
-        help="a tokenizer.json, 'bytes', or 'characters:FILE' for those of a text, if RUN does not "
-        "name one",
+        help="a tokenizer.json, 'bytes', or 'characters:FILE' for the characters of a text file, "
+        "if RUN does not name one",
     )
     parser.add_argument(
         "--mesh",
@@ -591,7 +591,7 @@ def _replay(parser: Parser) -> None:
 def positive(text: str) -> int:
     """Parse a number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"'{text}' is not a number of at least 1.")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of at least 1")
     return int(text)
 
 

@@ -196,13 +196,13 @@ def _xla_flags(environment: Mapping[str, str]) -> Iterator[CheckResult]:
 
 def _memory(environment: Mapping[str, str]) -> Iterator[CheckResult]:
     """Check how JAX allocates GPU memory."""
-    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-    fraction = environment.get(name)
-    if fraction is not None and not re.fullmatch(r"0?\.\d+|1(\.0*)?", fraction):
-        text = "must be the fraction of GPU memory to allocate at the start, above 0 and up to 1"
-        yield _variable(
-            name, fraction, "problem", text, f"export {name}=.9, or unset it."
-        )
+    for name in ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"):
+        fraction = environment.get(name)
+        if fraction is not None and not re.fullmatch(r"0?\.\d+|1(\.0*)?", fraction):
+            text = "must be a fraction of the GPU memory, above 0 and up to 1"
+            yield _variable(
+                name, fraction, "problem", text, f"export {name}=.9, or unset it."
+            )
     name = "XLA_PYTHON_CLIENT_ALLOCATOR"
     if environment.get(name) == "platform":
         yield _variable(

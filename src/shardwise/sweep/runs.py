@@ -29,6 +29,10 @@ entry()
 """
 # The fraction of the memory of a GPU that runs at the same time allocate, as one run does.
 GPU_MEMORY = 0.75
+# The variables that set this fraction. JAX refuses two of them.
+MEMORY_FRACTION = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
+# A process that a second signal ends exits with more than this number.
+SIGNALED = 128
 # Seconds to wait for a run that a killed sweep has left behind and that is still saving.
 MAX_WAIT = 60.0
 
@@ -251,14 +255,16 @@ class Sweep:
     def _environment(self) -> dict[str, str]:
         """Return the environment of a run. Several runs share the memory of a GPU."""
         environment = dict(os.environ)
-        if self.jobs > 1:
-            fraction = GPU_MEMORY / self.jobs
-            environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{fraction:.3f}")
+        if self.jobs > 1 and not any(name in environment for name in MEMORY_FRACTION):
+            environment[MEMORY_FRACTION[0]] = f"{GPU_MEMORY / self.jobs:.3f}"
         return environment
 
     def _note_end(self, child: _Child) -> None:
         """Record that a run has ended."""
         code, seconds = child.process.returncode, time.monotonic() - child.started
+        if self._signals and (code < 0 or code > SIGNALED):
+            # The signal came before the run could handle it, or a second one ended its saving.
+            code = ExitCode.STOPPED
         self.record.set_ended(child.name, code, seconds)
         if code != 0 and not self._signals:
             self._report(child.label, f"failed: {describe_exit(code)}")
