@@ -158,19 +158,25 @@ def sample(folder, monkeypatch, capsysbinary):
 
 
 def test_characters_of_a_text_are_tokens(sample, folder):
-    (folder / "letters.txt").write_text("fade a beef\n", encoding="utf-8")
+    alphabet = "".join(map(chr, range(1000, 1256)))
+    (folder / "letters.txt").write_text(alphabet[::-1], encoding="utf-8")
     args = ["own", "--recipe", "own.py", "--width", "6", "--tokens", "9"]
     args += ["--tokenizer", "characters:letters.txt", "--temperature", "0"]
-    code, out, _, answer = sample(*args, "--prompt", "bad")
+    prompt = alphabet[3] + alphabet[2]
+    code, out, _, answer = sample(*args, "--prompt", prompt)
     assert code == 0
-    # The alphabet is "\n abdef".
-    assert answer["prompt_tokens"] == [3, 2, 4]
+    assert answer["prompt_tokens"] == [3, 2]
     (written,) = answer["continuations"]
-    assert written["text"] == "".join("\n abdef"[i] for i in written["tokens"])
-    assert out.startswith("bad" + written["text"])
-    code, _, err, _ = sample(*args, "--prompt", "bäd")
+    assert written["text"] == "".join(alphabet[i] for i in written["tokens"])
+    assert out.startswith(prompt + written["text"])
+    code, _, err, _ = sample(*args, "--prompt", "a")
     assert code == 2
-    assert "'ä' is not among the 7 characters that the model was trained with" in err
+    assert "not in the alphabet of 256 characters: 'a'" in err
+    # With a character less, the others would have other tokens.
+    (folder / "letters.txt").write_text(alphabet[1:], encoding="utf-8")
+    code, _, err, _ = sample(*args, "--prompt", prompt)
+    assert code == 2
+    assert "255 different characters, but the model knows 256 tokens" in err
 
 
 @pytest.mark.slow

@@ -294,6 +294,7 @@ def _generate(
         raise ConfigError(f"shardwise sample: {error}.") from None
     with console.status(f"reading {source.path}"):
         model = _load_model(source, options)
+    _check_alphabet(model, source, len(tokens))
     has_limit = getattr(getattr(model, "config", None), "max_length", None)
     new_tokens = stream(
         model,
@@ -400,6 +401,24 @@ class _Timer:
         if self.count < 2 or elapsed <= 0:
             return None
         return (self.count - 1) * num_samples / elapsed
+
+
+def _check_alphabet(model: "nnx.Module", source: ModelSource, length: int) -> None:
+    """Refuse a text with more or fewer characters than the model knows.
+
+    Its characters would get the tokens of others.
+    """
+    from shardwise.data.tokenizers import Characters
+    from shardwise.models.sampling import vocabulary_of
+
+    if not isinstance(source.tokenizer, Characters):
+        return
+    known = vocabulary_of(model, source.window or length)
+    if known not in (None, source.tokenizer.vocab_size):
+        raise ConfigError(
+            f"the text has {source.tokenizer.vocab_size} different characters, but the model knows "
+            f"{known} tokens. Name the text that the model was trained on."
+        )
 
 
 def _encode(prompt: bytes, source: ModelSource) -> list[int]:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 # Names of the end token in published tokenizers; the first that exists is the default.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 
+# Unknown characters that an error message lists.
+MAX_SHOWN = 8
+
 
 class Bytes:
     """The tokenizer for which every byte is a token."""
@@ -89,12 +92,10 @@ class Characters:
             codes = _code_points(decoded)
             known = np.isin(codes, self._codes)
             if not known.all():
-                unknown = ", ".join(
-                    repr(chr(code)) for code in np.unique(codes[~known])[:8]
-                )
+                unknown = np.unique(codes[~known])[:MAX_SHOWN]
+                shown = ", ".join(repr(chr(code)) for code in unknown)
                 raise ConfigError(
-                    f"{unknown} is not among the {self.vocab_size} characters that the model was "
-                    f"trained with: {self.alphabet!r}."
+                    f"not in the alphabet of {self.vocab_size} characters: {shown}."
                 )
             encoded.append(np.searchsorted(self._codes, codes).astype(np.int32))
         return encoded
@@ -199,7 +200,8 @@ def named_tokenizer(name: str) -> Tokenizer:
     """Return the tokenizer that an option names.
 
     Args:
-        name: "bytes", "characters:FILE" for those of a text, or the path of a tokenizer.json.
+        name: "bytes", "characters:FILE" for the characters of a text file, or the path of a
+            tokenizer.json.
 
     Raises:
         ConfigError: if the text is not UTF-8.

@@ -381,6 +381,32 @@ def _check_call(model: object) -> None:
         ) from None
 
 
+def vocabulary_of(model: nnx.Module, length: int) -> int | None:
+    """Return the size of the vocabulary of a model, that of its logits. Nothing is computed.
+
+    Args:
+        model: a model as `generate` takes it.
+        length: a number of tokens that it can be called with.
+
+    Returns:
+        The size, or None if the model does not return logits for these tokens.
+    """
+    graphdef, state = nnx.split(model)
+    leaves, structure = jax.tree.flatten(state)
+    tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
+
+    def call(leaves: _Leaves, tokens: Array) -> Array:
+        return _merge(graphdef, structure, leaves)(tokens)
+
+    try:
+        logits = jax.eval_shape(drop_checks(call), leaves, tokens)
+        _check_logits(logits, tokens.shape)
+    except Exception:
+        # `generate` raises it again, with the reason.
+        return None
+    return int(logits.shape[-1])
+
+
 def _accepts(
     graphdef: _GraphDef,
     structure: jax.tree_util.PyTreeDef,

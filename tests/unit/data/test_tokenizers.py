@@ -17,7 +17,7 @@ def test_characters():
     assert tokens.dtype == np.int32
     assert characters.decode(tokens) == text
     assert characters.end_token(None) is None
-    with pytest.raises(ConfigError, match="'q', 'x' is not among the 9 characters"):
+    with pytest.raises(ConfigError, match="alphabet of 9 characters: 'q', 'x'"):
         characters.encode([b"rex q"])
 
 
