@@ -45,7 +45,8 @@ POSITIONAL = (
     "stop_gradient",
 )
 # Operations that move entries of an array to other places, and compute nothing.
-LAYOUT = (*POSITIONAL, "broadcast_in_dim", "reshape", "squeeze", "transpose")
+LAYOUT = (*POSITIONAL, "broadcast_in_dim", "reshape", "squeeze", "stack", "transpose")
+JOINS = ("concatenate", "stack")
 SUMS = ("add", "add_any", "sub")
 # Files of these packages are not the place where a user's model does something.
 HIDDEN = ("/jax/", "/flax/", "/optax/", "/shardwise/kernels/", "/shardwise/scaling/")
@@ -193,8 +194,7 @@ class Walk:
         for equation in jaxpr.eqns:
             operands = [read(atom) for atom in equation.invars]
             results = self.equation(equation, operands)
-            between = ancestors.between(equation)
-            if self._is_stream(equation, operands, between, read):
+            if self._is_stream(equation, operands, ancestors, read):
                 results = [replace(results[0], is_stream=True)]
             values.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
@@ -221,11 +221,11 @@ class Walk:
         if name == "optimization_barrier":
             return operands
         is_data = any(value.is_data for value in operands)
-        if name == "concatenate" and is_data:
+        if name in JOINS and is_data:
             for value in operands:
                 if not value.is_data:
                     self._add_uses(equation, value, "elementwise")
-            return [self._result(operands)]
+            return [replace(self._result(operands), scales=_joint_scales(operands))]
         moved = [_moved(equation, operands, var) for var in equation.outvars]
         if is_data and not operands[0].is_data:
             # A part of a parameter, whose place depends on the data.
@@ -344,6 +344,8 @@ class Walk:
         new = operands[1 if equation.primitive.name == "dynamic_update_slice" else 2]
         if not new.is_data:
             return self._other(equation, operands)
+        if not old.is_data:
+            self._add_uses(equation, old, "elementwise")
         return [replace(self._result(operands), scales=_common_scales(old, new))]
 
     def _other(self, equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
@@ -400,17 +402,18 @@ class Walk:
         self,
         equation: core.JaxprEqn,
         operands: list[Value],
-        between: Sequence[list[core.JaxprEqn]],
+        ancestors: "_Ancestors",
         read: Callable[[core.Var | core.Literal], Value],
     ) -> bool:
         """Return whether an equation is `x + f(x)`, and note the parameters of `f(x)`.
 
-        The bias of `f` may be added to a stream separately.
+        The bias of `f` may be added to a stream separately, and so may a second branch: in
+        `x + f(x) + g(x)`.
 
         Args:
             equation: the equation.
             operands: the values of its operands.
-            between: for each operand, the equations that compute it from the other one.
+            ancestors: which variables are computed from which others.
             read: returns the value of a variable.
         """
         if equation.primitive.name not in ("add", "add_any"):
@@ -420,12 +423,21 @@ class Walk:
             branch, stream = operands[side], operands[1 - side]
             if not stream.is_data:
                 continue
-            is_bias = not branch.is_data and stream.is_stream
-            if branch.scales and (is_bias or between[side]):
+            atom, stream_atom = equation.invars[side], equation.invars[1 - side]
+            if not branch.is_data:
+                is_branch = stream.is_stream and bool(branch.scales)
+                before = ancestors.before(stream_atom)
+            else:
+                before = ancestors.source(atom, stream_atom)
+                is_branch = before is not None and bool(branch.scales)
+            if is_branch:
+                ancestors.add_stream(equation, before)
                 self.flow.branches.append(branch.scales)
                 found = True
-            elif any(read(var).dims for eqn in between[side] for var in eqn.invars):
-                self.flow.unscaled.append(place_of(equation))
+            elif before is not None and branch.is_data:
+                others = ancestors.other_inputs(atom, before)
+                if any(read(var).dims for var in others):
+                    self.flow.unscaled.append(place_of(equation))
         return found
 
     _special: Mapping[
@@ -449,37 +461,69 @@ class _Ancestors:
 
     def __init__(self, jaxpr: core.Jaxpr):
         self._defined = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+        self._places = {
+            var: i for i, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars
+        }
+        # For each stream `x + f(x)`, the variable `x`.
+        self._before: dict[core.Var, core.Var] = {}
 
-    def between(self, equation: core.JaxprEqn) -> list[list[core.JaxprEqn]]:
-        """Return, for each operand of a sum, the equations that compute it from the other one."""
-        if equation.primitive.name not in ("add", "add_any"):
-            return []
-        left, right = equation.invars
-        return [self._from(left, right), self._from(right, left)]
+    def add_stream(self, equation: core.JaxprEqn, before: core.Var | None) -> None:
+        """Note that a sum is `x + f(x)`, and what `x` is."""
+        if before is not None:
+            self._before[equation.outvars[0]] = before
 
-    def _from(
-        self, atom: core.Var | core.Literal, other: core.Var | core.Literal
-    ) -> list[core.JaxprEqn]:
-        """Return the equations that compute `atom` from `other`; none if they do not use it."""
-        if isinstance(atom, core.Literal) or isinstance(other, core.Literal):
-            return []
-        # Whether a variable uses `other`, in the order of the computation.
-        uses = {other: True}
-        found: list[core.JaxprEqn] = []
+    def before(self, stream: core.Var | core.Literal) -> core.Var | None:
+        """Return what a stream was before its last branches were added; None if it had none."""
+        return self._before.get(self._original(stream))
+
+    def source(
+        self, branch: core.Var | core.Literal, stream: core.Var | core.Literal
+    ) -> core.Var | None:
+        """Return the `x` from which a branch is computed that is added to a stream.
+
+        That is the stream, or what it was before it got the branch next to this one, as in
+        `x + f(x) + g(x)`. None if the branch uses neither.
+        """
+        atom = cast(core.Var, branch)
+        for x in (self._original(stream), self.before(stream)):
+            if x is not None and self._uses(atom, x)[atom]:
+                return x
+        return None
+
+    def other_inputs(
+        self, branch: core.Var | core.Literal, x: core.Var
+    ) -> list[core.Var]:
+        """Return what a branch is computed from, apart from `x` and what is computed from it."""
+        uses = self._uses(cast(core.Var, branch), x)
+        between = [self._defined[var] for var in uses if uses[var] and var is not x]
+        return [var for eqn in between for var in _variables(eqn) if not uses[var]]
+
+    def _original(self, atom: core.Var | core.Literal) -> core.Var:
+        """Return the variable that was only moved or cast, for example to another dtype."""
+        while atom in self._defined:
+            equation = self._defined[atom]
+            if equation.primitive.name not in LAYOUT or len(equation.invars) != 1:
+                break
+            atom = equation.invars[0]
+        return cast(core.Var, atom)
+
+    def _uses(self, atom: core.Var, x: core.Var) -> dict[core.Var, bool]:
+        """Return whether a variable, and all that it is computed from, use `x`."""
+        first = self._places.get(x, -1)
+        uses = {x: True}
         pending = [atom]
         while pending:
-            equation = self._defined.get(pending[-1])
-            variables = [] if equation is None else _variables(equation)
-            unknown = [var for var in variables if var not in uses]
-            if pending[-1] not in uses and unknown:
+            var = pending[-1]
+            # What was computed before `x` does not use it.
+            is_later = self._places.get(var, -1) > first
+            variables = _variables(self._defined[var]) if is_later else []
+            unknown = [each for each in variables if each not in uses]
+            if var not in uses and unknown:
                 pending += unknown
                 continue
-            var = pending.pop()
-            if var not in uses:
-                uses[var] = any(uses[each] for each in variables)
-                if uses[var] and equation is not None:
-                    found.append(equation)
-        return found
+            pending.pop()
+            uses.setdefault(var, any(uses[each] for each in variables))
+        return uses
 
 
 def _variables(equation: core.JaxprEqn) -> list[core.Var]:
@@ -488,17 +532,21 @@ def _variables(equation: core.JaxprEqn) -> list[core.Var]:
 
 
 def _scales(name: str, operands: Sequence[Value]) -> Paths:
-    """Return the parameters whose common factor is a factor of an elementwise result.
+    """Return the parameters whose common factor is a factor of a result.
 
     Args:
         name: the primitive.
         operands: its operands.
     """
+    if name == "reduce_sum":
+        return operands[0].scales
+    if name == "select_n" and len(operands) == 3:
+        return _common_scales(*operands[1:])
     if len(operands) != 2:
         return NONE
     left, right = operands
     if name in SUMS:
-        return left.scales | right.scales if left.scales and right.scales else NONE
+        return _joint_scales(operands)
     if name == "mul":
         # The gain of a norm is the parameter itself, not what scales its input.
         for own in (left, right):
@@ -510,6 +558,12 @@ def _scales(name: str, operands: Sequence[Value]) -> Paths:
     if name == "div" and left.scales and not left.scales & right.depends:
         return left.scales
     return NONE
+
+
+def _joint_scales(values: Iterable[Value]) -> Paths:
+    """Return the parameters that scale a sum, or an array of several parts, if all of them do."""
+    found = [value.scales for value in values if not value.is_zero]
+    return frozenset[str]().union(*found) if all(found) else NONE
 
 
 def _common_scales(first: Value, second: Value) -> Paths:
@@ -569,8 +623,8 @@ def _moved(
     """Return the value of a result of an operation in `LAYOUT`."""
     depends = frozenset(path for value in operands for path in value.depends)
     is_data = operands[0].is_data
-    # The operands after the first are indices or padding, except in a concatenation.
-    is_joined = equation.primitive.name == "concatenate"
+    # The operands after the first are indices or padding, unless arrays are joined.
+    is_joined = equation.primitive.name in JOINS
     scales = NONE if is_joined else operands[0].scales
     dims: dict[str, Dims] = {}
     for atom, value in zip(equation.invars, operands, strict=True):
@@ -593,6 +647,9 @@ def _moved_dims(
     match equation.primitive.name:
         case "transpose":
             return tuple(dims[i] for i in params["permutation"])
+        case "stack":
+            axis = params["axis"]
+            return (*dims[:axis], frozenset(), *dims[axis:])
         case "squeeze":
             removed = {dim % len(dims) for dim in params["dimensions"]}
             return tuple(found for i, found in enumerate(dims) if i not in removed)

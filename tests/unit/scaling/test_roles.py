@@ -194,26 +194,100 @@ def test_residual_branches_of_experts(make_run, expected):
     assert not found.unscaled
 
 
-class Squashed(nnx.Module):
-    """A residual branch that ends with a nonlinearity."""
+class Branches(nnx.Module):
+    """A stream to which `add` adds branches."""
 
-    def __init__(self, width, rngs):
+    def __init__(self, add, width, rngs):
+        self.add = add
         self.embed = nnx.Embed(32, width, rngs=rngs)
         self.inner = nnx.Linear(width, width, rngs=rngs)
+        self.first = nnx.Linear(width, width, use_bias=False, rngs=rngs)
+        self.second = nnx.Linear(width, width, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.head = nnx.Linear(width, 32, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens):
+        # This is `x + 0.04 * x**3`, but not a branch with parameters.
+        x = nnx.gelu(self.embed(tokens))
+        return self.head(self.add(self, x))
+
+
+def dropped(model, x):
+    return x + model.dropout(model.first(nnx.relu(model.inner(x))))
+
+
+def masked(model, x):
+    return x + jnp.where(x > 0, model.first(nnx.relu(model.inner(x))), 0)
+
+
+def mixed(model, x):
+    """Two experts, whose sum is weighted."""
+    gate = jax.nn.softmax(x[..., :2])
+    total = jnp.zeros_like(x)
+    for i, expert in enumerate((model.first, model.second)):
+        total = total + gate[..., i, None] * expert(nnx.relu(x))
+    return x + total
+
+
+def stacked(model, x):
+    gate = jax.nn.softmax(x[..., :2])
+    outputs = jnp.stack([model.first(nnx.relu(x))] * 2, axis=-1)
+    return x + (gate[..., None, :] * outputs).sum(-1)
+
+
+def parallel(model, x):
+    hidden = nnx.relu(model.inner(x))
+    return x + model.first(hidden) + model.second(hidden)
+
+
+def in_turn(model, x):
+    x = x + model.first(nnx.relu(model.inner(x)))
+    return x + model.second(nnx.relu(x))
+
+
+def squashed(model, x):
+    return x + jnp.tanh(model.inner(x))
+
+
+SECOND = {"second/kernel", "second/bias"}
+
+
+@pytest.mark.parametrize(
+    ("add", "expected"),
+    [
+        (dropped, {"first/kernel"}),
+        (masked, {"first/kernel"}),
+        (mixed, {"first/kernel", *SECOND}),
+        (stacked, {"first/kernel"}),
+        (parallel, {"first/kernel", *SECOND}),
+        (in_turn, {"first/kernel", *SECOND}),
+        (squashed, set()),
+    ],
+)
+def test_which_parameters_scale_a_branch(add, expected):
+    found = find_roles(model_run(partial(Branches, add), token_run), 32)
+    assert {path for branch in found.branches for path in branch} == expected
+    places = [place.rpartition(":")[0] for place in found.unscaled]
+    assert places == ([] if expected else ["test_roles.py"])
+
+
+class Buffer(nnx.Module):
+    """Tokens are written into an array of parameters."""
+
+    def __init__(self, width, rngs):
+        self.buffer = nnx.Param(jax.random.normal(rngs.params(), (17, width)))
+        self.embed = nnx.Embed(32, width, rngs=rngs)
         self.head = nnx.Linear(width, 32, rngs=rngs)
 
     def __call__(self, tokens):
-        x = self.embed(tokens)
-        x = x + jnp.tanh(self.inner(x))
-        # These are sums of this form too, but of no branch with parameters.
-        x = x + 0.1 * nnx.gelu(x)
-        return self.head(x)
+        x = jnp.broadcast_to(self.buffer[...], (len(tokens), *self.buffer.shape))
+        return self.head(x.at[:, 1:].set(self.embed(tokens))[:, 1:])
 
 
-def test_a_branch_that_no_parameter_scales():
-    found = find_roles(model_run(Squashed, token_run), 32)
-    (place,) = found.unscaled
-    assert place.startswith("test_roles.py:")
+def test_an_array_that_activations_are_written_to_is_used():
+    found = find_roles(model_run(Buffer, token_run), 32).parameters["buffer"]
+    assert found.role == "vector"
+    assert found.why.startswith("scatter (test_roles.py:")
 
 
 def test_overrides_by_path():
