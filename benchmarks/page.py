@@ -97,9 +97,7 @@ def gpt2(entry: dict[str, Any]) -> str:
 All train with AdamW, unless the row says Muon, and gradient clipping. They compute in bfloat16 with
 float32 weights, and use flash attention without dropout. PyTorch uses `torch.compile` and its fused
 AdamW. All start from the same weights and read the same text. [Matmuls of 8 bits](float8.md) change
-the losses a little. The row of shardwise is of a version whose logits used 8 bits too; since then
-they use 16 bits, and a step took 92.2 ms in another
-call, before further changes that were not timed.{attention(entry)}
+the losses a little.{note(entry)}{attention(entry)}
 
 Over {len(ours)} steps, the losses of shardwise and the faster PyTorch model differ by
 {difference(ours, other)}.
@@ -114,6 +112,12 @@ The loss of the recipe is `Mean(linear_cross_entropy(*model.features(inputs), la
 
 {measured(entry)}
 """
+
+
+def note(entry: dict[str, Any]) -> str:
+    """Return what was written into the record about changes since it was measured."""
+    text = entry.get("float8", {}).get("note")
+    return f" {text}" if text else ""
 
 
 def attention(entry: dict[str, Any]) -> str:
