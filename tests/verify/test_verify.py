@@ -1,9 +1,12 @@
 """`verify` accepts right runs, finds planted mistakes, and names the leaf and the cause."""
 
+import gc
+import importlib
 import importlib.util
 import inspect
 import json
 import signal
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,6 +37,8 @@ from shardwise.verification.verify import meshes_to_verify
 from tests.helpers import command
 
 ROOT = Path(__file__).parents[2]
+# The package has a function of this name, too.
+verification = importlib.import_module("shardwise.verification.verify")
 PLANTED = Path(__file__).with_name("planted.py")
 spec = importlib.util.spec_from_file_location("planted", PLANTED)
 planted = importlib.util.module_from_spec(spec)
@@ -64,6 +69,33 @@ def test_a_right_run_stays_far_below_the_tolerances(name, mesh):
     assert found.ok
     assert largest_ratio(found) < 0.3
     assert found.lines()[-1] == "1 of 1 meshes agree with one device."
+
+
+@pytest.mark.slow
+def test_the_programs_of_a_mesh_are_freed_before_the_next_one(monkeypatch):
+    """Linux allows a process about 65 compiled programs."""
+    sides = []
+
+    def weakly(*args):
+        side = make_side(*args)
+        sides.append(weakref.ref(side))
+        return side
+
+    monkeypatch.setattr(verification, "make_side", weakly)
+    alive = []
+
+    def tell(text):
+        if text.endswith("compiling and running"):
+            gc.collect()
+            alive.append([side() is not None for side in sides])
+
+    assert verify(planted.good(), ["data=8", "fsdp=8", "data=4,fsdp=2"], 1, tell).ok
+    # The first one is that of one device.
+    assert alive == [
+        [True, True, True, True],
+        [True, False, True, True],
+        [True, False, False, True],
+    ]
 
 
 @pytest.mark.parametrize(
