@@ -63,6 +63,9 @@ class Characters:
         >>> characters.encode([b"ba"])[0].tolist()
         [1, 0]
 
+    Args:
+        text: the text whose characters become the alphabet.
+
     Attributes:
         name: "characters".
         sha256: None: it needs no file.
