@@ -8,12 +8,12 @@ Where the numbers come from:
 * `link` and `wrap` of TPUs: "How to Scale Your Model" (jax-ml.github.io/scaling-book), one way per
   link. The book also has `network` for v5e, v5p, v6e and TPU7x.
 * All numbers of GPUs up to `link`: NVIDIA's data sheets of the SXM modules; dense, without
-sparsity;
-  NVLink one way, which is half of the bidirectional number. `network` is one card of 200 Gbit/s
-  (A100) or 400 Gbit/s (newer) per GPU, as in NVIDIA's own machines.
+  sparsity; NVLink one way, which is half of the bidirectional number. `network` is one card of 200
+  Gbit/s (A100) or 400 Gbit/s (newer) per GPU, as in NVIDIA's own machines. `memory` of the H200 is
+  what CUDA reported, 1 % less than on the data sheet.
 * `products`, `attention` and `copies`: measured on an H200 with `benchmarks/plan.py`, and assumed
-for
-  the other GPUs. For TPUs they matter only where the compiler does not report cycles.
+  for the other GPUs. For TPUs they matter only where the compiler does not report cycles.
+* `architecture` of GPUs: NVIDIA's white papers, and the descriptions in XLA's compiler for GPUs.
 * No source is recorded for `clock`, `reserved` and `launch`, the `link` of TPU v3 (the book has
   100e9), and the `network` of TPU v3 and v4. Measure before you rely on them.
 """
@@ -21,6 +21,28 @@ for
 from dataclasses import dataclass, replace
 
 GIB = 2**30
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What XLA needs to know about a GPU in order to compile for it.
+
+    Attributes:
+        capability: the compute capability.
+        multiprocessors: the number of streaming multiprocessors.
+        lanes: float32 operations of one multiprocessor per cycle.
+        shared_memory: bytes of shared memory of one multiprocessor.
+        cache: bytes of level-2 cache.
+        clock: cycles per second.
+    """
+
+    capability: str
+    multiprocessors: int
+    lanes: int
+    shared_memory: int
+    cache: int
+    clock: float
 
 
 @dataclass(frozen=True)
@@ -44,6 +66,8 @@ class Chip:
         copies: the share of `bandwidth` that element-wise operations reach.
         launch: seconds between the start of one kernel and the next.
         exact: the rate of float32 matmuls relative to bfloat16 ones.
+        narrow: the rate of matmuls of 8 bits relative to bfloat16 ones.
+        architecture: for a GPU, what its compiler needs to know.
     """
 
     name: str
@@ -61,6 +85,8 @@ class Chip:
     copies: float = 0.65
     launch: float = 0.0
     exact: float = 1 / 16
+    narrow: float = 1.0
+    architecture: Architecture | None = None
 
 
 # What all TPUs, and all GPUs in machines of 8, have in common. A float32 matmul on a TPU takes 6
@@ -75,6 +101,11 @@ _TPU = Chip(
     exact=1 / 6,
 )
 _GPU = Chip(name="", flops=0, memory=0, bandwidth=0, group=8, launch=1e-6)
+# Six matmuls of GPT-2 took 1.46 to 1.88 times as long with 16 bits on an H200 at its power limit.
+_NARROW = 1.7
+_AMPERE = Architecture("8.0", 108, 64, 164 * 1024, 40 * MIB, 1.41e9)
+_HOPPER = Architecture("9.0", 132, 128, 228 * 1024, 50 * MIB, 1.98e9)
+_BLACKWELL = Architecture("10.0", 148, 128, 228 * 1024, 126 * MIB, 1.965e9)
 
 # Keys are the names of JAX (`device.device_kind`).
 CHIPS = {
@@ -152,6 +183,7 @@ CHIPS = {
         bandwidth=1555e9,
         link=300e9,
         network=25e9,
+        architecture=_AMPERE,
     ),
     "NVIDIA A100-SXM4-80GB": replace(
         _GPU,
@@ -161,6 +193,7 @@ CHIPS = {
         bandwidth=2039e9,
         link=300e9,
         network=25e9,
+        architecture=_AMPERE,
     ),
     "NVIDIA H100 80GB HBM3": replace(
         _GPU,
@@ -170,15 +203,19 @@ CHIPS = {
         bandwidth=3350e9,
         link=450e9,
         network=50e9,
+        narrow=_NARROW,
+        architecture=_HOPPER,
     ),
     "NVIDIA H200": replace(
         _GPU,
         name="H200",
         flops=989e12,
-        memory=141e9,
+        memory=139 * GIB,
         bandwidth=4800e9,
         link=450e9,
         network=50e9,
+        narrow=_NARROW,
+        architecture=_HOPPER,
     ),
     "NVIDIA B200": replace(
         _GPU,
@@ -188,7 +225,16 @@ CHIPS = {
         bandwidth=8000e9,
         link=900e9,
         network=50e9,
+        narrow=_NARROW,
+        architecture=_BLACKWELL,
     ),
+}
+# The names of GPUs in targets such as `h200:8`, and JAX's names for them.
+GPU_NAMES = {
+    "a100": "NVIDIA A100-SXM4-80GB",
+    "h100": "NVIDIA H100 80GB HBM3",
+    "h200": "NVIDIA H200",
+    "b200": "NVIDIA B200",
 }
 # The names of TPUs in targets such as `v5e:4x4`, and JAX's names for them.
 TPU_NAMES = {

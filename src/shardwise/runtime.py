@@ -12,7 +12,9 @@ import select
 import stat
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -48,6 +50,16 @@ QUIET_TPU = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
+# XLA's compilers for GPUs, as JAX names the packages.
+GPU_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+# Without a GPU, XLA's compiler for GPUs looks for CUDA's libraries, and warns that sorts would be
+# faster with one.
+QUIET_GPU = {
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+}
+# The driver of NVIDIA GPUs. WSL has another one.
+GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg")
 # TPUs are PCI devices of this vendor. So are some network cards.
 GOOGLE_PCI = "0x1ae0"
 PCI_VENDORS = "/sys/bus/pci/devices/*/vendor"
@@ -85,6 +97,32 @@ def quiet_without_tpu(vendors: str = PCI_VENDORS) -> None:
         return
     if GOOGLE_PCI not in found:
         set_quiet_tpu()
+
+
+def quiet_without_gpu(drivers: Sequence[str] = GPU_DRIVERS) -> None:
+    """Keep XLA's compiler for GPUs quiet on a machine without a GPU, before JAX is imported.
+
+    JAX loads it wherever it is installed, also where it is only used to compile plans.
+
+    Args:
+        drivers: the files of GPU drivers.
+    """
+    if has_gpu_compiler() and not any(map(os.path.exists, drivers)):
+        for variable, value in QUIET_GPU.items():
+            os.environ.setdefault(variable, value)
+
+
+def has_gpu_compiler() -> bool:
+    """Return whether XLA's compiler for GPUs is installed."""
+    return any(map(_is_installed, GPU_PLUGINS))
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        # Its package is not there either.
+        return False
 
 
 class _SafeOutput(io.FileIO):

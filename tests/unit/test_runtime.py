@@ -7,6 +7,8 @@ from textwrap import dedent
 
 import pytest
 
+from shardwise import runtime
+
 WRITING = """
     import os, sys, threading
     from shardwise.runtime import filter_native_output, protect_output
@@ -200,3 +202,27 @@ def test_libtpu_is_silent_on_a_machine_without_a_tpu(tmp_path):
     # Where there may be a TPU, libtpu looks for it, and says what it finds.
     (card / "vendor").write_text("0x1ae0\n")
     assert "TPU" in devices_without_a_tpu(tmp_path / "*" / "vendor")[1]
+
+
+def test_the_compiler_for_gpus_is_quiet_only_without_a_gpu(tmp_path, monkeypatch):
+    # A folder of packages, as `pip install 'shardwise[gpu-plan]'` makes one.
+    (tmp_path / "jax_plugins" / "xla_cuda12").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "jax_plugins", raising=False)
+    for variable in runtime.QUIET_GPU:
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
+    driver = tmp_path / "nvidiactl"
+    driver.touch()
+    runtime.quiet_without_gpu([str(driver)])
+    assert not runtime.QUIET_GPU.keys() & os.environ.keys()
+    runtime.quiet_without_gpu([str(tmp_path / "none")])
+    assert {name: os.environ[name] for name in runtime.QUIET_GPU} == runtime.QUIET_GPU
+
+
+def test_without_the_compiler_for_gpus_nothing_is_set(tmp_path, monkeypatch):
+    monkeypatch.setattr(runtime, "GPU_PLUGINS", ("jax_plugins.not_installed",))
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "")
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL")
+    runtime.quiet_without_gpu([str(tmp_path / "none")])
+    assert "TF_CPP_MIN_LOG_LEVEL" not in os.environ

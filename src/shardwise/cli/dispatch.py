@@ -18,7 +18,7 @@ from pathlib import Path
 
 from shardwise.cli.options import BY_NAME, COMMANDS, help_text, shared_parser
 from shardwise.errors import ConfigError, ShardwiseError
-from shardwise.runtime import protect_output, quiet_without_tpu
+from shardwise.runtime import protect_output, quiet_without_gpu, quiet_without_tpu
 from shardwise.text import did_you_mean, printable
 
 # Commands below another one, which users tend to ask for directly.
@@ -52,6 +52,7 @@ def entry() -> None:
     """Run the `shardwise` command and exit the process."""
     protect_output()
     quiet_without_tpu()
+    quiet_without_gpu()
     try:
         code = main()
     except SystemExit as error:

@@ -192,7 +192,7 @@ def _plan(parser: Parser) -> None:
         "--on",
         default="",
         metavar="TARGET",
-        help="hardware to plan for: cpu:8, gpu, gpu:8, v5e:4x4, v5p:8x8x8, 2*v5e:16x16 ..."
+        help="hardware to plan for: cpu:8, gpu:8, h200:8, v5e:4x4, v5p:8x8x8, 2*v5e:16x16 ..."
         " (default: the devices of this machine)",
     )
     parser.add_argument(

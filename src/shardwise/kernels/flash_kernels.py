@@ -19,11 +19,11 @@ from jax import lax
 from shardwise.kernels.hopper import (
     LOG2_E,
     int32,
-    multiprocessors,
     store_unaligned,
 )
 from shardwise.kernels.mask import MASKED_SCORE, Mask
 from shardwise.kernels.partitioning import Ref, gpu, pl
+from shardwise.kernels.platform import multiprocessors
 
 Array = jax.Array
 State = TypeVar("State")

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardwise.kernels.partitioning import Ref, gpu, pl
+from shardwise.kernels.platform import gpu_capability, multiprocessors, platform
 from shardwise.tree import DType
 
 Array = jax.Array
@@ -79,19 +80,9 @@ MAX_EXPONENT = 60.0
 
 
 def is_available() -> bool:
-    """Return whether this machine has a Hopper GPU, and a JAX that can compile these kernels."""
-    device = jax.devices()[0]
+    """Return whether the trace is for a Hopper GPU, and this JAX can compile these kernels."""
     version = tuple(int(part) for part in jax.__version__.split(".")[:2])
-    return (
-        device.platform == "gpu"
-        and getattr(device, "compute_capability", "") == "9.0"
-        and version >= (0, 11)
-    )
-
-
-def multiprocessors() -> int:
-    """Return the number of multiprocessors of the GPU."""
-    return int(jax.devices()[0].core_count)
+    return platform() == "gpu" and gpu_capability() == "9.0" and version >= (0, 11)
 
 
 def supports_cross_entropy(logits: Array | jax.ShapeDtypeStruct) -> bool:

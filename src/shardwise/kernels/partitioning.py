@@ -12,6 +12,8 @@ import jax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardwise.kernels.platform import platform
+
 Array = jax.Array
 
 # A reference into device memory that a kernel reads or writes. Pallas has no public type for it.
@@ -79,7 +81,9 @@ def partitioned(
                     mesh_axes.setdefault(dim, axes)
 
         def run_on_shards(*shards: Array) -> tuple[Array, ...]:
-            results = local(*shards)
+            # The compiler calls this outside of the step, and kernels ask for its devices.
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                results = local(*shards)
             if "n" not in mesh_axes:
                 return tuple(results)
             return tuple(
@@ -112,4 +116,4 @@ def interpret() -> bool:
 
     The interpreter is slow, but it lets tests check the kernels on any machine.
     """
-    return jax.default_backend() != "gpu"
+    return platform() != "gpu"

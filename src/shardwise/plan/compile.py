@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol, TypedDict
 
 import jax
@@ -45,7 +46,12 @@ from shardwise.plan.plan import (
     Times,
 )
 from shardwise.plan.roofline import Estimate, estimate
-from shardwise.plan.target import Target, find_target, local_target
+from shardwise.plan.target import (
+    Target,
+    find_target,
+    local_target,
+    missing_packages_named,
+)
 from shardwise.run import Prepared, Run, package_version, prepare
 from shardwise.sharding import (
     Placement,
@@ -76,6 +82,13 @@ MEMORY_KINDS = {
 # A context axis is idle if the devices repeat the arithmetic of the traced step at least this
 # often, times its size.
 IDLE = 0.9
+
+# With a GPU, XLA measures whether cuBLAS or Triton multiplies faster, and it is cuBLAS for the
+# large matrices of training. Without one it would take Triton for all, with more temporaries.
+ABSENT_GPU = {"xla_gpu_enable_triton_gemm": False}
+
+# The packages with compilers.
+COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
 
 # Units whose items are entries of a sequence, not complete examples.
 SEQUENCE_UNITS = ("tokens", "bytes", "characters")
@@ -118,15 +131,21 @@ def plan_run(
     all_options = {"accumulate": run.accumulate, **(options or {})}
     prepared = prepare(run)
     start = time.perf_counter()
-    traced = prepared.step.trace()
-    lowered = prepared.step.lower(traced)
+    with missing_packages_named(target):
+        traced = prepared.step.trace()
+        lowered = prepared.step.lower(traced)
     file = None
     if folder is not None:
         file = folder / f"{_digest(lowered, target, _known_fields(run, prepared))}.json"
         known = _load(file)
         if known is not None:
             return replace(known, options=all_options)
-    compiled = compile_and_read(lowered, count_kernels(traced.jaxpr.jaxpr))
+    with missing_packages_named(target):
+        compiled = compile_and_read(
+            lowered,
+            count_kernels(traced.jaxpr.jaxpr),
+            {} if target.is_attached else ABSENT_GPU,
+        )
     seconds = time.perf_counter() - start
     plan = replace(
         make_plan(run, prepared, target, compiled, seconds),
@@ -252,7 +271,7 @@ def _digest(lowered: Lowered, target: Target, known: Mapping[str, object]) -> st
         *sorted(folder.glob("*.py")),
         *(Path(inspect.getfile(o)) for o in others),
     ]
-    compilers = [package_version(name) for name in ("jax", "jaxlib", "libtpu")]
+    compilers = [package_version(name) for name in COMPILERS]
     flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
     devices = [target.name, target.kind, str(target.limit), *map(str, target.devices)]
     parts = [lowered.as_text(), *devices, *compilers, *flags, str(known)]
@@ -283,7 +302,11 @@ class Compiled:
     buffers: list[Buffer]
 
 
-def compile_and_read(lowered: Lowered, kernels: Mapping[str, float]) -> Compiled:
+def compile_and_read(
+    lowered: Lowered,
+    kernels: Mapping[str, float],
+    options: Mapping[str, bool] = MappingProxyType({}),
+) -> Compiled:
     """Compile a step and read the program and the buffers that the compiler dumps on the way.
 
     The compiler writes its dump even if it then rejects the program as too large for the device.
@@ -291,6 +314,7 @@ def compile_and_read(lowered: Lowered, kernels: Mapping[str, float]) -> Compiled
     Args:
         lowered: the lowered step.
         kernels: FLOP of one call of each custom kernel.
+        options: options of the compiler.
 
     Raises:
         ConfigError: the step cannot be compiled, or the compiler wrote no list of buffers.
@@ -303,7 +327,11 @@ def compile_and_read(lowered: Lowered, kernels: Mapping[str, float]) -> Compiled
         _use_compilation_cache(False)
         try:
             compiled = lowered.compile(
-                compiler_options={"xla_dump_to": name, "xla_dump_hlo_as_text": True}
+                compiler_options={
+                    "xla_dump_to": name,
+                    "xla_dump_hlo_as_text": True,
+                    **options,
+                }
             )
             code_bytes = float(_analysis(compiled).generated_code_size_in_bytes)
         except jax.errors.JaxRuntimeError as error:

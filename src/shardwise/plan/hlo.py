@@ -66,6 +66,13 @@ RAGGED_DOT = "ragged-dot-none"
 COMPILERS_OWN = (RAGGED_DOT, "ragged-dot-metadata")
 # A custom call to one of these runs a Pallas kernel.
 KERNEL_TARGETS = ("tpu_custom_call", "triton", "mosaic")
+# Where their attributes have the name of the kernel. On a mesh, `op_name` only has the name of the
+# function that partitions them.
+MOSAIC_NAME = r"\\00(?!stable_)(\w+)_mosaic_gpu\\00"
+TRITON_NAME = r'\bname = "([^"]+)"'
+# Kernels with this prefix multiply their first two operands. See `kernels.hopper`.
+MATMUL_KERNEL = "product_"
+MATMUL_OF_8_BITS = "__cublas$lt$matmul$f8"
 
 # Devices that communicate with each other, by number. () means all devices.
 Groups: TypeAlias = tuple[tuple[int, ...], ...]
@@ -210,6 +217,7 @@ class Work:
         kernel: name of a custom kernel that XLA cannot look into, or "".
         is_known: whether the FLOP of that kernel are known.
         attends: number of keys that each query of a fused attention sees, or 0.
+        has_8_bits: whether cuBLAS multiplies numbers of 8 bits.
     """
 
     flops: float = 0.0
@@ -217,6 +225,7 @@ class Work:
     kernel: str = ""
     is_known: bool = True
     attends: int = 0
+    has_8_bits: bool = False
 
 
 @dataclass(frozen=True)
@@ -247,8 +256,11 @@ class Program:
             flops=self._flops(computation, op),
             bytes=self._bytes(computation, op),
             kernel=kernel,
-            is_known=not kernel or kernel in self.kernels or kernel in COMPILERS_OWN,
+            is_known=not kernel
+            or kernel in (*self.kernels, *COMPILERS_OWN)
+            or kernel.startswith(MATMUL_KERNEL),
             attends=attends,
+            has_8_bits=MATMUL_OF_8_BITS in op.attributes,
         )
 
     def trips(self, op: Op) -> int:
@@ -363,7 +375,11 @@ class Program:
             num_matmuls = 5 if "Backward" in op.attributes else 2
             share = 0.5 if "CAUSAL" in op.attributes else 1.0
             return num_matmuls * 2.0 * math.prod(queries) * keys[1] * share
-        if _kernel(op) == RAGGED_DOT:
+        kernel = _kernel(op)
+        if kernel.startswith(MATMUL_KERNEL):
+            # The traced kernel has the shapes of the complete arrays.
+            return _matmul_flops(op.arrays[0], arrays[0], [1])
+        if kernel == RAGGED_DOT:
             # From (rows, k) to (rows, n), or for a gradient from (rows, k) and (rows, n) to
             # (groups, k, n). Not all rows are in use.
             rows = arrays[-2]
@@ -372,7 +388,7 @@ class Program:
             return 2.0 * math.prod(rows.dims) * op.arrays[0].dims[-1] * used
         # A kernel called within `jax.named_scope("causal")` skips half of its blocks.
         share = 0.5 if "causal" in op.op_name else 1.0
-        return self.kernels.get(_kernel(op), 0.0) * share
+        return self.kernels.get(kernel, 0.0) * share
 
     def _bytes(self, computation: Computation, op: Op) -> float:
         if op.opcode in FUSIONS:
@@ -584,11 +600,10 @@ def _kernel(op: Op) -> str:
     target = _attribute(op, "custom_call_target")
     if not any(name in target for name in KERNEL_TARGETS):
         return ""
-    # A Mosaic GPU kernel has another `name` in its attributes.
-    if "mosaic_gpu" not in target:
-        match = re.search(r'\bname = "([^"]+)"', op.attributes)
-        if match:
-            return match[1]
+    pattern = MOSAIC_NAME if "mosaic_gpu" in target else TRITON_NAME
+    match = re.search(pattern, op.attributes)
+    if match:
+        return match[1]
     parts = [
         part
         for part in op.op_name.split("/")

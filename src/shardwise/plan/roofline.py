@@ -165,6 +165,8 @@ def _flop_rate(work: Work, op: Op, chip: Chip) -> float:
         share *= work.attends / (work.attends + SHORT)
     if "operand_precision={highest" in op.attributes:
         share *= chip.exact
+    if work.has_8_bits:
+        share *= chip.narrow
     return chip.flops * share
 
 

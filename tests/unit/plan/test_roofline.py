@@ -34,6 +34,25 @@ def test_a_matmul_is_bound_by_arithmetic_and_a_sum_by_memory():
     assert added.seconds == pytest.approx(3 * x.nbytes / 0.5e9, rel=1e-3)
 
 
+def test_a_matmul_of_8_bits_runs_at_the_rate_of_the_chip():
+    text = """HloModule m, is_scheduled=true
+
+ENTRY %main (a: {dtype}[512,512], b: {dtype}[512,512]) -> bf16[512,512] {{
+  %a = {dtype}[512,512]{{1,0}} parameter(0)
+  %b = {dtype}[512,512]{{1,0}} parameter(1)
+  ROOT %c = bf16[512,512]{{1,0}} custom-call(%a, %b), custom_call_target="{call}",
+      backend_config={{"gemm_backend_config":{{"dot_dimension_numbers":
+      {{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}}}}
+}}
+"""
+    chip = Chip("c", 1e9, 1e9, 1e15, products=0.5, narrow=1.7)
+    mesh = make_mesh("data=8")
+    wide = text.format(dtype="bf16", call="__cublas$lt$matmul")
+    narrow = text.format(dtype="f8e4m3fn", call="__cublas$lt$matmul$f8")
+    seconds = [estimate(parse(x), chip, mesh).seconds for x in (wide, narrow)]
+    assert seconds == pytest.approx([2 * 512**3 / 0.5e9, 2 * 512**3 / 0.5e9 / 1.7])
+
+
 def gathered(mesh, axes):
     x = jax.ShapeDtypeStruct(
         (1024, 1024), jnp.float32, sharding=NamedSharding(mesh, P(axes))

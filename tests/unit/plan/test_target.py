@@ -1,14 +1,21 @@
 """Targets by name: found, or refused with the right way to write them."""
 
 import sys
+from dataclasses import replace
 
 import jax
 import pytest
 
-from shardwise import make_mesh
+from shardwise import make_mesh, runtime
 from shardwise.errors import ConfigError
-from shardwise.hardware import TPU_NAMES, find_chip
-from shardwise.plan.target import cpu_devices_of, find_target, local_target
+from shardwise.hardware import GPU_NAMES, TPU_NAMES, find_chip
+from shardwise.plan import target
+from shardwise.plan.target import (
+    cpu_devices_of,
+    find_target,
+    local_target,
+    missing_packages_named,
+)
 
 
 @pytest.mark.parametrize(
@@ -33,8 +40,10 @@ def test_a_target_has_its_devices(text, count, kind):
     assert target.limit > 0
 
 
-def test_every_tpu_name_has_a_chip():
+def test_every_name_has_a_chip():
     assert all(find_chip(kind) is not None for kind in TPU_NAMES.values())
+    gpus = [find_chip(kind) for kind in GPU_NAMES.values()]
+    assert all(chip is not None and chip.architecture is not None for chip in gpus)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +57,9 @@ def test_every_tpu_name_has_a_chip():
         ("2*cpu:4", "write cpu:8"),
         ("16 chips", "write it like"),
         ("gpu", "no GPU here"),
+        ("h200:2x4", "write h200:8"),
+        ("2*h200:4", "write h200:8"),
+        ("h2000:8", "Did you mean 'h200'"),
         ("cpu:64", "--cpu-devices 64"),
     ],
 )
@@ -62,6 +74,37 @@ def test_without_the_tpu_compiler_the_message_names_the_extra(monkeypatch):
     monkeypatch.setattr(sys, "path", [])
     with pytest.raises(ConfigError, match=r"pip install 'shardwise\[tpu-plan\]'"):
         find_target("v5e:2x4")
+
+
+def test_without_the_gpu_compiler_the_message_names_the_extra(monkeypatch):
+    monkeypatch.setattr(runtime, "GPU_PLUGINS", ("jax_plugins.not_installed",))
+    with pytest.raises(ConfigError, match=r"pip install 'shardwise\[gpu-plan\]'"):
+        find_target("h200:8")
+
+
+def test_a_description_has_the_numbers_of_the_gpu():
+    kind = GPU_NAMES["h200"]
+    text = target._describe(kind, find_chip(kind))
+    assert "cuda_compute_capability { major: 9 minor: 0 }" in text
+    assert "core_count: 132" in text
+    assert f"device_memory_size: {139 * 2**30}" in text
+
+
+def test_a_missing_package_of_cuda_is_named():
+    absent = replace(local_target(), is_attached=False)
+    with (
+        pytest.raises(ConfigError, match="cuDNN not found") as caught,
+        missing_packages_named(absent),
+    ):
+        raise RuntimeError("cuDNN not found.")
+    assert "pip install 'shardwise[gpu-plan]'" in str(caught.value)
+    # On devices that are attached, and for other errors, the error stays.
+    for devices, message in ((local_target(), "cuDNN not found."), (absent, "other")):
+        with (
+            pytest.raises(RuntimeError, match=message),
+            missing_packages_named(devices),
+        ):
+            raise RuntimeError(message)
 
 
 def test_the_default_target_is_the_devices_of_this_process():
