@@ -1,7 +1,7 @@
 """Explicit collectives of FSDP: the same numbers, and no all-reduce of a kernel.
 
-Only steps for TPUs use them, so these tests turn them on for 8 CPU devices. `tests/tpu` compiles
-such a step for TPUs.
+Only steps for TPUs and GPUs use them, so these tests turn them on for 8 CPU devices. `tests/tpu`
+and `tests/gpu_plan` compile such steps for real.
 """
 
 import itertools
@@ -104,7 +104,7 @@ def all_reduced_bytes(step):
 
 
 @pytest.fixture
-def as_on_tpus(monkeypatch):
+def as_on_accelerators(monkeypatch):
     monkeypatch.setattr(fsdp, "PLATFORMS", ("cpu",))
 
 
@@ -120,7 +120,7 @@ QUICK = [("plain", "replica=2,fsdp=4", 1)]
         for case in CASES
     ],
 )
-def test_gradients_are_the_same(name, mesh, accumulate, as_on_tpus):
+def test_gradients_are_the_same(name, mesh, accumulate, as_on_accelerators):
     expected = losses(make_step(name, "data=1", accumulate))
     found = losses(make_step(name, mesh, accumulate))
     np.testing.assert_allclose(found, expected, rtol=2e-5)
@@ -140,8 +140,15 @@ def test_kernels_are_not_all_reduced(name, monkeypatch):
     assert all_reduced_bytes(make_step(name, "fsdp=8")) < before / 3
 
 
+@pytest.mark.parametrize("mesh", ["data=1", "data=8"])
+def test_a_step_without_sharded_parameters_stays_the_same(mesh, monkeypatch):
+    before = make_step("plain", mesh).lower().as_text()
+    monkeypatch.setattr(fsdp, "PLATFORMS", ("cpu",))
+    assert make_step("plain", mesh).lower().as_text() == before
+
+
 @pytest.mark.slow
-def test_two_stages_gather_and_scatter_like_one(as_on_tpus, monkeypatch):
+def test_two_stages_gather_and_scatter_like_one(as_on_accelerators, monkeypatch):
     """On a large torus, neighbors communicate first, here pairs of devices."""
     expected = losses(make_step("plain", "fsdp=8"))
     groups = np.arange(8).reshape(4, 2)
@@ -154,7 +161,7 @@ def test_two_stages_gather_and_scatter_like_one(as_on_tpus, monkeypatch):
     np.testing.assert_allclose(losses(found), expected, rtol=2e-6)
 
 
-def test_batches_that_the_mesh_does_not_divide_are_left_to_xla(as_on_tpus):
+def test_batches_that_the_mesh_does_not_divide_are_left_to_xla(as_on_accelerators):
     factory, loss = MODELS["plain"]
     spec = abstract_state(
         factory, optax.sgd(0.1), make_mesh("fsdp=8"), Rules(fsdp_min_size=256)

@@ -1,10 +1,13 @@
-"""FSDP on TPUs: parameters by all-gather, gradients by reduce-scatter, both said explicitly.
+"""FSDP on TPUs and GPUs: explicit all-gathers of parameters, reduce-scatters of gradients.
 
 XLA for TPUs turns the sum of a gradient over the devices and the slice that each of them stores
 into a reduce-scatter only if the slice is along the major dim of the gradient in memory. Otherwise
 it all-reduces, which moves twice as much. On 64 chips or more it gathers parameters by all-reduces,
-too. But it keeps `lax.all_gather` and `lax.psum_scatter` inside of `shard_map`, over most groups of
-chips. So parameters are gathered there, and the matmuls of gradients are replaced in the traced
+too. XLA for GPUs all-reduces gradients, and gathers many parameters before it converts them to 16
+bits.
+
+Both keep `lax.all_gather` and `lax.psum_scatter` inside of `shard_map`, over most groups of
+devices. So parameters are gathered there, and the matmuls of gradients are replaced in the traced
 step: each device multiplies its own tokens, and the sum is scattered.
 
 The operands of a `shard_map` are resharded if necessary. So the result is right however XLA shards
@@ -25,13 +28,19 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardwise.sharding import axes_of_dims, batch_axes, reshard, spec_of_dims
+from shardwise.sharding import (
+    axes_of_dims,
+    axes_of_entry,
+    batch_axes,
+    reshard,
+    spec_of_dims,
+)
 from shardwise.state import StateSpec
 from shardwise.tracing.jaxpr import replace_equation, shape_of, with_inner_jaxprs
 from shardwise.tree import PyTree
 
 # Where XLA does not choose these collectives itself.
-PLATFORMS = ("tpu",)
+PLATFORMS = ("tpu", "gpu")
 
 # Over a complete torus of three dims, XLA gathers by an all-reduce if no side is shorter than this.
 GATHER_SIDE = 4
@@ -57,7 +66,8 @@ def gather_parameter(
         stored: the sharding in which it is stored.
         used: the sharding in which it is used.
     """
-    if _is_explicit(spec) and not any(used.spec):
+    is_sharded = any(axes_of_dims(stored, x.ndim))
+    if _is_explicit(spec) and is_sharded and not any(used.spec):
         return all_gather(x, stored)
     return reshard(x, used)
 
@@ -129,8 +139,15 @@ def _is_explicit(spec: StateSpec) -> bool:
     """
     mesh = spec.mesh
     used = {axis for axis, size in mesh.shape.items() if size > 1}
+    sharded = {
+        axis
+        for placement in spec.params.values()
+        for entry in placement.spec
+        for axis in axes_of_entry(entry)
+    }
     platform = mesh.devices.flat[0].platform
-    return platform in PLATFORMS and used <= set(batch_axes(mesh, spec.rules))
+    is_fsdp = bool(sharded & used) and used <= set(batch_axes(mesh, spec.rules))
+    return platform in PLATFORMS and is_fsdp
 
 
 class _Gradients:
