@@ -6,7 +6,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The main job is sized for a laptop; say JAX_PLATFORMS=cuda make run to use a GPU.
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: run test test-312 test-jax-0.11 browser slurm test-slow test-trackers faults fuzz lint docs docs-serve bench bench-loop bench-optimizers bench-data bench-checkpoints bench-plan bench-plan-scale bench-weak-scaling bench-plan-search bench-published compare-optimizers clean
+.PHONY: run test test-312 gpu-plans test-jax-0.11 browser slurm test-slow test-trackers faults fuzz lint docs docs-serve bench bench-loop bench-optimizers bench-data bench-checkpoints bench-plan bench-plan-scale bench-weak-scaling bench-plan-search bench-published compare-optimizers clean
 
 run: $(VENV)/.run
 	$(BIN)/shardwise train recipes/stdlib_gpt.py
@@ -14,10 +14,11 @@ run: $(VENV)/.run
 # Most of the time of these tests is compilation, so LLVM does not optimize; the slow tests compile as users do.
 test: export XLA_FLAGS ?= --xla_backend_optimization_level=0
 test: browser $(VENV)/.test lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not faults and not trackers" --durations=30 --durations-min=3
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not faults and not trackers and not gpu_plan" --durations=30 --durations-min=3
 
 # Kernels for Hopper GPUs need a newer JAX than Python 3.11 can install. Where Python 3.12 is installed,
-# their tests run in Mosaic GPU's interpreter on the CPU; elsewhere this says so and does nothing.
+# their tests run in Mosaic GPU's interpreter on the CPU, and XLA's compiler for GPUs compiles them for
+# an H200 that is not attached; elsewhere this says so and does nothing.
 PYTHON312 := $(shell for name in python3.12 "env PYENV_VERSION=$$(pyenv latest 3.12 2>/dev/null) python3.12"; do \
   $$name -c 'import sys; print(sys.executable)' 2>/dev/null && break; done)
 KERNEL_TESTS := tests/unit/kernels tests/unit/models/test_gpt.py tests/unit/test_step.py
@@ -28,7 +29,17 @@ ifeq ($(PYTHON312),)
 else
 	$(MAKE) VENV=$(VENV)-312 PYTHON=$(PYTHON312) $(VENV)-312/.test
 	$(VENV)-312/bin/python -m pytest tests/unit/kernels
+	$(MAKE) VENV=$(VENV)-312 gpu-plans
 endif
+
+# Plans for GPUs that are not attached. Their compiler takes half a gigabyte, and JAX loads it wherever it
+# is installed, so it is in a folder of its own.
+gpu-plans: $(VENV)/.gpu
+	PYTHONPATH=$(abspath $(VENV))/gpu $(BIN)/python -m pytest -n 2 tests/gpu_plan
+
+$(VENV)/.gpu: requirements-gpu-plan.txt $(VENV)/.test
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/gpu -r requirements-gpu-plan.txt
+	touch $@
 
 # The release of JAX on which the GPU figures were measured, between the two that are pinned.
 test-jax-0.11:
@@ -54,7 +65,7 @@ slurm:
 	  { $$sudo apt-get update && $$sudo apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge; } >/dev/null 2>&1; } || { \
 	  echo "the slow tests need Slurm and apt-get could not install it: put munged, slurmctld, slurmd and sbatch on the PATH" >&2; exit 1; }
 
-test-slow: slurm $(VENV)/.test test-jax-0.11
+test-slow: slurm $(VENV)/.test test-jax-0.11 gpu-plans
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 faults: $(VENV)/.test
