@@ -2,6 +2,7 @@
 
     python benchmarks/plan.py                 configurations that nothing was fitted to
     python benchmarks/plan.py --fitted        configurations that hardware.py was fitted to (H200)
+    python benchmarks/plan.py --on h200       only plan them, for a GPU that is not attached
 
 Each configuration runs in a separate process. It is planned first, without allocating memory, and
 then trained for a few steps.
@@ -109,23 +110,41 @@ def measure(arguments: dict) -> dict:
     }
 
 
+def plan_only(configurations: dict[str, dict], target: str) -> None:
+    """Print planned time and memory of configurations."""
+    from gpt2 import recipe
+
+    from shardwise.plan.compile import plan_run
+
+    for name, arguments in configurations.items():
+        plan = plan_run(recipe(steps=100, **arguments), target)
+        assert plan.times is not None
+        milliseconds, gib = 1e3 * plan.times.total, plan.memory.peak / 2**30
+        print(f"{name:44} {milliseconds:7.1f} ms {gib:6.2f} GiB", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--fitted", action="store_true")
+    parser.add_argument("--on", metavar="TARGET")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.one:
         print(json.dumps(measure(json.loads(options.one))))
         return
+    configurations = FITTED if options.fitted else OTHERS
+    if options.on:
+        plan_only(configurations, options.on)
+        return
     rows = []
     print(
         f"{'':44} {'planned':>10} {'measured':>10} {'ratio':>6}   "
         f"{'planned':>9} {'measured':>9} {'ratio':>6}"
     )
-    for name, arguments in (FITTED if options.fitted else OTHERS).items():
+    for name, arguments in configurations.items():
         done = subprocess.run(
             [sys.executable, __file__, "--one", json.dumps(arguments)],
             capture_output=True,

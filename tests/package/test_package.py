@@ -29,6 +29,7 @@ EXTRAS = {
     "parquet",
     "tokenizers",
     "chex",
+    "gpu-plan",
     "tpu-plan",
     "docs",
     "dev",

@@ -1,11 +1,12 @@
-"""Plan GPTs of 124 million to 6.7 billion parameters with FSDP on TPUs that are not attached.
+"""Plan GPTs of 124 million to 6.7 billion parameters with FSDP on devices that are not attached.
 
-    python benchmarks/tpu_plans.py                            every row, about 20 minutes on 2 cores
-    python benchmarks/tpu_plans.py --models 124M --chips v5e
-    python benchmarks/tpu_plans.py --before /path/to/checkout
+    python benchmarks/fsdp_plans.py                       every row, about 25 minutes on 2 cores
+    python benchmarks/fsdp_plans.py --models 124M --chips v5e h200
+    python benchmarks/fsdp_plans.py --before /path/to/checkout
 
 With `--before`, each row is also planned by another checkout, and the table shows both. Memory and
-collectives are read from compiled programs. Times are estimates. This needs libtpu, but no TPU.
+collectives are read from compiled programs. Times are estimates. This needs the compilers for TPUs
+and GPUs, `pip install 'shardwise[tpu-plan,gpu-plan]'`, but neither a TPU nor a GPU.
 """
 
 import argparse
@@ -45,8 +46,8 @@ MODELS = {
     "6.7B": Model("gpt-7b", "block", 2048, 1),
 }
 # Topologies by chip: a small and a large one.
-SMALL = {"v5e": "2x4", "v5p": "2x2x2", "v6e": "2x4"}
-LARGE = {"v5e": "8x8", "v5p": "4x4x4", "v6e": "8x8"}
+SMALL = {"v5e": "2x4", "v5p": "2x2x2", "v6e": "2x4", "h200": "8"}
+LARGE = {"v5e": "8x8", "v5p": "4x4x4", "v6e": "8x8", "h200": "64"}
 LARGE_MODELS = ("6.7B",)
 
 
@@ -67,6 +68,7 @@ def plan(checkout: Path, name: str, chip: str, has_replicas: bool) -> dict:
         "on": f"{chip}:{topology}",
     }
     words = [word for key, value in arguments.items() for word in (f"--{key}", value)]
+    paths = [str(checkout / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "plan.json"
         command = [sys.executable, "-m", "shardwise.cli", "plan", "recipes/gpt2.py"]
@@ -77,7 +79,7 @@ def plan(checkout: Path, name: str, chip: str, has_replicas: bool) -> dict:
             env={
                 **os.environ,
                 "JAX_PLATFORMS": "cpu",
-                "PYTHONPATH": str(checkout / "src"),
+                "PYTHONPATH": os.pathsep.join(paths),
             },
             check=False,
         )
