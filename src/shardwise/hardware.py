@@ -13,6 +13,7 @@ Where the numbers come from:
   what CUDA reported, 1 % less than on the data sheet.
 * `products`, `attention` and `copies`: measured on an H200 with `benchmarks/plan.py`, and assumed
   for the other GPUs. For TPUs they matter only where the compiler does not report cycles.
+* `wide` and `exact` of GPUs: the rates of TF32 and FP32 on the data sheets.
 * `architecture` of GPUs: NVIDIA's white papers, and the descriptions in XLA's compiler for GPUs.
 * No source is recorded for `clock`, `reserved` and `launch`, the `link` of TPU v3 (the book has
   100e9), and the `network` of TPU v3 and v4. Measure before you rely on them.
@@ -65,7 +66,8 @@ class Chip:
         attention: the share of `flops` that fused attention reaches for long sequences.
         copies: the share of `bandwidth` that element-wise operations reach.
         launch: seconds between the start of one kernel and the next.
-        exact: the rate of float32 matmuls relative to bfloat16 ones.
+        wide: the rate of float32 matmuls relative to bfloat16 ones.
+        exact: the same with `jax.lax.Precision.HIGHEST`.
         narrow: the rate of matmuls of 8 bits relative to bfloat16 ones.
         architecture: for a GPU, what its compiler needs to know.
     """
@@ -84,13 +86,14 @@ class Chip:
     attention: float = 0.55
     copies: float = 0.65
     launch: float = 0.0
+    wide: float = 1.0
     exact: float = 1 / 16
     narrow: float = 1.0
     architecture: Architecture | None = None
 
 
-# What all TPUs, and all GPUs in machines of 8, have in common. A float32 matmul on a TPU takes 6
-# bfloat16 passes.
+# What all TPUs, and all GPUs in machines of 8, have in common. A TPU rounds the operands of float32
+# matmuls to bfloat16, and needs 6 passes where it must not. A GPU rounds them to TF32.
 _TPU = Chip(
     name="",
     flops=0,
@@ -100,7 +103,7 @@ _TPU = Chip(
     attention=0.5,
     exact=1 / 6,
 )
-_GPU = Chip(name="", flops=0, memory=0, bandwidth=0, group=8, launch=1e-6)
+_GPU = Chip(name="", flops=0, memory=0, bandwidth=0, group=8, launch=1e-6, wide=1 / 2)
 # Six matmuls of GPT-2 took 1.46 to 1.88 times as long with 16 bits on an H200 at its power limit.
 _NARROW = 1.7
 _AMPERE = Architecture("8.0", 108, 64, 164 * 1024, 40 * MIB, 1.41e9)

@@ -72,7 +72,6 @@ MOSAIC_NAME = r"\\00(?!stable_)(\w+)_mosaic_gpu\\00"
 TRITON_NAME = r'\bname = "([^"]+)"'
 # Kernels with this prefix multiply their first two operands. See `kernels.hopper`.
 MATMUL_KERNEL = "product_"
-MATMUL_OF_8_BITS = "__cublas$lt$matmul$f8"
 
 # Devices that communicate with each other, by number. () means all devices.
 Groups: TypeAlias = tuple[tuple[int, ...], ...]
@@ -217,7 +216,8 @@ class Work:
         kernel: name of a custom kernel that XLA cannot look into, or "".
         is_known: whether the FLOP of that kernel are known.
         attends: number of keys that each query of a fused attention sees, or 0.
-        has_8_bits: whether cuBLAS multiplies numbers of 8 bits.
+        operands: dtype of the operands of its matmul, such as "bf16", or "".
+        is_exact: whether that matmul has the precision of float32.
     """
 
     flops: float = 0.0
@@ -225,7 +225,8 @@ class Work:
     kernel: str = ""
     is_known: bool = True
     attends: int = 0
-    has_8_bits: bool = False
+    operands: str = ""
+    is_exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -252,6 +253,8 @@ class Program:
         )
         # The keys have shape (batch, keys, heads, head_dim).
         attends = computation.arrays(op.operands[1])[0].dims[1] if is_attention else 0
+        matmul = self._matmul(computation, op)
+        operands = "" if matmul is None else _operand_dtype(*matmul)
         return Work(
             flops=self._flops(computation, op),
             bytes=self._bytes(computation, op),
@@ -260,7 +263,8 @@ class Program:
             or kernel in (*self.kernels, *COMPILERS_OWN)
             or kernel.startswith(MATMUL_KERNEL),
             attends=attends,
-            has_8_bits=MATMUL_OF_8_BITS in op.attributes,
+            operands=operands,
+            is_exact=matmul is not None and _is_exact(matmul[1]),
         )
 
     def trips(self, op: Op) -> int:
@@ -361,6 +365,15 @@ class Program:
             self._flops(inner, other) for inner in self.inner(op) for other in inner.ops
         )
 
+    def _matmul(
+        self, computation: Computation, op: Op
+    ) -> tuple[Computation, Op] | None:
+        """Return the first matmul that an instruction is or contains, and where it is."""
+        if op.opcode in ("dot", "convolution") or "__cublas$" in op.attributes:
+            return computation, op
+        found = (self._matmul(x, other) for x in self.inner(op) for other in x.ops)
+        return next((matmul for matmul in found if matmul is not None), None)
+
     def _call_flops(self, computation: Computation, op: Op) -> float:
         operands = [computation.arrays(operand) for operand in op.operands]
         arrays = [operand[0] for operand in operands if operand]
@@ -395,8 +408,7 @@ class Program:
             return self._fusion_bytes(computation, op)
         if op.opcode in (*SLICES, "slice-start", "dynamic-slice-start"):
             return 2.0 * _main_bytes(op.arrays[-1:])
-        if op.opcode in ("dynamic-update-slice", "scatter"):
-            update = op.operands[1 if op.opcode == "dynamic-update-slice" else -1]
+        if (update := _update_in_place(op)) is not None:
             return 2.0 * _main_bytes(computation.arrays(update))
         if op.opcode == "custom-call" and FREE_CALL.search(op.attributes):
             return 0.0
@@ -444,7 +456,7 @@ class Program:
                         )
             # An update in place does not read the array that it updates.
             elif user.opcode != "tuple" and not (
-                user.opcode == "dynamic-update-slice" and is_sliced
+                _update_in_place(user) is not None and is_sliced
             ):
                 return size
         return total
@@ -465,8 +477,8 @@ class Program:
             return 0.0
         while op is not None and op.opcode in ("bitcast", "reshape", "copy"):
             op = inner.source(op.operands[0])
-        if op is not None and op.opcode == "dynamic-update-slice":
-            return float(_total_bytes(inner.arrays(op.operands[1])))
+        if op is not None and (update := _update_in_place(op)) is not None:
+            return float(_total_bytes(inner.arrays(update)))
         if op is not None and op.opcode == "fusion":
             deeper = next(self.inner(op))
             return self._result_bytes(deeper, deeper.root, array)
@@ -537,6 +549,32 @@ def _parse_op(line: str) -> Op | None:
         attributes=rest[close_at + 1 :],
         is_root=bool(match[1]),
     )
+
+
+def _update_in_place(op: Op) -> str | None:
+    """Return the operand that replaces a part of the first operand; None if the op does not update.
+
+    The compiler copies the first operand before, if its old value is needed later.
+    """
+    match op.opcode:
+        case "dynamic-update-slice":
+            return op.operands[1]
+        case "scatter":
+            return op.operands[-1]
+    return None
+
+
+def _operand_dtype(computation: Computation, matmul: Op) -> str:
+    """Return the dtype of the left operand of a matmul, "" if that is not known."""
+    arrays = computation.arrays(matmul.operands[0])
+    return arrays[0].dtype if arrays else ""
+
+
+def _is_exact(matmul: Op) -> bool:
+    """Return whether a matmul was traced with `jax.lax.Precision.HIGHEST`."""
+    # The second form is that of cuBLAS.
+    precisions = "operand_precision={highest", '"operand_precision":["HIGHEST"'
+    return any(text in matmul.attributes for text in precisions)
 
 
 def _closing(text: str, at: int) -> int:

@@ -121,7 +121,7 @@ class Estimate:
         if op.opcode == "fusion-start" or runs_in_background:
             self.bytes += work.bytes
             return
-        arithmetic = work.flops / _flop_rate(work, op, chip)
+        arithmetic = work.flops / _flop_rate(work, chip)
         memory = work.bytes / (chip.bandwidth * chip.copies)
         counted = cycles(op) / chip.clock if chip.clock else 0.0
         seconds = counted or max(arithmetic, memory)
@@ -158,15 +158,15 @@ def axis_rate(mesh: Mesh, chip: Chip, axis: str) -> float:
     return _Links(mesh, chip).rate(list(groups[0]))[1]
 
 
-def _flop_rate(work: Work, op: Op, chip: Chip) -> float:
+def _flop_rate(work: Work, chip: Chip) -> float:
     """Return the FLOP per second that an instruction reaches."""
     share = chip.attention if work.kernel or work.attends else chip.products
     if work.attends:
         share *= work.attends / (work.attends + SHORT)
-    if "operand_precision={highest" in op.attributes:
-        share *= chip.exact
-    if work.has_8_bits:
+    if work.operands.startswith("f8"):
         share *= chip.narrow
+    elif work.operands == "f32":
+        share *= chip.exact if work.is_exact else chip.wide
     return chip.flops * share
 
 

@@ -215,6 +215,31 @@ ENTRY %main (stack: f32[12,64,8], at: s32[], x: f32[64,8]) -> f32[12,64,8] {
     assert found.bytes == 2 * 64 * 8 * 4 + 4
 
 
+def test_a_fusion_that_replaces_some_entries_does_not_move_all_of_them():
+    """GPU programs write the gradient of the logits at the labels this way."""
+    text = """HloModule m, is_scheduled=true
+
+%set (p: f32[64,1000], i: s32[64,2], x: f32[64]) -> f32[64,1000] {
+  %p = f32[64,1000]{1,0} parameter(0)
+  %i = s32[64,2]{1,0} parameter(1)
+  %x = f32[64]{0} parameter(2)
+  %two = f32[] constant(2)
+  %twos = f32[64]{0} broadcast(%two), dimensions={}
+  %y = f32[64]{0} multiply(%x, %twos)
+  ROOT %s = f32[64,1000]{1,0} scatter(%p, %i, %y), to_apply=%second
+}
+
+ENTRY %main (logits: f32[64,1000], at: s32[64,2], x: f32[64]) -> f32[64,1000] {
+  %logits = f32[64,1000]{1,0} parameter(0)
+  %at = s32[64,2]{1,0} parameter(1)
+  %x = f32[64]{0} parameter(2)
+  ROOT %f = f32[64,1000]{1,0} fusion(%logits, %at, %x), kind=kInput, calls=%set
+}
+"""
+    # Indices and new entries are read, and new entries are written.
+    assert counted(parse(text)).bytes == 64 * (2 * 4 + 4 + 4)
+
+
 def test_a_convolution_with_batch_groups_counts_every_multiplication():
     """TPU programs write the gradient of a depthwise convolution this way."""
     text = """HloModule m

@@ -1,5 +1,7 @@
 """Estimated times on chips with round numbers."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,23 +36,48 @@ def test_a_matmul_is_bound_by_arithmetic_and_a_sum_by_memory():
     assert added.seconds == pytest.approx(3 * x.nbytes / 0.5e9, rel=1e-3)
 
 
-def test_a_matmul_of_8_bits_runs_at_the_rate_of_the_chip():
-    text = """HloModule m, is_scheduled=true
+@pytest.mark.parametrize(
+    ("dtype", "call", "precision", "rate"),
+    [
+        ("bf16", "__cublas$lt$matmul", "DEFAULT", 1),
+        ("f8e4m3fn", "__cublas$lt$matmul$f8", "DEFAULT", 1.7),
+        ("f8e4m3fn", "__cublas$lt$matmul$f8", "HIGHEST", 1.7),
+        ("f32", "__cublas$lt$matmul", "DEFAULT", 0.5),
+        ("f32", "__cublas$lt$matmul", "HIGHEST", 0.1),
+    ],
+)
+def test_a_matmul_runs_at_the_rate_of_its_dtype(dtype, call, precision, rate):
+    text = f"""HloModule m, is_scheduled=true
 
 ENTRY %main (a: {dtype}[512,512], b: {dtype}[512,512]) -> bf16[512,512] {{
   %a = {dtype}[512,512]{{1,0}} parameter(0)
   %b = {dtype}[512,512]{{1,0}} parameter(1)
   ROOT %c = bf16[512,512]{{1,0}} custom-call(%a, %b), custom_call_target="{call}",
       backend_config={{"gemm_backend_config":{{"dot_dimension_numbers":
-      {{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}}}}
+      {{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}},
+      "precision_config":{{"operand_precision":["{precision}","{precision}"]}}}}}}
 }}
 """
-    chip = Chip("c", 1e9, 1e9, 1e15, products=0.5, narrow=1.7)
-    mesh = make_mesh("data=8")
-    wide = text.format(dtype="bf16", call="__cublas$lt$matmul")
-    narrow = text.format(dtype="f8e4m3fn", call="__cublas$lt$matmul$f8")
-    seconds = [estimate(parse(x), chip, mesh).seconds for x in (wide, narrow)]
-    assert seconds == pytest.approx([2 * 512**3 / 0.5e9, 2 * 512**3 / 0.5e9 / 1.7])
+    chip = Chip("c", 1e9, 1e9, 1e15, products=0.5, narrow=1.7, wide=0.5, exact=0.1)
+    seconds = estimate(parse(text), chip, make_mesh("data=8")).seconds
+    assert seconds == pytest.approx(2 * 512**3 / 0.5e9 / rate)
+
+
+def test_float32_matmuls_of_a_gpu_use_tf32():
+    x = np.ones((512, 512), "f4")
+    chip = replace(CHIPS["NVIDIA H200"], bandwidth=1e18, launch=0)
+    precisions = jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGHEST
+    # Larger than any matrix that XLA for CPUs would multiply element by element.
+    default, exact = (
+        estimate(
+            program(lambda x, p=p: jnp.matmul(x, x, precision=p), x),
+            chip,
+            make_mesh("data=8"),
+        ).seconds
+        for p in precisions
+    )
+    assert default == pytest.approx(2 * 512**3 / (chip.flops * chip.products / 2))
+    assert exact == pytest.approx(8 * default)
 
 
 def gathered(mesh, axes):
