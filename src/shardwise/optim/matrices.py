@@ -448,10 +448,12 @@ def _newton_schulz(x: jax.Array, steps: int) -> jax.Array:
     # The Gram matrix is smaller if the rows are the shorter side.
     is_tall = x.shape[-2] > x.shape[-1]
     x = jnp.swapaxes(x, -2, -1) if is_tall else x
+    identity = jnp.eye(x.shape[-2], dtype=x.dtype)
 
     def iterate(_: int, x: jax.Array) -> jax.Array:
         gram = x @ jnp.swapaxes(x, -2, -1)
-        return a * x + (b * gram + c * gram @ gram) @ x
+        # `a` is on the diagonal of the small matrix: `a * x` would read and write all of `x` again.
+        return (a * identity + b * gram + c * gram @ gram) @ x
 
     x = jax.lax.fori_loop(0, steps, iterate, x, unroll=True)
     return jnp.swapaxes(x, -2, -1) if is_tall else x
