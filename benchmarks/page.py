@@ -314,7 +314,8 @@ def torch(entry: dict[str, Any]) -> str:
     ]
     note = (
         "All libraries run in every round, in turn. Times are medians over the rounds. Ratios are "
-        "medians of the\nratios within one round."
+        "medians of the\nratios within one round. They depend on the processor, because PyTorch "
+        "and XLA use different libraries for matmuls."
     )
     return f"{table(head, rows)}\n\n{note}\n\n{measured(entry)}\n"
 
@@ -539,6 +540,7 @@ SECTIONS = [
     ("Chunked loss", "gpu", "chunks", chunks),
     ("Training loop on one GPU", "gpu", "loop", loop),
     ("Comparison with PyTorch on a CPU", "cpu", "torch", torch),
+    ("Comparison with PyTorch on a CPU of Intel", "cpu_intel", "torch", torch),
     ("Training loop on a CPU", "cpu", "loop", cpu_loop),
     ("`nnx.jit` and `jax.jit` on a CPU", "cpu", "nnx_jit", nnx_jit),
     ("Startup time: default recipe on a CPU", "cpu", "start", start),
@@ -561,7 +563,7 @@ def main() -> None:
         "`make bench` writes the records\nof a CPU, `python -m benchmarks.gpu` those of a GPU. "
         "Both sides of a ratio are measured in one run on one machine.",
     ]
-    records = {name: load(name) for name in ("gpu", "cpu")}
+    records = {name: load(name) for name in ("gpu", "cpu", "cpu_intel")}
     for title, record, name, show in SECTIONS:
         if name in records[record]:
             parts.append(f"## {title}\n\n{show(records[record][name])}")
