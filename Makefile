@@ -6,7 +6,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The main job is sized for a laptop; say JAX_PLATFORMS=cuda make run to use a GPU.
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: run test test-312 gpu-plans test-jax-0.11 browser slurm test-slow test-trackers faults fuzz lint docs docs-serve bench bench-loop bench-optimizers bench-data bench-checkpoints bench-plan bench-plan-scale bench-weak-scaling bench-plan-search bench-published compare-optimizers clean
+.PHONY: run test test-312 gpu-plans test-jax-0.11 browser slurm test-slow test-trackers faults fuzz lint docs docs-serve offline bench bench-loop bench-optimizers bench-data bench-checkpoints bench-plan bench-plan-scale bench-weak-scaling bench-plan-search bench-published compare-optimizers clean
 
 run: $(VENV)/.run
 	$(BIN)/shardwise train recipes/stdlib_gpt.py
@@ -96,6 +96,17 @@ docs: $(VENV)/.test
 
 docs-serve: $(VENV)/.test
 	$(BIN)/python -m mkdocs serve
+
+# What shardwise needs besides JAX, for Python 3.12, as one archive of 45 MB: for measurements on a GPU
+# machine that has JAX but no network. CONTRIBUTING.md shows how to use it.
+JAX_NEEDS := jax jaxlib ml_dtypes numpy numpy.libs opt_einsum scipy scipy.libs
+offline: build/offline.tar.xz
+
+build/offline.tar.xz: requirements.txt
+	rm -rf build/offline
+	$(PYTHON312) -m pip install --quiet --no-compile --target build/offline -r requirements.txt
+	cd build/offline && rm -rf bin share $(foreach name,$(JAX_NEEDS),$(name) $(name)-*)
+	tar -C build -cJf $@ offline
 
 # All that is claimed of a CPU, as one table and one record; TORCH names an interpreter that has PyTorch, to stand beside.
 bench: $(VENV)/.test

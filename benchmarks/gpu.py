@@ -4,7 +4,7 @@ Each part runs in separate processes and writes one entry of benchmarks/records/
 versions, hardware and source. `python -m benchmarks.page` generates docs/performance.md from the
 record.
 
-    python -m benchmarks.gpu                      all parts, about 15 minutes
+    python -m benchmarks.gpu                      all parts, about 24 minutes
     python -m benchmarks.gpu --parts gpt2 xl      some parts; other entries do not change
 """
 

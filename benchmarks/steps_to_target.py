@@ -26,8 +26,8 @@ from benchmarks.page import DOCS, table
 # A line of the file.
 Line: TypeAlias = dict
 
-# The target is the mean training loss of the last steps of AdamW, and the others reach it when
-# their mean over as many steps does.
+# The target is the mean training loss of the last steps of AdamW with the same seed, which has the
+# same data. The others reach it when their mean over as many steps does.
 WINDOW = 100
 
 
@@ -57,13 +57,22 @@ class Result:
         """The mean validation loss."""
         return statistics.mean(line["validation_loss"] for line in self.lines)
 
-    def steps_to(self, target: float) -> list[int | None]:
-        """Return the step at which each run reaches a training loss; None if it does not."""
+    @property
+    def last_losses(self) -> dict[int, float]:
+        """The mean training loss of the last steps, by seed."""
+        return {line["seed"]: smoothed(line["losses"])[-1] for line in self.lines}
+
+    def steps_to(self, targets: dict[int, float]) -> list[int | None]:
+        """Return the step at which each run reaches its target; None if it does not.
+
+        Args:
+            targets: the training loss to reach, by seed.
+        """
         found: list[int | None] = []
         for line in self.lines:
-            reached = np.flatnonzero(smoothed(line["losses"]) <= target)
-            step = (int(reached[0]) + 1) * MEAN_OVER + WINDOW - MEAN_OVER
-            found.append(step if len(reached) else None)
+            losses = smoothed(line["losses"])
+            reached = np.flatnonzero(losses <= targets[line["seed"]])
+            found.append(WINDOW + int(reached[0]) * MEAN_OVER if len(reached) else None)
         return found
 
 
@@ -89,18 +98,18 @@ def best_results(lines: list[Line]) -> dict[str, Result]:
     return results
 
 
-def show(result: Result, target: float, adamw: Result) -> list[str]:
+def show(result: Result, adamw: Result) -> list[str]:
     """Return a row of the table."""
-    steps = result.steps_to(target)
+    steps = result.steps_to(adamw.last_losses)
     reached = [step for step in steps if step is not None]
     losses = [line["validation_loss"] for line in result.lines]
     tried = ", ".join(f"{rate:g}: {loss:.3f}" for rate, loss in result.rates.items())
-    to_target = seconds = "not reached"
+    to_target = seconds = f"{len(reached)} of {len(steps)} seeds reach it"
     if len(reached) == len(steps):
         mean = statistics.mean(reached)
         tokens = mean * result.lines[0]["tokens_per_step"] / 1e6
-        share = mean / adamw.lines[0]["steps"]
-        to_target = f"{tokens:.1f} M ({share:.0%})"
+        shares = [f"{step / adamw.lines[0]['steps']:.0%}" for step in reached]
+        to_target = f"{tokens:.1f} M ({', '.join(shares)})"
         seconds = f"{mean * result.step_ms / 1e3:.0f} s"
     return [
         f"`{result.name}`",
@@ -117,7 +126,7 @@ def page(results: dict[str, Result]) -> str:
     """Return the page."""
     adamw = results["adamw"]
     one = adamw.lines[0]
-    target = statistics.mean(float(smoothed(x["losses"])[-1]) for x in adamw.lines)
+    targets = ", ".join(f"{loss:.3f}" for loss in adamw.last_losses.values())
     ordered = sorted(results.values(), key=lambda result: result.validation)
     columns = [
         "optimizer",
@@ -128,7 +137,7 @@ def page(results: dict[str, Result]) -> str:
         "time to the target",
         "mean validation loss by rate",
     ]
-    rows = [show(result, target, adamw) for result in ordered]
+    rows = [show(result, adamw) for result in ordered]
     return f"""# Optimizers by steps to a target
 
 GPT-2 124M on Python source code, {one["steps"]:,} steps of {one["tokens_per_step"]:,} tokens
@@ -137,8 +146,9 @@ GPT-2 124M on Python source code, {one["steps"]:,} steps of {one["tokens_per_ste
 steps; that of `schedule_free` stays constant. Muon, NorMuon and SOAP use Adam for the tables of
 tokens and positions.
 
-The target is AdamW's training loss in its last {WINDOW} steps, {target:.3f}. A row counts the
-tokens until the mean over {WINDOW} steps is as low, averaged over the seeds.
+The target is AdamW's training loss in its last {WINDOW} steps with the same seed, so with the same
+data: {targets}. A row counts the tokens until the mean over {WINDOW} steps is as low: the mean of
+all seeds, and the share of AdamW's tokens for each.
 
 {table(columns, rows)}
 
@@ -156,7 +166,7 @@ def picture(results: dict[str, Result], path: Path) -> None:
         curves = [smoothed(line["losses"]) for line in result.lines]
         mean = np.mean(curves, axis=0)
         tokens = result.lines[0]["tokens_per_step"]
-        steps = (np.arange(len(mean)) + 1) * MEAN_OVER + WINDOW - MEAN_OVER
+        steps = WINDOW + np.arange(len(mean)) * MEAN_OVER
         axes.plot(steps * tokens / 1e6, mean, label=result.name, linewidth=1.3)
     low = min(min(line["losses"]) for x in results.values() for line in x.lines)
     axes.set(xlabel="million tokens", ylabel="training loss", ylim=(low - 0.1, low + 2))
