@@ -6,7 +6,7 @@ a lookup of some of its entries, or an elementwise operation.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias, cast
 
@@ -23,7 +23,9 @@ from shardwise.tracing.jaxpr import (
 
 # For each dim of a value, the dims of a parameter that it consists of.
 Dims: TypeAlias = tuple[frozenset[int], ...]
-Kind: TypeAlias = Literal["matmul", "selected", "lookup", "elementwise", "unknown"]
+Kind: TypeAlias = Literal[
+    "matmul", "selected", "lookup", "rows", "elementwise", "unknown"
+]
 Paths: TypeAlias = frozenset[str]
 NONE: Paths = frozenset()
 
@@ -59,12 +61,15 @@ class Use:
     Attributes:
         path: the parameter.
         kind: what the operation does with it. "selected" is a matmul of a part of the parameter
-            that the data select, such as the kernel of an expert.
+            that the data select, such as the kernel of an expert. "rows" is a matmul in which the
+            parameter takes the place of activations, such as learned queries.
         operation: the name of the primitive.
         contracted: the dims of the parameter that a matmul or a convolution sums over.
         place: file and line of the operation.
         scales: the parameters that scale the activations: the result is multiplied by a factor if
             all of them are. Empty if there are none.
+        has_rows: whether activations take part, or what takes their place. Otherwise it is the
+            matmul with a single vector, such as those that find the largest singular value.
     """
 
     path: str
@@ -73,6 +78,7 @@ class Use:
     contracted: frozenset[int] = frozenset()
     place: str = ""
     scales: Paths = NONE
+    has_rows: bool = True
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,7 @@ class Value:
 
     Attributes:
         dims: for each parameter that it consists of, where the dims of the parameter are.
-        is_data: whether it depends on the batch, so that it is an activation.
+        is_data: whether it depends on the batch or is random, so that it is an activation.
         scales: parameters whose common factor is a factor of this value.
         depends: the parameters that it depends on.
         is_stream: whether it is a residual stream, a sum `x + f(x)`.
@@ -108,12 +114,24 @@ class Value:
     is_stream: bool = False
     is_zero: bool = False
 
+    @property
+    def is_computed(self) -> bool:
+        """Whether it was computed from parameters by matmuls, such as features of positions."""
+        places = [dim for dims in self.dims.values() for dim in dims]
+        return bool(self.dims) and not any(places)
+
+    def other_dims(self, dims: Collection[int]) -> list[int]:
+        """Return the numbers of all dims except some."""
+        rank = len(next(iter(self.dims.values())))
+        return [number for number in range(rank) if number not in dims]
+
 
 @dataclass
 class Flow:
     """What a trace does with the parameters.
 
     Attributes:
+        growing: the dims of each parameter that grow with the width, where this is known.
         uses: the uses of all parameters, in the order of the trace.
         layers: for each parameter, the dims that a scan iterates over.
         contractions: the matmuls of two activations.
@@ -122,6 +140,7 @@ class Flow:
         unscaled: file and line of sums with a branch that has parameters, none of which scales it.
     """
 
+    growing: Mapping[str, Collection[int]] = field(default_factory=dict)
     uses: list[Use] = field(default_factory=list)
     layers: dict[str, set[int]] = field(default_factory=dict)
     contractions: list[Contraction] = field(default_factory=list)
@@ -132,21 +151,34 @@ class Flow:
         """Return the uses of one parameter."""
         return [use for use in self.uses if use.path == path]
 
+    def grows(self, value: Value, numbers: Iterable[int]) -> bool:
+        """Return whether one of some dims of a value grows with the width."""
+        numbers = tuple(numbers)
+        return any(
+            dims[number] & set(self.growing.get(path, ()))
+            for path, dims in value.dims.items()
+            for number in numbers
+        )
+
 
 def follow(
-    closed: core.ClosedJaxpr, params: Mapping[int, str], batch: Iterable[int]
+    closed: core.ClosedJaxpr,
+    params: Mapping[int, str],
+    batch: Iterable[int],
+    growing: Mapping[str, Collection[int]],
 ) -> Flow:
     """Follow the parameters of a traced loss.
 
     Args:
         closed: the traced loss.
         params: the paths of the parameters, by the number of the input.
-        batch: the numbers of the inputs that are the batch.
+        batch: the numbers of the inputs that are the batch or random keys.
+        growing: the dims of each parameter that grow with the width.
 
     Returns:
         What the loss does with each parameter.
     """
-    flow = Flow()
+    flow = Flow(growing)
     inputs = input_values(closed.jaxpr, params, batch)
     Walk(flow).run(closed.jaxpr, inputs)
     return flow
@@ -255,7 +287,9 @@ class Walk:
         stacked = [self._without_layers(value) for value in operands[first:]]
         body = cast(core.ClosedJaxpr, inner_function(equation)).jaxpr
         # What is carried into the first iteration may not depend on the data yet.
-        trial = Walk(Flow()).run(body, [*constants, *carried, *stacked])
+        trial = Walk(Flow(self.flow.growing)).run(
+            body, [*constants, *carried, *stacked]
+        )
         # It depends on the parameters of other layers, which are other parameters.
         layers = frozenset(path for value in stacked for path in value.dims)
         carried = [
@@ -277,7 +311,7 @@ class Walk:
         body = cast(core.ClosedJaxpr, equation.params["body_jaxpr"]).jaxpr
         first = num_condition + num_constants
         constants, carried = operands[num_condition:first], operands[first:]
-        trial = Walk(Flow()).run(body, [*constants, *carried])
+        trial = Walk(Flow(self.flow.growing)).run(body, [*constants, *carried])
         carried = [
             _merged(before, after) for before, after in zip(carried, trial, strict=True)
         ]
@@ -295,36 +329,73 @@ class Walk:
 
     def _matmul(self, equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
         dims = _contracted_dims(equation)
-        scales = NONE
+        left, right = operands[:2]
+        if left.dims and right.dims and not (left.is_data or right.is_data):
+            return [self._matmul_of_parameters(equation, operands)]
+        result, scales = self._result(operands), NONE
         for side in (0, 1):
             own, other = operands[side], operands[1 - side]
-            shape = shape_of(equation.invars[side])
-            num_free = math.prod(shape) // _size(shape, dims[side])
-            # A bias that passes through a kernel takes the place of an activation.
-            is_vector = not other.is_data and bool(other.dims) and num_free == 1
             is_activation = other.is_data and not other.dims
-            if not own.is_data and not is_vector:
-                self._add_uses(equation, own, "matmul", dims[side], other.scales)
+            if not own.is_data:
+                # Which dims of the two parameters of a composed kernel it sums over is not known.
+                kind: Kind = "unknown" if own.is_computed else "matmul"
+                has_rows = other.is_data or _num_free(equation, 1 - side) > 1
+                self._add_uses(
+                    equation, own, kind, dims[side], other.scales, has_rows=has_rows
+                )
                 scales |= own.scales
-            elif own.is_data and own.dims and is_activation:
+            elif own.dims and is_activation:
                 self._add_uses(equation, own, "selected", dims[side], other.scales)
                 scales |= own.scales
-        left, right = operands[:2]
+            if own.dims and not (other.dims or result.is_data):
+                # Constants whose size does not depend on the width are features.
+                has_rows = _num_free(equation, 1 - side) > 1
+                is_data = has_rows and not self.flow.grows(own, dims[side])
+                result = replace(result, is_data=is_data)
         if left.is_data and right.is_data and not (left.dims or right.dims):
             size = _size(shape_of(equation.invars[0]), dims[0])
             contraction = Contraction(size, place_of(equation))
             self.flow.contractions.append(contraction)
             scales = _scales("mul", [left, right])
-        result = replace(self._result(operands), scales=scales)
-        if result.is_data:
-            return [result]
-        # The matmul of two parameters: their dims that are not contracted, in order.
-        composed: dict[str, Dims] = {}
+        return [_composed(equation, operands, replace(result, scales=scales))]
+
+    def _matmul_of_parameters(
+        self, equation: core.JaxprEqn, operands: list[Value]
+    ) -> Value:
+        """Return the matmul of two values that depend on parameters, and not on the data.
+
+        One of them may take the place of an activation: a bias that passes through a kernel,
+        features that do not depend on the data, such as those of positions, or learned queries. If
+        neither does, the result is a kernel that consists of two parameters.
+        """
+        dims = _contracted_dims(equation)
+        result = self._result(operands)
         for side in (0, 1):
-            rank = len(shape_of(equation.outvars[0]))
-            unknown = (frozenset[int](),) * rank
-            composed |= dict.fromkeys(operands[side].dims, unknown)
-        return [replace(result, dims=composed)]
+            own, other = operands[side], operands[1 - side]
+            is_bias = _num_free(equation, side) == 1
+            is_feature = own.is_computed and not other.is_computed
+            are_queries = (
+                self.flow.grows(own, dims[side])
+                and not self.flow.grows(own, own.other_dims(dims[side]))
+                and self.flow.grows(other, other.other_dims(dims[1 - side]))
+            )
+            if not (is_bias or is_feature or are_queries):
+                continue
+            if are_queries:
+                self._add_uses(equation, own, "rows")
+            self._add_uses(
+                equation,
+                other,
+                "matmul",
+                dims[1 - side],
+                own.scales,
+                has_rows=not is_bias,
+            )
+            result = replace(result, scales=other.scales, is_data=not is_bias)
+            return _composed(equation, operands, result)
+        for value in operands:
+            self._add_uses(equation, value, "unknown")
+        return _composed(equation, operands, result)
 
     def _gather(self, equation: core.JaxprEqn, operands: list[Value]) -> list[Value]:
         table, indices = operands[:2]
@@ -383,6 +454,8 @@ class Walk:
         kind: Kind,
         contracted: Iterable[int] = (),
         scales: Paths = NONE,
+        *,
+        has_rows: bool = True,
     ) -> None:
         contracted = tuple(contracted)
         for path, dims in value.dims.items():
@@ -395,6 +468,7 @@ class Walk:
                 contracted=summed,
                 place=place_of(equation),
                 scales=scales,
+                has_rows=has_rows,
             )
             self.flow.uses.append(use)
 
@@ -586,6 +660,25 @@ def _contracted_dims(equation: core.JaxprEqn) -> tuple[Sequence[int], Sequence[i
         numbers = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
     (left, right), _ = numbers
     return left, right
+
+
+def _num_free(equation: core.JaxprEqn, side: int) -> int:
+    """Return the number of rows of an operand of a matmul: the size of what is not summed over."""
+    shape = shape_of(equation.invars[side])
+    return math.prod(shape) // _size(shape, _contracted_dims(equation)[side])
+
+
+def _composed(
+    equation: core.JaxprEqn, operands: Sequence[Value], result: Value
+) -> Value:
+    """Return the result of a matmul, with the parameters that it consists of unless it is data."""
+    if result.is_data:
+        return result
+    rank = len(shape_of(equation.outvars[0]))
+    # Where their dims are is not known: some were summed over.
+    unknown = (frozenset[int](),) * rank
+    paths = [path for value in operands[:2] for path in value.dims]
+    return replace(result, dims=dict.fromkeys(paths, unknown))
 
 
 def _is_broadcast(shape: Shape, out: Shape) -> bool:

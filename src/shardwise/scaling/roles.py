@@ -81,8 +81,8 @@ def find_roles(
     small_run, large_run = make_run(base), make_run(2 * base)
     small, large = abstract_model(small_run), abstract_model(large_run)
     growing = growing_dims(small, large, base)
-    flow = follow_run(small_run, small)
-    _check_contractions(flow, follow_run(large_run, large), base)
+    flow = follow_run(small_run, small, growing)
+    _check_contractions(flow, follow_run(large_run, large, growing), base)
     overrides = {} if overrides is None else overrides
     _check_overrides(overrides, small.shapes)
     parameters: dict[str, Parameter] = {}
@@ -148,6 +148,8 @@ class _Evidence:
     def of(cls, uses: list[Use], growing: tuple[int, ...]) -> "_Evidence":
         """Sort the uses of a parameter."""
         matmuls = [use for use in uses if use.kind in ("matmul", "selected")]
+        # Matmuls with a single vector decide nothing where there are others.
+        matmuls = [use for use in matmuls if use.has_rows] or matmuls
         summing = [use for use in matmuls if use.contracted & set(growing)]
         others = [use for use in matmuls if use not in summing]
         lookups = [use for use in uses if use.kind == "lookup"]
@@ -287,6 +289,8 @@ def _show(use: Use, shape: Shape) -> str:
         return f"{name} over dim {dims} of size {sizes}{place}"
     if use.kind == "lookup":
         return f"lookup{place}"
+    if use.kind == "rows":
+        return f"rows that pass through a kernel{place}"
     return f"{use.operation}{place}"
 
 
@@ -321,5 +325,6 @@ def _check_contractions(small: Flow, large: Flow, base: int) -> None:
                 f"a matmul of two activations{place} sums over {before.size} entries at width "
                 f"{base} and {after.size} at width {2 * base}, as attention does whose heads grow. "
                 "Its result would grow with the width. Keep the width of a head constant, and let "
-                "the number of heads grow: heads = width // 32."
+                "the number of heads grow: heads = width // 32. Keep the size of embeddings that "
+                "are compared with each other constant, too."
             )

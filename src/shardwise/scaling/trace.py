@@ -1,6 +1,6 @@
 """Trace the model and the loss of a run, without a mesh and without an optimizer."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -130,31 +130,42 @@ def _traced_for_cpu() -> AbstractContextManager[object]:
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
-def follow_run(run: Run, model: Model) -> Flow:
+def follow_run(run: Run, model: Model, growing: Mapping[str, Collection[int]]) -> Flow:
     """Trace the loss of a run, and follow its parameters.
+
+    Args:
+        run: the run.
+        model: its model.
+        growing: the dims of each parameter that grow with the width.
+
+    Returns:
+        What the loss does with each parameter.
 
     Raises:
         ConfigError: if the model cannot be built, or the loss fails.
         DataError: if the data cannot be read.
     """
     closed, arguments = trace_loss_of(run, model, example_batch(run))
-    params, batch = input_numbers(arguments)
-    return follow(closed, params, batch)
+    params, data = input_numbers(arguments)
+    return follow(closed, params, data, growing)
 
 
 def input_numbers(arguments: tuple[object, ...]) -> tuple[Mapping[int, str], set[int]]:
-    """Return the inputs of a traced loss that are parameters, by path, and those of the batch."""
+    """Return the inputs of a traced loss that are parameters, by path, and those that are data.
+
+    Data are the batch, and the random key: a loss may draw noise or times from it.
+    """
     params: dict[int, str] = {}
-    batch: set[int] = set()
+    data: set[int] = set()
     number = 0
     for position, part in enumerate(arguments):
         for path in named_leaves(part):
             if position == 0:
                 params[number] = path
-            if position == 3:
-                batch.add(number)
+            if position >= 3:
+                data.add(number)
             number += 1
-    return params, batch
+    return params, data
 
 
 def training_flops(run: Run) -> float:
