@@ -24,6 +24,7 @@ from shardwise.kernels.float8 import (
     narrow_exactly,
     uses_float8,
 )
+from shardwise.kernels.lookup import count_from_end
 from shardwise.kernels.partitioning import (
     Ref,
     Residuals,
@@ -49,7 +50,6 @@ NUM_SAMPLED = 1024
 LN_2 = math.log(2)
 
 
-@jax.custom_vjp
 def cross_entropy(logits: Array, labels: Array) -> Array:
     """Return the negative log-likelihood of each label, in nats.
 
@@ -59,7 +59,8 @@ def cross_entropy(logits: Array, labels: Array) -> Array:
 
     Args:
         logits: (..., V), of any floating dtype.
-        labels: (...), integers from 0 to V - 1.
+        labels: (...), integers from 0 to V - 1. Negative ones count from the end. The loss of a
+            label that does not exist is NaN, as that of Optax is.
 
     Returns:
         The losses (...), float32.
@@ -68,6 +69,20 @@ def cross_entropy(logits: Array, labels: Array) -> Array:
         >>> cross_entropy(jnp.zeros((2, 4)), jnp.array([0, 3]))
         Array([1.3862944, 1.3862944], dtype=float32)
     """
+    labels, zero = _existing(labels, logits.shape[-1])
+    nats: Array = _cross_entropy(logits, labels)
+    return nats + zero
+
+
+def _existing(labels: Array, size: int) -> tuple[Array, Array]:
+    """Return labels from 0 to V - 1, and for each of them 0, or NaN if it did not exist."""
+    labels = count_from_end(labels, size)
+    existing = jnp.minimum(labels, size - 1)
+    return existing, jnp.where(existing == labels, jnp.float32(0), jnp.nan)
+
+
+@jax.custom_vjp
+def _cross_entropy(logits: Array, labels: Array) -> Array:
     return _forward(logits, labels)[0]
 
 
@@ -110,7 +125,7 @@ def _backward_rule(residuals: Residuals, g: Array) -> tuple[Array, None]:
     return (gradient * g[..., None]).astype(residuals[0].dtype), None
 
 
-cross_entropy.defvjp(_forward_rule, _backward_rule)
+_cross_entropy.defvjp(_forward_rule, _backward_rule)
 
 
 def fused_cross_entropy(logits: Array, labels: Array) -> tuple[Array, Array]:
@@ -215,12 +230,13 @@ def linear_cross_entropy(features: Array, table: Array, labels: Array) -> Array:
     Args:
         features: the input of the output layer, (..., D).
         table: the weights of the output layer, (V, D).
-        labels: (...), integers from 0 to V - 1.
+        labels: (...), as for `cross_entropy`.
 
     Returns:
         The losses in nats, (...), float32.
     """
     has_sequences = features.ndim == 3 and labels.ndim == 2
+    labels, zero = _existing(labels, len(table))
     rows, row_labels = _as_rows(has_sequences, features, labels)
     loss = _plain_linear
     if uses_float8():
@@ -228,7 +244,7 @@ def linear_cross_entropy(features: Array, table: Array, labels: Array) -> Array:
     elif _is_fused(rows, table):
         loss = _fused_linear
     nats = loss(rows, table, row_labels)
-    return _from_rows(has_sequences, nats, labels.shape)
+    return _from_rows(has_sequences, nats, labels.shape) + zero
 
 
 def _as_rows(has_sequences: bool, features: Array, *others: Array) -> list[Array]:
@@ -284,7 +300,8 @@ def _label_logits(features: Array, table: Array, labels: Array) -> Array:
 
 
 def _plain_linear(features: Array, table: Array, labels: Array) -> Array:
-    return cross_entropy(_logits(features, table), labels)
+    nats: Array = _cross_entropy(_logits(features, table), labels)
+    return nats
 
 
 @jax.custom_vjp
@@ -520,7 +537,7 @@ def chunked_cross_entropy(
     Args:
         features: the input of the output layer, (B, T, D) or (N, D).
         table: the weights of the output layer, (V, D).
-        labels: (B, T) or (N,), integers from 0 to V - 1.
+        labels: (B, T) or (N,), as for `cross_entropy`.
         chunks: the number of chunks. It must divide N.
         weights: like `labels`; ones by default.
 
@@ -532,6 +549,8 @@ def chunked_cross_entropy(
     """
     if weights is None:
         weights = jnp.ones(labels.shape, jnp.float32)
+    labels, zero = _existing(labels, len(table))
+    absent = jnp.where(weights == 0, 0, zero).sum()
     has_sequences = features.ndim == 3 and labels.ndim == weights.ndim == 2
     features, labels, weights = _as_rows(has_sequences, features, labels, weights)
     num_tokens = features.shape[0]
@@ -540,7 +559,7 @@ def chunked_cross_entropy(
             f"{num_tokens} tokens are not divisible by chunks={chunks}. Use a number of chunks "
             "that divides batch size times length."
         )
-    return _chunked(features, table, labels, weights, chunks)
+    return _chunked(features, table, labels, weights, chunks) + absent
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))

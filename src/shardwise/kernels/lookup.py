@@ -30,17 +30,28 @@ def look_up(table: Array, indices: Array) -> Array:
 
     Args:
         table: (V, D), one embedding per token of the vocabulary.
-        indices: integers of any shape.
+        indices: integers of any shape. Negative ones count from the end. The embedding of a token
+            that does not exist is NaN, as that of `nnx.Embed` is.
 
     Returns:
         An array of shape `(*indices.shape, D)`.
     """
+    # The backward pass of each platform would treat negative ones in another way.
+    indices = count_from_end(indices, len(table))
     if indices.ndim == 2 and token_tiles(*indices.shape) is not None:
         # The backward pass would gather the gradients of sharded sequences to flatten them.
         rows = _look_up(table, merge_tokens(indices))
         return split_tokens(rows, *indices.shape)
     found: Array = _look_up(table, indices)
     return found
+
+
+def count_from_end(indices: Array, size: int) -> Array:
+    """Return indices from 0 to `size`, which does not exist. Negative ones count from the end."""
+    # `size` may not fit into 16 bits.
+    indices = indices.astype(jnp.promote_types(indices.dtype, jnp.int32))
+    indices = jnp.where(indices < 0, indices + size, indices)
+    return jnp.where(indices < 0, size, indices)
 
 
 @jax.custom_vjp

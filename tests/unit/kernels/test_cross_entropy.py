@@ -4,6 +4,7 @@ On a GPU the same code is compiled.
 """
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from shardwise import make_mesh
 from shardwise.kernels import cross_entropy as losses
 from shardwise.kernels.activation import fused_bias_gelu, plain_bias_gelu
 from shardwise.kernels.cross_entropy import chunked_cross_entropy, cross_entropy
+from shardwise.kernels.float8 import matmul_dtype
 
 
 def assert_close(ours, theirs, tolerance=2e-5):
@@ -115,6 +117,63 @@ def test_cross_entropy_matches_optax(where, shape):
         cross_entropy(logits, labels),
         optax.softmax_cross_entropy_with_integer_labels(logits, labels),
     )
+
+
+def of_logits(features, table, labels, weights):
+    return (cross_entropy(features @ table.T, labels) * weights).sum()
+
+
+def of_features(features, table, labels, weights):
+    nats = losses.linear_cross_entropy(features, table, labels)
+    return (nats * weights).sum()
+
+
+def of_features8(features, table, labels, weights):
+    with matmul_dtype("float8"):
+        return of_features(features, table, labels, weights)
+
+
+def in_chunks(features, table, labels, weights):
+    return chunked_cross_entropy(features, table, labels, 2, weights)
+
+
+@pytest.mark.parametrize(
+    ("loss", "tolerance"),
+    [
+        (of_logits, 2e-5),
+        (of_features, 2e-5),
+        (of_features8, 0.1),
+        (in_chunks, 2e-5),
+    ],
+)
+def test_labels_mean_what_they_mean_for_optax(where, loss, tolerance):
+    """Negative ones count from the end, and others do not exist. Padding is often -1 or -100."""
+    rng = np.random.default_rng(5)
+    features, table = (0.5 * rng.normal(size=(n, 32)).astype("f4") for n in (64, 128))
+    labels = jnp.asarray(rng.integers(-128, 128, 64))
+    weights = (rng.uniform(size=64) < 0.5).astype("f4")
+
+    def theirs(features, table):
+        logits = features @ table.T
+        nats = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return (nats * weights).sum()
+
+    run = partial(jax.value_and_grad, argnums=(0, 1))
+    assert_close(
+        run(loss)(features, table, labels, weights),
+        run(theirs)(features, table),
+        tolerance,
+    )
+    for label in (128, -129):
+        wrong = labels.at[0].set(label)
+        assert np.isnan(loss(features, table, wrong, jnp.ones(64)))
+
+
+def test_weights_of_zero_leave_labels_out_that_do_not_exist():
+    features, table = jnp.ones((4, 8)), jnp.ones((16, 8))
+    labels = jnp.array([0, -100, 3, -100])
+    total = in_chunks(features, table, labels, labels >= 0)
+    np.testing.assert_allclose(total, 2 * np.log(16), rtol=1e-6)
 
 
 def test_cross_entropy_of_bfloat16_logits_is_rounded_once(where):

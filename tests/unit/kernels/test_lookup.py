@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import make_mesh
 from shardwise.kernels import lookup as tables
+from shardwise.kernels.cross_entropy import cross_entropy
 from shardwise.kernels.lookup import look_up
 
 
@@ -52,6 +53,23 @@ def test_gradient_sums_over_the_occurrences_of_each_token(vocab_size, tokens, se
             )
     table = rng.normal(size=(vocab_size, 3)).astype("f4")
     np.testing.assert_array_equal(look_up(table, indices), table[indices])
+
+
+def test_negative_tokens_count_from_the_end_and_others_do_not_exist(where):
+    g = jnp.ones((3, 2))
+    gradient = table_gradient(jnp.array([-1, -3, 1]), g, 4)
+    np.testing.assert_array_equal(gradient[:, 0], [0, 2, 0, 1])
+    found = look_up(jnp.arange(4.0)[:, None], jnp.array([-1, 4, -5]))[:, 0]
+    np.testing.assert_array_equal(found, [3, np.nan, np.nan])
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint16", "uint32"])
+def test_tokens_of_any_integer_type(dtype):
+    table = jnp.arange(70_000.0)[:, None]
+    tokens = jnp.array([0, 3, 120], dtype)
+    np.testing.assert_array_equal(look_up(table, tokens)[:, 0], [0, 3, 120])
+    nats = cross_entropy(-table[:, 0] * jnp.ones((3, 1)), tokens)
+    np.testing.assert_allclose(nats, nats[0] + np.array([0, 3, 120]), rtol=1e-5)
 
 
 def test_frequent_token_in_bfloat16_is_summed_accurately(where):
