@@ -14,6 +14,7 @@ from shardwise.data.layout import as_arrays, map_rows
 from shardwise.errors import ConfigError
 from shardwise.run import Run, prepare
 from shardwise.scaling.record import Recorded, recorded
+from shardwise.scaling.roles import growing_dims
 from shardwise.scaling.trace import abstract_model, input_numbers, trace_loss_of
 from shardwise.state import TrainState, init_state
 from shardwise.text import Json
@@ -41,13 +42,20 @@ class Coordinates:
     loss: float
 
 
-def measure(run: Run, steps: int, seeds: Sequence[int] = (0,)) -> Coordinates:
+def measure(
+    run: Run,
+    steps: int,
+    seeds: Sequence[int] = (0,),
+    growing: Mapping[str, Collection[int]] | None = None,
+) -> Coordinates:
     """Train a few steps, and measure the activations of a few examples before and after.
 
     Args:
         run: the run. It writes nothing.
         steps: the number of steps.
         seeds: seeds of the initial weights. Sizes are averaged over them.
+        growing: the dims of each parameter that grow with the width. It shows which parameters
+            take the place of activations.
 
     Returns:
         The sizes.
@@ -61,7 +69,7 @@ def measure(run: Run, steps: int, seeds: Sequence[int] = (0,)) -> Coordinates:
     examples = map_rows(lambda leaf: np.asarray(leaf)[:NUM_EXAMPLES], first)
     model = abstract_model(run)
     closed, arguments = trace_loss_of(run, model, examples)
-    record = jax.jit(recorded(closed, *input_numbers(arguments)))
+    record = jax.jit(recorded(closed, *input_numbers(arguments), growing or {}))
     key = jax.random.key(0)
 
     def activations(state: TrainState) -> Recorded:
@@ -250,10 +258,12 @@ def check_coordinates(
         raise ConfigError(
             f"a coordinate check compares widths, and --sizes has {len(ordered)}. Use at least 2."
         )
+    small, large = (abstract_model(make_run(width)) for width in ordered[:2])
+    growing = growing_dims(small, large, (ordered[0], ordered[1]))
     found = []
     for width in ordered:
         report(f"{title}: width {width}")
-        found.append(measure(make_run(width), steps, range(seeds)))
+        found.append(measure(make_run(width), steps, range(seeds), growing))
     names = [set(point.activations) for point in found]
     if any(other != names[0] for other in names):
         raise ConfigError(

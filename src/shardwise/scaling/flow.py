@@ -337,11 +337,9 @@ class Walk:
             own, other = operands[side], operands[1 - side]
             is_activation = other.is_data and not other.dims
             if not own.is_data:
-                # Which dims of the two parameters of a composed kernel it sums over is not known.
-                kind: Kind = "unknown" if own.is_computed else "matmul"
                 has_rows = other.is_data or _num_free(equation, 1 - side) > 1
                 self._add_uses(
-                    equation, own, kind, dims[side], other.scales, has_rows=has_rows
+                    equation, own, "matmul", dims[side], other.scales, has_rows=has_rows
                 )
                 scales |= own.scales
             elif own.dims and is_activation:
@@ -460,11 +458,12 @@ class Walk:
         contracted = tuple(contracted)
         for path, dims in value.dims.items():
             summed = frozenset(dim for number in contracted for dim in dims[number])
-            name = equation.primitive.name
+            # Part of a kernel that was composed of two parameters.
+            is_unknown = kind == "matmul" and not any(dims)
             use = Use(
                 path=path,
-                kind=kind,
-                operation=name,
+                kind="unknown" if is_unknown else kind,
+                operation=equation.primitive.name,
                 contracted=summed,
                 place=place_of(equation),
                 scales=scales,

@@ -4,7 +4,7 @@ The traced loss is evaluated equation by equation, also inside of calls and scan
 operations that use a parameter are returned under the path of the parameter.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeAlias, cast
 
 import jax
@@ -20,14 +20,18 @@ RECORDED = ("matmul", "selected", "lookup")
 
 
 def recorded(
-    closed: core.ClosedJaxpr, params: Mapping[int, str], batch: set[int]
+    closed: core.ClosedJaxpr,
+    params: Mapping[int, str],
+    batch: set[int],
+    growing: Mapping[str, Collection[int]],
 ) -> Callable[..., Recorded]:
     """Return a function that computes the activations of a traced loss.
 
     Args:
         closed: the traced loss.
         params: the paths of the parameters, by the number of the input.
-        batch: the numbers of the inputs that are the batch.
+        batch: the numbers of the inputs that are the batch or random keys.
+        growing: the dims of each parameter that grow with the width.
 
     Returns:
         A function of the inputs of the loss. It returns activations by the path of the parameter
@@ -35,7 +39,7 @@ def recorded(
     """
 
     def record(*arrays: Array) -> Recorded:
-        recorder = _Recorder()
+        recorder = _Recorder(growing)
         values = input_values(closed.jaxpr, params, batch)
         outputs, _ = recorder.run(closed, arrays, values)
         kept = recorder.kept
@@ -50,9 +54,9 @@ def recorded(
 class _Recorder:
     """Evaluates jaxprs, and keeps the activations."""
 
-    def __init__(self) -> None:
+    def __init__(self, growing: Mapping[str, Collection[int]]) -> None:
         self.kept: Recorded = {}
-        self._flow = Flow()
+        self._flow = Flow(growing)
         self._walk = Walk(self._flow)
 
     def run(
@@ -112,7 +116,7 @@ class _Recorder:
         def step(
             carried: list[Array], stacked: list[Array]
         ) -> tuple[list[Array], tuple[list[Array], Recorded]]:
-            recorder = _Recorder()
+            recorder = _Recorder(self._flow.growing)
             inputs = [*arrays[:num_constants], *carried, *stacked]
             outputs, _ = recorder.run(body, inputs, inner_values)
             return outputs[:num_carried], (outputs[num_carried:], recorder.kept)

@@ -80,7 +80,7 @@ def find_roles(
     """
     small_run, large_run = make_run(base), make_run(2 * base)
     small, large = abstract_model(small_run), abstract_model(large_run)
-    growing = growing_dims(small, large, base)
+    growing = growing_dims(small, large, (base, 2 * base))
     flow = follow_run(small_run, small, growing)
     _check_contractions(flow, follow_run(large_run, large, growing), base)
     overrides = {} if overrides is None else overrides
@@ -99,8 +99,10 @@ def find_roles(
     return Roles(parameters, tuple(flow.branches), tuple(dict.fromkeys(flow.unscaled)))
 
 
-def growing_dims(small: Model, large: Model, base: int) -> dict[str, tuple[int, ...]]:
-    """Return the dims of each parameter that differ between two models.
+def growing_dims(
+    small: Model, large: Model, widths: tuple[int, int]
+) -> dict[str, tuple[int, ...]]:
+    """Return the dims of each parameter that differ between the models of two widths.
 
     Raises:
         ConfigError: if the models have different parameters, or nothing grows.
@@ -111,7 +113,7 @@ def growing_dims(small: Model, large: Model, base: int) -> dict[str, tuple[int, 
     if different or ranks:
         names = ", ".join([*different, *ranks][:4])
         raise ConfigError(
-            f"the models of widths {base} and {2 * base} have different parameters: {names}. "
+            f"the models of widths {widths[0]} and {widths[1]} have different parameters: {names}. "
             "The width may change the sizes of parameters, not their number."
         )
     growing = {
@@ -120,8 +122,8 @@ def growing_dims(small: Model, large: Model, base: int) -> dict[str, tuple[int, 
     }
     if not any(growing.values()):
         raise ConfigError(
-            f"no parameter grows from width {base} to {2 * base}. Name the argument of the recipe "
-            "that sets the width of the model."
+            f"no parameter grows from width {widths[0]} to {widths[1]}. Name the argument of the "
+            "recipe that sets the width of the model."
         )
     return growing
 

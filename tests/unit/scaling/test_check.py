@@ -62,7 +62,7 @@ def test_the_recorded_values():
     net = Perceptron(16, nnx.Rngs(0))
     params = nnx.to_pure_dict(nnx.state(net, nnx.Param))
     inputs = jax.tree.leaves((params, {}, {}, batch, jax.random.key(0)))
-    found = recorded(closed, *input_numbers(arguments))(*inputs)
+    found = recorded(closed, *input_numbers(arguments), {})(*inputs)
     x = batch["image"].reshape(len(batch["image"]), -1)
     first = x @ net.first.kernel[...]
     hidden = nnx.relu(first + net.first.bias[...]) @ net.hidden.kernel[...]

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from shardwise.errors import ConfigError
+from shardwise.scaling.check import check_coordinates
 from shardwise.scaling.roles import find_roles
 from tests.helpers.sizes import image_run
 
@@ -87,15 +88,20 @@ class BroadcastQueries(LearnedQueries):
 
 
 class Normalized(Net):
-    """The kernel of a layer is divided by its largest singular value."""
+    """The kernel of a layer is divided by its largest singular value, found by iteration."""
 
     def __init__(self, width, rngs):
         super().__init__(width, rngs)
-        layer = nnx.Linear(width, width, rngs=rngs)
-        self.norm = nnx.SpectralNorm(layer, rngs=rngs)
+        self.two = nnx.Linear(width, width, rngs=rngs)
+        self.start = nnx.BatchStat(jnp.ones((1, width)))
 
     def mix(self, tokens):
-        return self.norm(tokens, update_stats=True)
+        kernel = self.two.kernel[...]
+        left = self.start[...] @ kernel.T
+        right = left / jnp.linalg.norm(left) @ kernel
+        largest = jnp.linalg.norm(right)
+        self.start[...] = jax.lax.stop_gradient(right / largest)
+        return tokens @ (kernel / largest) + self.two.bias[...]
 
 
 class Product(Net):
@@ -109,6 +115,17 @@ class Product(Net):
 
     def mix(self, tokens):
         return tokens + tokens @ (self.down[...] @ self.up[...])
+
+
+class LowRankUpdate(Product):
+    """The same, added to another kernel."""
+
+    def __init__(self, width, rngs):
+        super().__init__(width, rngs)
+        self.two = nnx.Linear(width, width, use_bias=False, rngs=rngs)
+
+    def mix(self, tokens):
+        return tokens @ (self.two.kernel[...] + self.down[...] @ self.up[...])
 
 
 class Times(nnx.Module):
@@ -144,11 +161,11 @@ QUERIES = {"queries": "vector", "norm/scale": "vector", "norm/bias": "vector"}
 QUERIES |= {"key/kernel": "hidden", "key/bias": "vector"}
 
 
-def roles(model, **options):
+def roles(model, overrides=None, **options):
     def make_run(width):
         return replace(image_run(lambda rngs: model(width, rngs)), **options)
 
-    found = find_roles(make_run, 32).parameters
+    found = find_roles(make_run, 32, overrides).parameters
     return {path: parameter.role for path, parameter in found.items()}
 
 
@@ -161,10 +178,7 @@ def roles(model, **options):
             LearnedQueries,
             {"query/kernel": "hidden", "query/bias": "vector"} | QUERIES,
         ),
-        (
-            Normalized,
-            {f"norm/layer_instance/{name[4:]}": role for name, role in TWO.items()},
-        ),
+        (Normalized, TWO),
     ],
 )
 def test_what_takes_the_place_of_activations(model, expected):
@@ -178,11 +192,25 @@ def test_queries_that_are_copied_for_each_example():
         assert found[f"attention/{name}/kernel"] == "hidden"
 
 
+def test_a_coordinate_check_of_learned_queries():
+    def make_run(width):
+        return image_run(lambda rngs: BroadcastQueries(width, rngs))
+
+    found = check_coordinates(make_run, (16, 32), 1, 1, "queries", lambda text: None)
+    names = {slopes.name for slopes in found.slopes}
+    assert {"attention/query/kernel", "attention/key/kernel"} <= names
+
+
 def test_random_times_are_activations():
     times = {"one/kernel": "input", "one/bias": "vector"} | TWO
     assert roles(Times, loss=flow_loss) == NET | times
 
 
-def test_the_product_of_two_parameters_is_refused():
+@pytest.mark.parametrize("model", [Product, LowRankUpdate])
+def test_the_product_of_two_parameters_is_refused(model):
     with pytest.raises(ConfigError, match=r"--role 'down=hidden'(.|\n)*'up=hidden'"):
-        roles(Product)
+        roles(model)
+    overrides = {"down": "output", "up": "input"}
+    found = roles(model, overrides)
+    assert found.items() >= (NET | overrides).items()
+    assert found.get("two/kernel", "hidden") == "hidden"
