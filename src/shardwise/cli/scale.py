@@ -298,6 +298,11 @@ def _print_check(check: Check, picture: Path) -> None:
     verdict = "all slopes are within" if check.is_ok else "some slopes are outside of"
     limits = f"±{LIMIT:g} (outputs may shrink)"
     console.print(f"{verdict} {limits}; worst {check.worst:+.3f}")
+    if check.may_be_noise:
+        console.print(
+            "Changes may shrink because a part of the updates of narrow models is noise. Check "
+            "larger widths, or use a smaller batch."
+        )
     console.print(f"picture: {picture}", soft_wrap=True)
 
 

@@ -106,6 +106,17 @@ def test_outputs_may_shrink():
     assert Check(WIDTHS, points, "test", frozenset("a")).is_ok
 
 
+@pytest.mark.parametrize(
+    ("size", "change", "may_be_noise"),
+    [(0, -0.2, True), (0, -0.4, False), (0, 0.2, False), (-0.5, -0.2, False)],
+)
+def test_updates_may_shrink_because_they_are_noise(size, change, may_be_noise):
+    points = tuple(coordinates(width**size, width**change) for width in WIDTHS)
+    check = Check(WIDTHS, points, "test")
+    assert not check.is_ok
+    assert check.may_be_noise == may_be_noise
+
+
 def test_sizes_that_are_not_finite_fail():
     points = tuple(coordinates(math.nan, 1.0) for _ in WIDTHS)
     assert not Check(WIDTHS, points, "test").is_ok
