@@ -487,10 +487,15 @@ def scale_recipe(
     signature = inspect.signature(recipe)
     for name in settings.arguments_of(settings.base):
         if name not in signature.parameters:
-            hint = did_you_mean(name, signature.parameters)
+            is_width = name == settings.width_name
+            option, argument = (
+                ("--vary", "width_name") if is_width else ("--vary-depth", "depth_name")
+            )
             raise ConfigError(
                 f"the recipe '{recipe.__name__}' has no argument '{name}' that sets the size of "
-                f"its model.{hint}"
+                f"its model.{did_you_mean(name, signature.parameters)} Its arguments are "
+                f"{', '.join(signature.parameters)}. Name the one that does: {option} NAME, or "
+                f"scaled(..., {argument}='NAME')."
             )
 
     @functools.wraps(recipe)

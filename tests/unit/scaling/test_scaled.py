@@ -318,3 +318,12 @@ def test_small_shapes_keep_ratios(base, shape):
     small, large = small_shapes(base, shape)
     ratios = [after / before for before, after in zip(base, shape, strict=True)]
     assert [b / a for a, b in zip(small, large, strict=True)] == ratios
+
+
+def test_another_name_of_the_width_is_explained():
+    def recipe(hidden=32):
+        return perceptron_run(hidden)
+
+    with pytest.raises(ConfigError, match=r"arguments are hidden. .*width_name='NAME'"):
+        scaled(width=32)(recipe)
+    assert scaled(width=32, width_name="hidden")(recipe)(hidden=64)
