@@ -237,6 +237,8 @@ def linear_cross_entropy(features: Array, table: Array, labels: Array) -> Array:
     """
     has_sequences = features.ndim == 3 and labels.ndim == 2
     labels, zero = _existing(labels, len(table))
+    # Labels that are traced cannot index a NumPy array.
+    table = jnp.asarray(table)
     rows, row_labels = _as_rows(has_sequences, features, labels)
     loss = _plain_linear
     if uses_float8():
@@ -550,6 +552,7 @@ def chunked_cross_entropy(
     if weights is None:
         weights = jnp.ones(labels.shape, jnp.float32)
     labels, zero = _existing(labels, len(table))
+    table = jnp.asarray(table)
     absent = jnp.where(weights == 0, 0, zero).sum()
     has_sequences = features.ndim == 3 and labels.ndim == weights.ndim == 2
     features, labels, weights = _as_rows(has_sequences, features, labels, weights)

@@ -176,6 +176,18 @@ def test_weights_of_zero_leave_labels_out_that_do_not_exist():
     np.testing.assert_allclose(total, 2 * np.log(16), rtol=1e-6)
 
 
+@pytest.mark.parametrize("loss", [of_features, of_features8, in_chunks])
+def test_a_frozen_table_may_be_a_numpy_array(loss):
+    rng = np.random.default_rng(6)
+    features, table = (rng.normal(size=(n, 32)).astype("f4") for n in (64, 128))
+    labels, weights = rng.integers(0, 128, 64), np.ones(64, "f4")
+    by_features = jax.jit(
+        jax.grad(lambda x, labels: loss(x, table, labels, weights)),
+    )
+    expected = jax.grad(loss)(features, jnp.asarray(table), labels, weights)
+    assert_close(by_features(features, labels), expected)
+
+
 def test_cross_entropy_of_bfloat16_logits_is_rounded_once(where):
     rng = np.random.default_rng(2)
     logits, labels = (
