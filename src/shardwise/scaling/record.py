@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from shardwise.scaling.flow import Flow, Value, Walk, input_values
+from shardwise.scaling.flow import Walk, input_values
+from shardwise.scaling.uses import Flow
+from shardwise.scaling.values import Value
 from shardwise.tracing.jaxpr import CALLS, bind, inner_function, scan_parts
 
 Array = jax.Array

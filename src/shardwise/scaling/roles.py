@@ -8,8 +8,9 @@ from typing import Literal, TypeAlias, get_args
 
 from shardwise.errors import ConfigError
 from shardwise.run import Run
-from shardwise.scaling.flow import Flow, Paths, Use
 from shardwise.scaling.trace import Model, abstract_model, follow_run
+from shardwise.scaling.uses import Flow, Use
+from shardwise.scaling.values import Paths
 from shardwise.text import did_you_mean
 from shardwise.tracing.jaxpr import Shape
 from shardwise.tree import matches

@@ -18,7 +18,8 @@ from shardwise.loss.contract import call_loss, named_metrics
 from shardwise.metrics import Mean
 from shardwise.module import ModuleDef, Pure, build_module, split_module
 from shardwise.run import Run, example_batch
-from shardwise.scaling.flow import Flow, follow
+from shardwise.scaling.flow import follow
+from shardwise.scaling.uses import Flow
 from shardwise.tracing.jaxpr import Shape
 from shardwise.tree import Batch, abstract_key, named_leaves
 

@@ -9,8 +9,8 @@ from flax import nnx
 
 from shardwise import MoE
 from shardwise.errors import ConfigError
-from shardwise.scaling.flow import _reshaped
 from shardwise.scaling.roles import find_roles
+from shardwise.scaling.values import _reshaped
 from shardwise.text import any_layer
 from tests.helpers.sizes import (
     DigitsNet,
