@@ -59,7 +59,7 @@ def measure(config: GPTConfig, rows: int = ROWS, devices: int = 1) -> dict[str, 
     moments.append(time.perf_counter())
     lowered = prepared.step.lower()
     moments.append(time.perf_counter())
-    program = lowered.compile()
+    step = prepared.step.compile(lowered)
     moments.append(time.perf_counter())
     state, batch = (
         init_state(prepared.spec, 0),
@@ -68,10 +68,11 @@ def measure(config: GPTConfig, rows: int = ROWS, devices: int = 1) -> dict[str, 
     times = []
     for _ in range(12):
         begun = time.perf_counter()
-        state, metrics = program(state, batch)
+        state, metrics = step(state, batch)
         jax.block_until_ready(metrics)
         times.append(time.perf_counter() - begun)
-    m = program.memory_analysis()
+    assert step.program is not None
+    m = step.program.memory_analysis()
     seconds = dict(
         zip(("prepare", "lower", "compile"), np.diff(moments).tolist(), strict=True)
     )

@@ -2,11 +2,12 @@
 
 import json
 import pickle
+from dataclasses import replace
 
 import jax
 import numpy as np
 
-from benchmarks import shakespeare
+from benchmarks import growth, shakespeare
 from benchmarks.nnx_jit import WAYS
 
 
@@ -18,6 +19,12 @@ def test_nnx_jit_measures_steps_with_the_same_losses():
     }
     assert losses["nnx_jit"] == losses["cached_partial"] == losses["jax_jit"]
     assert losses["jax_jit"][2] < losses["jax_jit"][0]
+
+
+def test_growth_measures_a_step():
+    row = growth.measure(replace(growth.SMALL, width=32, num_layers=1), rows=2)
+    assert row["step"] > 0
+    assert row["bytes"] > 0
 
 
 def test_shakespeare_writes_the_data_of_nanogpt_and_times_steps_between_evaluations(
