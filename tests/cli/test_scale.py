@@ -33,12 +33,17 @@ RECIPE = textwrap.dedent(
 
 
     def standard(width: int = 32, lr: float = 1e-2, steps: int = 3,
-                 out: Path | None = None) -> Run:
+                 out: Path | None = None, seed: int = 0) -> Run:
         "Train three linear layers."
         x = np.random.default_rng(0).normal(size=(64, 8)).astype("float32")
         data = Batches({"x": x, "y": x[:, :4] * x[:, 4:]}, batch_size=32)
         return Run(model=lambda rngs: Net(width, rngs), loss=loss,
-                   optimizer=optax.adam(lr), data=data, steps=steps, out=out)
+                   optimizer=optax.adam(lr), data=data, steps=steps, out=out, seed=seed)
+
+
+    def seedless(width: int = 32, lr: float = 1e-2, out: Path | None = None) -> Run:
+        "Train with one seed."
+        return standard(width, lr, out=out)
 
 
     recipe = scaled(width=32)(standard)
@@ -100,6 +105,12 @@ def test_mistakes(recipe, words, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_several_seeds_need_an_argument(recipe, capsys):
+    words = ["--sizes", "32,64", "--transfer", "--rates", "1e-3:1e-1:2", "--seeds", "2"]
+    assert main(["scale", f"{recipe}:seedless", *words]) == 2
+    assert "needs an integer argument 'seed'" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_check(recipe, tmp_path, capsys):
     args = ["scale", recipe, "--sizes", "32,64,128", "--check", "--seeds", "1"]
@@ -135,3 +146,24 @@ def test_transfer_resumes(recipe, tmp_path, capfd):
     answer = json.loads((tmp_path / "a.json").read_text())
     assert answer["price"]["target"] == "v5e:2x2"
     assert answer["price"]["seconds"] > 0
+
+
+@pytest.mark.slow
+def test_transfer_with_several_seeds(recipe, tmp_path, capfd):
+    words = ["--sizes", "32,64", "--transfer", "--rates", "1e-3:1e-1:2", "--seed", "4"]
+    args = ["scale", recipe, *words, "--cpu-devices", "1", "--json", "a.json"]
+    assert main([*args, "--seeds", "2"]) == 0
+    assert "mean of its seeds" in capfd.readouterr().out
+    answer = json.loads((tmp_path / "a.json").read_text())
+    for best in answer["best"]:
+        first, second = best["seeds"]
+        losses = answer["losses"][str(best["width"])]
+        assert first == losses[f"{best['rate']:g}"] != second
+        assert best["loss"] == (first + second) / 2
+        name = f"width={best['width']},lr={best['rate']:g},seed=5"
+        run = json.loads(
+            (tmp_path / answer["out"] / "seeds" / name / "run.json").read_text()
+        )
+        assert run["seed"] == 5
+    assert main([*args, "--seeds", "2"]) == 0
+    assert capfd.readouterr().err.count("is done") == 6

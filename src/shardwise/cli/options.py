@@ -700,10 +700,10 @@ def _scale(parser: Parser) -> None:
     )
     parser.add_argument(
         "--seeds",
-        type=int,
-        default=3,
+        type=positive,
         metavar="N",
-        help="with --check: models of each width to average over (default: 3)",
+        help="models of each width to average over, with --transfer at its best rate only"
+        " (default: 3 with --check, 1 with --transfer)",
     )
     parser.add_argument(
         "--transfer",

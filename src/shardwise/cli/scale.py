@@ -3,35 +3,24 @@
 import argparse
 import inspect
 import itertools
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import jax
 from rich.console import Console
-from rich.table import Table
 
-from shardwise.checkpoint.reader import read_json
 from shardwise.cli.recipes import split_recipe
 from shardwise.errors import ConfigError, NumericsError
-from shardwise.files.durable import check_writable, text_digest, write_atomically
+from shardwise.files.durable import check_writable
 from shardwise.files.lock import lock_directory
 from shardwise.mesh import use_cpu_devices
-from shardwise.recipe import (
-    Recipe,
-    bind_recipe,
-    find_recipe,
-    load_recipe,
-    make_run,
-    read_source,
-)
+from shardwise.recipe import Recipe, bind_recipe, find_recipe, load_recipe, make_run
 from shardwise.run import Run
-from shardwise.rundir.files import RunFiles
-from shardwise.rundir.summary import summarize
 from shardwise.scaling.check import LIMIT, Check, check_coordinates, plot_checks
+from shardwise.scaling.grid import TransferGrid
+from shardwise.scaling.price import find_price
 from shardwise.scaling.roles import ROLES, Role, find_roles
 from shardwise.scaling.scaled import (
     Settings,
@@ -42,17 +31,16 @@ from shardwise.scaling.scaled import (
 )
 from shardwise.scaling.trace import training_flops
 from shardwise.scaling.transfer import (
-    RECIPE_TEXT,
     Best,
-    Losses,
     best_rates,
+    loss_table,
     parse_rates,
     plot_rates,
     predict,
+    relative_error,
 )
-from shardwise.sweep.grid import check_arguments, flat, make_points, split_words
-from shardwise.sweep.runs import CHILD, Sweep, SweepRecord, describe_exit
-from shardwise.text import NONE, Json, did_you_mean, show_number, show_seconds
+from shardwise.sweep.grid import option_of
+from shardwise.text import Json, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -104,6 +92,21 @@ class _Task:
         bound = signature.bind(**{**self.arguments, **width})
         bound.apply_defaults()
         return dict(bound.arguments)
+
+    @property
+    def seed(self) -> int:
+        """The value of the argument `seed`.
+
+        Raises:
+            ConfigError: if the recipe has none.
+        """
+        seed = self._bound().get("seed")
+        if not isinstance(seed, int):
+            raise ConfigError(
+                "--transfer with several --seeds needs an integer argument 'seed' of the recipe. "
+                "Add `seed: int = 0` to it and pass it on to `Run(seed=seed)`, or remove --seeds."
+            )
+        return seed
 
     def run_at(self, recipe: Recipe, size: Size, **changes: object) -> Run:
         """Return the run of a recipe at a size."""
@@ -157,8 +160,7 @@ def _read_task(target: str, options: argparse.Namespace, words: list[str]) -> _T
 
 
 def _is_given(name: str, words: list[str]) -> bool:
-    option = f"--{name.replace('_', '-')}"
-    return any(word.partition("=")[0] == option for word in words)
+    return any(word.partition("=")[0] == option_of(name) for word in words)
 
 
 def _read_settings(known: Settings | None, options: argparse.Namespace) -> Settings:
@@ -255,7 +257,7 @@ def _check(task: _Task) -> tuple[Json, int]:
 
     with progress.status("") as status:
         report = _reporter(progress, status.update)
-        arguments = (run_at, task.sizes, steps, task.options.seeds, title, report)
+        arguments = (run_at, task.sizes, steps, task.options.seeds or 3, title, report)
         check = check_coordinates(*arguments, _outputs(task))
     picture = task.out / f"coordinate_check_{title}.png"
     plot_checks([check], picture)
@@ -310,23 +312,27 @@ def _print_check(check: Check, picture: Path) -> None:
 
 
 def _transfer(task: _Task, shared: argparse.Namespace) -> tuple[Json, int]:
-    if task.options.rates is None:
+    options = task.options
+    if options.rates is None:
         raise ConfigError("--transfer needs --rates, for example --rates 1e-3:1e-1:7.")
-    rates = parse_rates(task.options.rates)
-    kind = "standard" if task.options.standard else "scaled"
-    out = task.out / kind
-    check_writable(out)
-    out.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with lock_directory(out):
-        target = _write_recipe(task, out)
-        losses, code = _train_grid(task, out, target, rates, shared)
+    rates = parse_rates(options.rates)
+    num_seeds = options.seeds or 1
+    first_seed = task.seed if num_seeds > 1 else 0
+    kind = "standard" if options.standard else "scaled"
+    grid = _grid(task, task.out / kind, shared)
+    check_writable(grid.out)
+    grid.out.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with lock_directory(grid.out):
+        grid.write_recipe()
+        losses, code = grid.train(task.sizes, rates)
+        best = best_rates(losses)
+        if num_seeds > 1 and best and code == 0:
+            best, code = grid.train_seeds(best, first_seed, num_seeds)
     console = _console()
-    console.print(_loss_table(losses, f"loss, {kind}"))
-    picture = task.out / f"transfer_{kind}.png"
-    best = best_rates(losses)
+    console.print(loss_table(losses, best, f"loss, {kind}"))
     answer: Json = {
         "recipe": _name(task),
-        "out": str(out),
+        "out": str(grid.out),
         "losses": {
             str(width): {f"{rate:g}": loss for rate, loss in by_rate.items()}
             for width, by_rate in losses.items()
@@ -336,109 +342,37 @@ def _transfer(task: _Task, shared: argparse.Namespace) -> tuple[Json, int]:
     if not best:
         console.print("no run has finished with a finite loss")
         return answer, code or NumericsError.exit_code
+    picture = task.out / f"transfer_{kind}.png"
     plot_rates(losses, picture, f"{task.path.stem}, {kind}")
     answer["picture"] = str(picture)
-    _print_best(console, best, picture)
+    _print_best(console, best, num_seeds, picture)
     if code == 0:
-        answer |= _predictions(task, console, best, target, shared)
+        answer |= _predictions(task, console, best)
+        if options.to is not None:
+            answer |= _large_run(task, console, best, grid)
     return answer, code
 
 
-def _write_recipe(task: _Task, out: Path) -> str:
-    """Write the recipe that the runs use, and return its name for `shardwise train`."""
-    settings = task.settings
-    text = RECIPE_TEXT.format(
-        path=str(task.path.resolve()),
+def _grid(task: _Task, out: Path, shared: argparse.Namespace) -> TransferGrid:
+    devices = shared.cpu_devices
+    return TransferGrid(
+        recipe=task.recipe,
+        path=task.path,
         function=task.function,
-        base=settings.base,
-        width_name=settings.width_name,
-        depth_name=settings.depth_name,
-        roles=dict(settings.roles),
+        settings=task.settings,
+        is_standard=task.options.standard,
+        rate_name=task.options.rate_name,
+        words=task.words,
+        options=[] if devices is None else ["--cpu-devices", str(devices)],
+        out=out,
+        retry=task.options.retry,
+        jobs=task.options.jobs,
     )
-    file = out / "scaled_recipe.py"
-    write_atomically(file, text)
-    return f"{file}:{'standard' if task.options.standard else 'recipe'}"
 
 
-def _train_grid(
-    task: _Task,
-    out: Path,
-    target: str,
-    rates: list[float],
-    shared: argparse.Namespace,
-) -> tuple[Losses, int]:
-    """Train all widths with all rates, and return the losses and the exit code."""
-    options = task.options
-    width_option = f"--{task.settings.width_name.replace('_', '-')}"
-    rate_option = f"--{options.rate_name.replace('_', '-')}"
-    arguments = split_words(task.words)
-    for option in (width_option, rate_option):
-        if option in arguments:
-            raise ConfigError(f"{option} is varied by --sizes and --rates. Remove it.")
-    varied = {
-        width_option: [str(size) for size in task.sizes],
-        rate_option: [f"{rate:g}" for rate in rates],
-    }
-    prog = f"shardwise scale {task.target}"
-    grid, fixed = check_arguments(task.recipe, {**arguments, **varied}, prog)
-    for option in grid:
-        if option not in varied:
-            raise ConfigError(
-                f"{option} has several values. Only sizes and rates vary."
-            )
-    missing = {option: values for option, values in fixed.items() if option in varied}
-    points = make_points({**missing, **grid}, set())
-    rest = {option: values for option, values in fixed.items() if option not in varied}
-    about = {
-        "recipe": _name(task),
-        "fixed": rest,
-        "axes": list(varied),
-        "source_digest": text_digest(read_source(task.path)),
-    }
-    record = SweepRecord.open(out, about, points)
-    words = flat(rest)
-    if shared.cpu_devices is not None:
-        words += ["--cpu-devices", str(shared.cpu_devices)]
-    code = Sweep(target, words, out, record, points, options.retry, options.jobs).run()
-    losses: dict[int, dict[float, float | None]] = {}
-    for point in points:
-        values = list(point.values.values())
-        width, rate = int(values[0]), float(values[1])
-        losses.setdefault(width, {})[rate] = _loss_of(out / point.name)
-    return losses, _code_of(code, losses)
-
-
-def _code_of(code: int, losses: Losses) -> int:
-    """Return the exit code. Runs that diverge at a large rate are results, not failures."""
-    has_diverged = code == NumericsError.exit_code
-    return 0 if has_diverged and best_rates(losses) else code
-
-
-def _loss_of(directory: Path) -> float | None:
-    """Return the last validation loss of a finished run, or else its training loss."""
-    if not (directory / "run.json").exists():
-        return None
-    summary = summarize(RunFiles(directory).read())
-    if summary.status != "finished":
-        return None
-    validation = summary.held_out.get("loss")
-    return summary.loss if validation is None else validation[2]
-
-
-def _loss_table(losses: Losses, title: str) -> Table:
-    rates = sorted({rate for by_rate in losses.values() for rate in by_rate})
-    table = Table("width", *(f"{rate:g}" for rate in rates), "best rate", title=title)
-    table.title_justify = "left"
-    best = {found.width: found for found in best_rates(losses)}
-    for width, by_rate in sorted(losses.items()):
-        values = [by_rate.get(rate) for rate in rates]
-        shown = [NONE if value is None else f"{value:.4f}" for value in values]
-        rate = f"{best[width].rate:g}" if width in best else NONE
-        table.add_row(str(width), *shown, rate)
-    return table
-
-
-def _print_best(console: Console, best: list[Best], picture: Path) -> None:
+def _print_best(
+    console: Console, best: list[Best], num_seeds: int, picture: Path
+) -> None:
     rates = [found.rate for found in best]
     spread = max(rates) / min(rates)
     console.print(
@@ -457,47 +391,42 @@ def _print_best(console: Console, best: list[Best], picture: Path) -> None:
             "Try more rates.",
             soft_wrap=True,
         )
+    for found in best:
+        if num_seeds > 1 and len(found.seeds) < num_seeds:
+            console.print(
+                f"only {len(found.seeds)} of {num_seeds} seeds of width {found.width} have "
+                f"finished with a finite loss at its best rate"
+            )
 
 
-def _predictions(
-    task: _Task,
-    console: Console,
-    best: list[Best],
-    target: str,
-    shared: argparse.Namespace,
-) -> Json:
+def _predictions(task: _Task, console: Console, best: list[Best]) -> Json:
     """Print the predicted losses: of the largest run from the others, and of `--to`."""
     widths = [found.width for found in best]
     if task.options.to is not None:
         widths.append(task.options.to)
-    compute = {}
-    for width in widths:
-        run = task.run_at(task.recipe, Size(width, task.depth))
-        compute[width] = training_flops(run)
+    compute = {
+        width: training_flops(task.run_at(task.recipe, Size(width, task.depth)))
+        for width in widths
+    }
     answer: Json = {"flops": {str(width): value for width, value in compute.items()}}
     known = [compute[found.width] for found in best]
     losses = [found.loss for found in best]
+    error = relative_error(best)
     if len(best) > 3:
-        held_out = predict(known[:-1], losses[:-1], known[-1])
-        error = held_out.loss / losses[-1] - 1
+        held_out = predict(known[:-1], losses[:-1], known[-1], error)
+        difference = held_out.loss / losses[-1] - 1
         console.print(
             f"width {best[-1].width} from the narrower ones: predicted {held_out.loss:.4f} "
             f"({held_out.low:.4f} to {held_out.high:.4f}), measured {losses[-1]:.4f}: "
-            f"{error:+.2%}",
+            f"{difference:+.2%}",
             soft_wrap=True,
         )
-        answer["held_out"] = {"predicted": held_out.loss, "error": error}
-    if task.options.to is None:
-        return answer
-    rate = best[-1].rate
-    width = task.options.to
-    console.print(f"learning rate for width {width}: {rate:g}")
-    answer["rate"] = rate
-    if len(best) > 2:
-        found = predict(known, losses, compute[width])
+        answer["held_out"] = {"predicted": held_out.loss, "error": difference}
+    if task.options.to is not None and len(best) > 2:
+        found = predict(known, losses, compute[task.options.to], error)
         console.print(
             f"loss = {found.law.limit:.4g} + {found.law.factor:.4g} * (C / "
-            f"{found.law.unit:.3g} FLOP)^-{found.law.exponent:.2f}; width {width}: "
+            f"{found.law.unit:.3g} FLOP)^-{found.law.exponent:.2f}; width {task.options.to}: "
             f"{found.loss:.4f} ({found.low:.4f} to {found.high:.4f})",
             soft_wrap=True,
         )
@@ -507,74 +436,22 @@ def _predictions(
             "high": found.high,
             "law": vars(found.law),
         }
-    price = _price(task, target, rate, shared)
-    if isinstance(price, str):
-        console.print(f"no price: {price}")
-    else:
-        console.print(f"price of width {width}: {price}")
-        answer["price"] = asdict(price)
     return answer
 
 
-@dataclass(frozen=True)
-class _Price:
-    """What a run costs, from its plan.
-
-    Attributes:
-        steps: the number of steps.
-        seconds: the estimated time of all of them.
-        target: the devices.
-        num_params: the number of model parameters.
-    """
-
-    steps: int
-    seconds: float
-    target: str
-    num_params: int
-
-    def __str__(self) -> str:
-        duration = show_seconds(self.seconds)
-        params = show_number(self.num_params)
-        return (
-            f"{self.steps:,} steps in {duration} on {self.target}, {params} parameters"
-        )
-
-
-def _price(
-    task: _Task, target: str, rate: float, shared: argparse.Namespace
-) -> _Price | str:
-    """Return the price of the large run, or why there is none.
-
-    It is planned in a process of its own, which may use the accelerator.
-    """
-    options = task.options
-    words = [f"--{task.settings.width_name.replace('_', '-')}", str(options.to)]
-    words += [f"--{options.rate_name.replace('_', '-')}", f"{rate:g}", *task.words]
-    if options.on:
-        words += ["--on", options.on]
-    elif shared.cpu_devices is not None:
-        words += ["--cpu-devices", str(shared.cpu_devices)]
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "plan.json"
-        command = ["plan", target, *words, "--json", str(file)]
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", CHILD, *command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            check=False,
-        )
-        if not file.exists():
-            return f"the plan failed with {describe_exit(done.returncode)}."
-        plan: Json = read_json(file)["plan"]
-    if not plan["fits"]:
-        return f"width {options.to} does not fit on {plan['target']}."
-    if not plan["times"]:
-        return "the speed of the devices is unknown. Use --on TARGET."
-    steps = task.run_at(task.recipe, Size(options.to, task.depth)).steps
-    seconds = float(plan["times"]["total"]) * steps
-    return _Price(
-        steps=steps,
-        seconds=seconds,
-        target=str(plan["target"]),
-        num_params=int(plan["num_params"]),
-    )
+def _large_run(
+    task: _Task, console: Console, best: list[Best], grid: TransferGrid
+) -> Json:
+    """Print the learning rate and the price of the run of `--to`."""
+    width, rate = task.options.to, best[-1].rate
+    console.print(f"learning rate for width {width}: {rate:g}")
+    words = [option_of(task.settings.width_name), str(width)]
+    words += [option_of(task.options.rate_name), f"{rate:g}", *task.words]
+    words += ["--on", task.options.on] if task.options.on else grid.options
+    steps = task.run_at(task.recipe, Size(width, task.depth)).steps
+    price = find_price(grid.target, words, steps)
+    if isinstance(price, str):
+        console.print(f"no price: {price}")
+        return {"rate": rate}
+    console.print(f"price of width {width}: {price}")
+    return {"rate": rate, "price": asdict(price)}

@@ -1,19 +1,22 @@
 """Best learning rates of several widths, and the loss of larger models predicted from them."""
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from rich.table import Table
 
 from shardwise.errors import ConfigError
+from shardwise.text import NONE
 
 # Exponents of the power law that are tried.
 EXPONENTS = np.linspace(0.01, 1.0, 100)
 # Resampled fits, from which the uncertainty follows.
 NUM_RESAMPLED = 200
-# Losses of two seeds differ by about this fraction, at least.
+# Losses of two seeds differ by about this fraction, unless several seeds were measured.
 NOISE = 0.003
 # The interval that is shown contains this fraction of the predictions.
 INTERVAL = 0.9
@@ -53,12 +56,15 @@ class Best:
         rate: the rate with the smallest loss.
         loss: this loss.
         is_edge: whether it is the smallest or the largest rate that was tried.
+        seeds: the losses of all seeds with this rate, if there are several. Then `loss` is their
+            mean.
     """
 
     width: int
     rate: float
     loss: float
     is_edge: bool
+    seeds: tuple[float, ...] = ()
 
 
 def best_rates(losses: Losses) -> list[Best]:
@@ -76,6 +82,39 @@ def best_rates(losses: Losses) -> list[Best]:
         is_edge = rate in (min(by_rate), max(by_rate))
         found.append(Best(width=width, rate=rate, loss=finite[rate], is_edge=is_edge))
     return found
+
+
+def loss_table(losses: Losses, best: Sequence[Best], title: str) -> Table:
+    """Return a table with the losses of all runs, and the best rates.
+
+    Args:
+        losses: the losses of the grid.
+        best: the best rates, perhaps with several seeds.
+        title: the title.
+    """
+    rates = sorted({rate for by_rate in losses.values() for rate in by_rate})
+    columns = ["width", *(f"{rate:g}" for rate in rates), "best rate"]
+    has_seeds = any(found.seeds for found in best)
+    if has_seeds:
+        columns.append("mean of its seeds")
+    table = Table(*columns, title=title, title_justify="left")
+    by_width = {found.width: found for found in best}
+    for width, by_rate in sorted(losses.items()):
+        values = [by_rate.get(rate) for rate in rates]
+        cells = [NONE if value is None else f"{value:.4f}" for value in values]
+        found = by_width.get(width)
+        cells.append(f"{found.rate:g}" if found else NONE)
+        if has_seeds:
+            cells.append(_show_seeds(found) if found else NONE)
+        table.add_row(str(width), *cells)
+    return table
+
+
+def _show_seeds(best: Best) -> str:
+    """Return the mean of several seeds and their standard deviation."""
+    if len(best.seeds) < 2:
+        return NONE
+    return f"{best.loss:.4f} ± {statistics.stdev(best.seeds):.4f}"
 
 
 @dataclass(frozen=True)
@@ -156,8 +195,31 @@ class Prediction:
     law: PowerLaw
 
 
+def relative_error(best: Sequence[Best]) -> float:
+    """Return the relative standard error of the losses, from the seeds of all widths.
+
+    Without several seeds it is `NOISE`.
+
+    Example:
+        >>> best = Best(64, 0.1, 2.0, False, seeds=(1.98, 2.0, 2.02))
+        >>> round(relative_error([best]), 4)
+        0.0058
+    """
+    several = [found for found in best if len(found.seeds) > 1]
+    if not several:
+        return NOISE
+    variances = [
+        statistics.variance(found.seeds) / found.loss**2 / len(found.seeds)
+        for found in several
+    ]
+    return math.sqrt(statistics.mean(variances))
+
+
 def predict(
-    compute: Sequence[float], losses: Sequence[float], target: float
+    compute: Sequence[float],
+    losses: Sequence[float],
+    target: float,
+    error: float = NOISE,
 ) -> Prediction:
     """Predict the loss of a larger run, with a 90 % interval from resampled losses.
 
@@ -165,13 +227,14 @@ def predict(
         compute: the compute of the runs, in FLOP.
         losses: their losses.
         target: the compute of the larger run.
+        error: the relative standard error of the losses.
     """
     law = fit_power_law(compute, losses)
     fitted = np.array([law(value) for value in compute])
     residuals = np.asarray(losses) - fitted
     freedom = max(1, len(losses) - 3)
     spread = math.sqrt(float(residuals @ residuals) / freedom)
-    spread = max(spread, NOISE * min(losses))
+    spread = max(spread, error * min(losses))
     random = np.random.default_rng(0)
     predictions = []
     for _ in range(NUM_RESAMPLED):
@@ -180,21 +243,6 @@ def predict(
     tail = (1 - INTERVAL) / 2
     low, high = np.quantile(predictions, [tail, 1 - tail])
     return Prediction(loss=law(target), low=float(low), high=float(high), law=law)
-
-
-RECIPE_TEXT = '''\
-"""The recipe {function} of {path}, scaled. Written by `shardwise scale`."""
-
-from pathlib import Path
-
-from shardwise.recipe import load_recipe
-from shardwise.scaling.scaled import Settings, Size, scale_recipe
-
-standard = load_recipe(Path({path!r}), {function!r})
-standard = getattr(standard, "__wrapped__", standard)
-settings = Settings({base}, {width_name!r}, {depth_name!r}, {roles!r})
-recipe = scale_recipe(standard, settings)
-'''
 
 
 def plot_rates(losses: Losses, picture: Path, title: str) -> None:

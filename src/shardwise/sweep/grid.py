@@ -89,7 +89,9 @@ def check_arguments(
             f"the recipe '{recipe.__name__}' has no argument 'out', so all runs would share one"
             " directory. Add `out: Path | None = None` to it."
         )
-    required = {_option(name) for name, p in parameters.items() if p.default is p.empty}
+    required = {
+        option_of(name) for name, p in parameters.items() if p.default is p.empty
+    }
     # Required arguments must be present when another one is tried.
     base = {
         option: values[:1] for option, values in arguments.items() if option in required
@@ -139,7 +141,8 @@ def check_arguments(
     return grid, fixed
 
 
-def _option(parameter: str) -> str:
+def option_of(parameter: str) -> str:
+    """Return the option of an argument of a recipe: "--batch-size" for "batch_size"."""
     return f"--{parameter.replace('_', '-')}"
 
 
@@ -165,7 +168,7 @@ def _first_message(output: str, recipe: Callable[..., object]) -> str:
     unknown = re.search(r"Unrecognized options: (--[\w.-]+)", text)
     if unknown is None:
         return text
-    options = [_option(name) for name in inspect.signature(recipe).parameters]
+    options = [option_of(name) for name in inspect.signature(recipe).parameters]
     return (
         f"the recipe has no argument {unknown[1]}.{did_you_mean(unknown[1], options)}"
     )

@@ -3,14 +3,19 @@
 import math
 
 import pytest
+from rich.console import Console
 
 from shardwise.errors import ConfigError
 from shardwise.scaling.transfer import (
+    NOISE,
+    Best,
     best_rates,
     fit_power_law,
+    loss_table,
     parse_rates,
     plot_rates,
     predict,
+    relative_error,
 )
 
 COMPUTE = [1e15, 4e15, 1.6e16, 6.4e16]
@@ -54,6 +59,35 @@ def test_the_largest_run_is_predicted_within_one_percent():
     found = predict(COMPUTE[:3], losses[:3], COMPUTE[3])
     assert found.loss == pytest.approx(losses[3], rel=0.01)
     assert found.low < losses[3] < found.high
+
+
+def best(width, *seeds):
+    return Best(width, 0.1, sum(seeds) / len(seeds), is_edge=False, seeds=seeds)
+
+
+def test_the_interval_follows_from_the_seeds():
+    # Relative standard deviations of 0.01 and 0: pooled 0.01 / sqrt(2), of means of two / 2.
+    spread = 0.01 / math.sqrt(2)
+    pair = best(32, 1 - spread, 1 + spread), best(64, 2.0, 2.0)
+    assert relative_error(pair) == pytest.approx(0.005)
+    assert relative_error([best(32, 1.0)]) == NOISE
+    losses = [law(value) for value in COMPUTE]
+
+    def width(error):
+        found = predict(COMPUTE, losses, 1e18, error)
+        return found.high - found.low
+
+    assert width(0.001) < width(0.003) < width(0.01)
+
+
+def test_the_table_shows_seeds(capsys):
+    losses = {32: {0.1: 3.0, 0.2: None}, 64: {0.1: None, 0.2: None}}
+    Console(width=100).print(loss_table(losses, [best(32, 3.0, 3.2)], "loss"))
+    out = capsys.readouterr().out
+    assert "3.1000 ± 0.1414" in out
+    assert "mean of its seeds" in out
+    Console(width=100).print(loss_table(losses, best_rates(losses), "loss"))
+    assert "seeds" not in capsys.readouterr().out
 
 
 def test_the_picture(tmp_path):
