@@ -135,6 +135,17 @@ def test_fsdp_scatters_gradients_and_gathers_parameters_once(mesh):
     assert moved(plan, "all-reduce") < left * 2 * plan.num_params
 
 
+@pytest.mark.skipif(
+    not HAS_HOPPER_KERNELS and not HAS_CUDNN, reason="there is no fused attention"
+)
+def test_fsdp_scatters_gradients_on_meshes_with_a_tensor_axis():
+    plan = planned("h200:8", "--mesh", "fsdp=4,model=2")
+    print(plan.traffic)
+    # Each device has half of the parameters, and a second gradient of its half of the table.
+    assert moved(plan, "all-gather") < 1.05 * plan.num_params
+    assert moved(plan, "reduce-scatter") > 0.9 * plan.num_params
+
+
 @needs_cudnn
 @pytest.mark.parametrize(("target", "name"), [("a100:8", "A100"), ("b200", "B200")])
 def test_other_gpus_use_cudnn(target, name):

@@ -33,6 +33,7 @@ from shardwise import (
     steps,
     verify,
 )
+from shardwise.axes import TENSOR
 from shardwise.errors import ConfigError
 from shardwise.kernels import experts
 from shardwise.mesh import parse_mesh
@@ -206,9 +207,10 @@ def test_an_expert_axis_trains_the_same():
 
 
 @pytest.mark.slow
-def test_collectives_that_are_named_on_tpus_train_the_same(monkeypatch):
-    monkeypatch.setattr(fsdp, "PLATFORMS", ("cpu",))
+def test_named_collectives_train_the_same(monkeypatch):
+    monkeypatch.setattr(fsdp, "PLATFORMS", {"cpu": TENSOR})
     layouts = ["fsdp=2,expert=4", "data=2,fsdp=2,expert=2", "fsdp=8"]
+    layouts.append("fsdp=2,expert=2,model=2")
     check(CASES["mixtral"], layouts)
     check(CASES["capacity"], layouts)
 

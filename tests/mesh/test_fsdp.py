@@ -25,6 +25,7 @@ from shardwise import (
     make_train_step,
     steps,
 )
+from shardwise.axes import TENSOR
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.models.loss import linear_cross_entropy
 from shardwise.step import fsdp
@@ -70,6 +71,16 @@ def gpt_loss(model, batch):
     return Mean(linear_cross_entropy(*features, batch["labels"]))
 
 
+# Both axes on one dim, in both orders: in the second one, XLA chooses the collectives.
+RULES = Rules(
+    fsdp_min_size=256,
+    paths={
+        "embed/*": ("model", None),
+        "up/kernel": (None, ("model", "fsdp")),
+        "down/kernel": (("fsdp", "model"), None),
+        "attention/*/kernel": (),
+    },
+)
 MODELS = {
     "plain": (Plain, plain_loss),
     "gpt": (gpt(scan_layers=False), gpt_loss),
@@ -79,7 +90,7 @@ MODELS = {
 
 def make_step(name, mesh, accumulate=1):
     factory, loss = MODELS[name]
-    rules = Rules(fsdp_min_size=256)
+    rules = RULES if "model" in mesh and name == "plain" else Rules(fsdp_min_size=256)
     count = 1 if mesh == "data=1" else 8
     spec = abstract_state(
         factory, optax.adamw(1e-3), make_mesh(mesh, jax.devices()[:count]), rules
@@ -105,12 +116,12 @@ def all_reduced_bytes(step):
 
 @pytest.fixture
 def as_on_accelerators(monkeypatch):
-    monkeypatch.setattr(fsdp, "PLATFORMS", ("cpu",))
+    monkeypatch.setattr(fsdp, "PLATFORMS", {"cpu": TENSOR})
 
 
-MESHES = ["fsdp=8", "replica=2,fsdp=4"]
+MESHES = ["fsdp=8", "replica=2,fsdp=4", "fsdp=4,model=2", "data=2,fsdp=2,model=2"]
 CASES = list(itertools.product(MODELS, MESHES, [1, 2]))
-QUICK = [("plain", "replica=2,fsdp=4", 1)]
+QUICK = [("plain", "replica=2,fsdp=4", 1), ("gpt", "fsdp=4,model=2", 1)]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +146,7 @@ def test_gradients_are_the_same(name, mesh, accumulate, as_on_accelerators):
 )
 def test_kernels_are_not_all_reduced(name, monkeypatch):
     before = all_reduced_bytes(make_step(name, "fsdp=8"))
-    monkeypatch.setattr(fsdp, "PLATFORMS", ("cpu",))
+    monkeypatch.setattr(fsdp, "PLATFORMS", {"cpu": TENSOR})
     # Biases, norms and metrics are left, and lookups of `nnx.Embed`.
     assert all_reduced_bytes(make_step(name, "fsdp=8")) < before / 3
 
@@ -143,7 +154,7 @@ def test_kernels_are_not_all_reduced(name, monkeypatch):
 @pytest.mark.parametrize("mesh", ["data=1", "data=8"])
 def test_a_step_without_sharded_parameters_stays_the_same(mesh, monkeypatch):
     before = make_step("plain", mesh).lower().as_text()
-    monkeypatch.setattr(fsdp, "PLATFORMS", ("cpu",))
+    monkeypatch.setattr(fsdp, "PLATFORMS", {"cpu": TENSOR})
     assert make_step("plain", mesh).lower().as_text() == before
 
 

@@ -64,7 +64,9 @@ def test_parameters_are_gathered_and_not_reduced(topology, mesh, dim):
     spec = PartitionSpec(*[None] * dim, "fsdp")
     sharding = NamedSharding(make_mesh(mesh, devices), spec)
     x = jax.ShapeDtypeStruct((4096, 2048), jnp.bfloat16, sharding=sharding)
-    program = jax.jit(lambda x: fsdp.all_gather(x, sharding)).lower(x).compile()
+    replicated = NamedSharding(sharding.mesh, PartitionSpec())
+    gather = jax.jit(lambda x: fsdp.all_gather(x, sharding, replicated))
+    program = gather.lower(x).compile()
     kinds = set(re.findall(r" (all-[a-z]+)(?:-start)?\(", program.as_text()))
     assert kinds == {"all-gather"}
 

@@ -26,8 +26,9 @@ import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
+from shardwise.axes import TENSOR
 from shardwise.sharding import (
     axes_of_dims,
     axes_of_entry,
@@ -39,8 +40,9 @@ from shardwise.state import StateSpec
 from shardwise.tracing.jaxpr import replace_equation, shape_of, with_inner_jaxprs
 from shardwise.tree import PyTree
 
-# Where XLA does not choose these collectives itself.
-PLATFORMS = ("tpu", "gpu")
+# Where XLA does not choose these collectives itself, and the axes that a mesh may have there, apart
+# from those of the batch. With tensor axes, XLA for TPUs scatters most gradients itself.
+PLATFORMS: dict[str, tuple[str, ...]] = {"tpu": (), "gpu": TENSOR}
 
 # Over a complete torus of three dims, XLA gathers by an all-reduce if no side is shorter than this.
 GATHER_SIDE = 4
@@ -66,24 +68,29 @@ def gather_parameter(
         stored: the sharding in which it is stored.
         used: the sharding in which it is used.
     """
-    is_sharded = any(axes_of_dims(stored, x.ndim))
-    if _is_explicit(spec) and is_sharded and not any(used.spec):
-        return all_gather(x, stored)
+    stays = {axis for names in axes_of_dims(used, x.ndim) for axis in names}
+    # Experts stay where they are, and XLA gathers the rest of them.
+    if _is_explicit(spec) and not stays & set(batch_axes(spec.mesh, spec.rules)):
+        return all_gather(x, stored, used)
     return reshard(x, used)
 
 
-def all_gather(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Return a replicated array.
+def all_gather(x: jax.Array, stored: NamedSharding, used: NamedSharding) -> jax.Array:
+    """Return an array in the sharding in which the model uses it.
 
     Args:
         x: a parameter, while tracing.
-        sharding: the sharding in which it is stored.
+        stored: the sharding in which it is stored.
+        used: the sharding in which it is used.
     """
-    mesh = cast(Mesh, sharding.mesh)
-    dims = axes_of_dims(sharding, x.ndim)
+    mesh = cast(Mesh, stored.mesh)
+    before, after = (axes_of_dims(sharding, x.ndim) for sharding in (stored, used))
+    missing = _missing(before, after)
+    if missing is None:
+        return reshard(x, used)
 
     def gathered(part: jax.Array) -> jax.Array:
-        for dim, names in enumerate(dims):
+        for dim, names in enumerate(missing):
             for groups in _stages(mesh, names, GATHER_SIDE):
                 part = lax.all_gather(
                     part, names, axis=dim, tiled=True, axis_index_groups=groups
@@ -93,8 +100,8 @@ def all_gather(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     whole: jax.Array = jax.shard_map(
         gathered,
         mesh=mesh,
-        in_specs=spec_of_dims(dims),
-        out_specs=PartitionSpec(),
+        in_specs=spec_of_dims(before),
+        out_specs=spec_of_dims(after),
         check_vma=False,
     )(x)
     return whole
@@ -132,11 +139,7 @@ def scatter_gradients(
 
 
 def _is_explicit(spec: StateSpec) -> bool:
-    """Return whether a step uses the collectives of this module.
-
-    On a mesh with further axes, XLA does not keep their shardings inside of a `shard_map` over the
-    batch axes.
-    """
+    """Return whether a step uses the collectives of this module."""
     mesh = spec.mesh
     used = {axis for axis, size in mesh.shape.items() if size > 1}
     sharded = {
@@ -145,9 +148,22 @@ def _is_explicit(spec: StateSpec) -> bool:
         for entry in placement.spec
         for axis in axes_of_entry(entry)
     }
-    platform = mesh.devices.flat[0].platform
-    is_fsdp = bool(sharded & used) and used <= set(batch_axes(mesh, spec.rules))
-    return platform in PLATFORMS and is_fsdp
+    others = PLATFORMS.get(mesh.devices.flat[0].platform)
+    batch = set(batch_axes(mesh, spec.rules))
+    return others is not None and bool(sharded & batch) and used <= {*batch, *others}
+
+
+def _missing(stored: Dims, used: Dims) -> Dims | None:
+    """Return the axes over which each dim is gathered; None if something else changes, or nothing.
+
+    Args:
+        stored: the sharding of a parameter in storage.
+        used: its sharding where the model uses it.
+    """
+    pairs = list(zip(stored, used, strict=True))
+    missing = tuple(names[len(kept) :] for names, kept in pairs)
+    is_gather = all(names[: len(kept)] == kept for names, kept in pairs)
+    return missing if is_gather and any(missing) else None
 
 
 class _Gradients:
@@ -182,9 +198,12 @@ class _Gradients:
             if at_use is None:
                 continue
             used = self.equations[at_use]
-            sharding = stored.params["sharding"]
-            dims = axes_of_dims(sharding, len(shape_of(used.invars[0])))
-            if not any(dims) or any(axes_of_dims(used.params["sharding"], len(dims))):
+            rank = len(shape_of(used.invars[0]))
+            dims, of_use = (
+                axes_of_dims(equation.params["sharding"], rank)
+                for equation in (stored, used)
+            )
+            if self._kept(dims) != of_use or _missing(dims, of_use) is None:
                 continue
             summands = self._summands(used.invars[0], dims)
             matmuls = {i: self._matmuls(i) for i, _ in summands}
@@ -194,10 +213,16 @@ class _Gradients:
                 if matmuls[i]:
                     equations[i] = self._scattered(i, matmuls[i], wanted)
                 elif len(equations[i].outvars) == 1:
-                    equations[i] = self._replicated(equations[i])
+                    equations[i] = self._gathered(equations[i], wanted)
             # The gradient has the sharding of storage already.
             equations[at_use] = used.replace(params=stored.params)
         return equations
+
+    def _kept(self, dims: Dims) -> Dims:
+        """Return the axes of each dim that do not shard the batch, such as tensor axes."""
+        return tuple(
+            tuple(axis for axis in names if axis not in self.axes) for names in dims
+        )
 
     def _only_producer(self, equation: JaxprEqn, name: str) -> int | None:
         """Return the position of the primitive that computes the input of the same primitive.
@@ -274,13 +299,12 @@ class _Gradients:
             matmuls: the matmuls that this equation computes or adds.
             dims: the sharding of the result.
         """
-        in_specs = []
-        for matmul in matmuls:
-            ((left, right), _) = matmul.params["dimension_numbers"]
-            in_specs += [
-                PartitionSpec(*(None,) * first, self.axes)
-                for first in (left[0], right[0])
-            ]
+        kept = self._kept(dims)
+        in_specs = [
+            spec_of_dims(operand)
+            for matmul in matmuls
+            for operand in self._operands(matmul, kept)
+        ]
         scattered = {axis for names in dims for axis in names}
         others = tuple(axis for axis in self.axes if axis not in scattered)
 
@@ -298,9 +322,9 @@ class _Gradients:
                     matmuls, operands[::2], operands[1::2], strict=True
                 )
             )
-            for dim, names in enumerate(dims):
-                if names:
-                    x = _scatter(x, dim, names, self.mesh)
+            for dim, (names, own) in enumerate(zip(dims, kept, strict=True)):
+                if names != own:
+                    x = _scatter(x, dim, names[len(own) :], self.mesh)
             # After the scatter, so that each device sends only its part.
             if others:
                 x = lax.psum(x, others)
@@ -313,9 +337,33 @@ class _Gradients:
         invars = [var for matmul in matmuls for var in matmul.invars]
         return replace_equation(self.equations[i].replace(invars=invars), call)
 
-    def _replicated(self, equation: JaxprEqn) -> JaxprEqn:
-        """Return an equation whose result is replicated, as if its parameter was used so."""
-        sharding = NamedSharding(self.mesh, PartitionSpec())
+    def _operands(self, matmul: JaxprEqn, kept: Dims) -> list[Dims]:
+        """Return the shardings of both operands of a matmul over tokens.
+
+        Args:
+            matmul: the matmul.
+            kept: the axes of each dim of its result that do not shard the batch.
+        """
+        result = []
+        (contracted, _) = matmul.params["dimension_numbers"]
+        remaining = iter(kept)
+        for operand, summed in zip(matmul.invars, contracted, strict=True):
+            dims = [
+                () if dim in summed else next(remaining)
+                for dim in range(len(shape_of(operand)))
+            ]
+            dims[summed[0]] = self.axes
+            result.append(tuple(dims))
+        return result
+
+    def _gathered(self, equation: JaxprEqn, dims: Dims) -> JaxprEqn:
+        """Return an equation whose result is gathered over the batch, as its parameter was.
+
+        Args:
+            equation: the equation.
+            dims: the sharding of its result in storage.
+        """
+        sharding = NamedSharding(self.mesh, spec_of_dims(self._kept(dims)))
 
         def call(operands: Sequence[jax.Array]) -> jax.Array:
             x: jax.Array = equation.primitive.bind(*operands, **equation.params)
@@ -401,16 +449,21 @@ def _dims_before(equation: JaxprEqn, dims: Dims) -> Dims | None:
 def _dims_before_reshape(
     dims: Dims, before: tuple[int, ...], after: tuple[int, ...]
 ) -> Dims | None:
-    """Return the sharding before a reshape; None if it splits or joins a dim that is sharded."""
+    """Return the sharding before a reshape; None if it splits or joins a dim that is sharded.
+
+    The first part of a dim is not split from it: its shards are the same.
+    """
     result: list[tuple[str, ...]] = [()] * len(before)
     for dim, names in enumerate(dims):
         if not names:
             continue
-        # The same dim before: as large, and with as many elements in the dims in front of it.
+        # The same dim before, or the one that it is the first part of: with as many elements in the
+        # dims in front of it.
         same = [
             i
             for i, size in enumerate(before)
-            if size == after[dim] and math.prod(before[:i]) == math.prod(after[:dim])
+            if size % after[dim] == 0
+            and math.prod(before[:i]) == math.prod(after[:dim])
         ]
         if not same:
             return None
