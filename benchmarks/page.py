@@ -233,7 +233,7 @@ def growth(entry: dict[str, Any]) -> str:
 def growth_picture(entry: dict[str, Any], path: Path) -> None:
     """Draw how time and memory grow with the model and the mesh."""
     figure, (before, steps, memory) = plt.subplots(
-        1, 3, figsize=(10, 3.4), layout="constrained"
+        1, 3, figsize=(10, 4), layout="constrained"
     )
     for (name, cases), style in zip(
         entry["sizes"].items(), ("-o", "--s", "-.^", ":v", "-D", "--x"), strict=False
@@ -286,7 +286,9 @@ def growth_picture(entry: dict[str, Any], path: Path) -> None:
         axes.set_xticks(across, map(str, across))
         axes.set_yticks(up, map(str, up))
     for axes in (before, steps):
-        axes.legend(frameon=False, fontsize=7)
+        # Below the picture, where no line is.
+        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "ncols": 2}
+        axes.legend(frameon=False, fontsize=7, **place)
     for axes in (before, steps, memory):
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=130)
