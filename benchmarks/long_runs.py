@@ -8,11 +8,13 @@
 `python -m benchmarks.steps_to_target` makes a page of the second file. A line that is in the file
 already is not measured again.
 
-A run is the name of an optimizer in `RATES`, and `:float8` for matmuls of 8 bits. After it,
-`:300` uses 16 bits in the last 300 steps, and `:hidden` in the output layer. Each run writes one
-line of JSON with its training losses, its validation loss and its time per step. Seeds change the
-initial weights and the order of the data, and are the same for all runs. Runs with 8 bits are
-evaluated twice: with 16 bits, as a run does it, and with 8 bits.
+A run is the name of an optimizer in `RATES`, and `:float8` for matmuls of 8 bits. After it, `:300`
+uses 16 bits in the last 300 steps, and `:hidden` in the output layer. `:logits` rounds the
+operands of the logits to 8 bits, with a matmul of 16 bits: its losses are those of logits of 8
+bits, its times are not. Each run writes one line of JSON with its training losses, its validation
+loss and its time per step. Seeds change the initial weights and the order of the data, and are the
+same for all runs. Runs with 8 bits are evaluated twice: with 16 bits, as a run does it, and with 8
+bits.
 """
 
 import argparse
@@ -23,6 +25,7 @@ from pathlib import Path
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -84,6 +87,27 @@ def loss8(model: GPT, batch: dict[str, jax.Array]) -> Mean:
     """Return the loss with matmuls of 8 bits."""
     with float8.matmul_dtype("float8"):
         return loss(model, batch)
+
+
+def rounded_exponentials(
+    features: jax.Array, table: jax.Array, *others: jax.Array, **options: bool
+) -> tuple[jax.Array, ...]:
+    """Return what the loss computes from logits of operands that are rounded to 8 bits."""
+    # What all rows of the table have in common changes no probability.
+    centered = (table - table.astype(jnp.float32).mean(0)).astype(table.dtype)
+    operands = []
+    for array in (features, centered):
+        narrow, scale = float8.narrow_exactly(array)
+        operands.append((narrow.astype(jnp.float32) / scale).astype(array.dtype))
+    return exponentials(*operands, *others, **options)
+
+
+exponentials = cross_entropy._float8_exponentials
+# What is replaced in the loss of a variant.
+REPLACED = {
+    "hidden": ("uses_float8", lambda: False),
+    "logits": ("_float8_exponentials", rounded_exponentials),
+}
 
 
 def make_run(name: str, peak: float, options: argparse.Namespace) -> Run:
@@ -203,14 +227,12 @@ def main() -> None:
     options = parser.parse_args()
     for name in options.runs:
         for peak in options.rates or [RATES[name.partition(":")[0]]]:
-            if name.endswith(":hidden"):
-                patch = mock.patch.object(
-                    cross_entropy, "uses_float8", return_value=False
-                )
-                with patch:
-                    train(name, peak, options)
-            else:
+            replaced = REPLACED.get(name.rpartition(":")[2])
+            if replaced is None:
                 train(name, peak, options)
+            else:
+                with mock.patch.object(cross_entropy, *replaced):
+                    train(name, peak, options)
 
 
 if __name__ == "__main__":
