@@ -50,6 +50,10 @@ def start(folder: Path, *words: str, pairs: int = 1) -> dict[str, Any]:
 
 def _pair(folder: Path, *words: str) -> dict[str, Any]:
     found = {}
+    environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
+    # pip compiles the modules of a package that it installs. Those of a checkout are compiled when
+    # they are imported first.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     for name in ("first", "second"):
         command = [
             sys.executable,
@@ -62,11 +66,7 @@ def _pair(folder: Path, *words: str) -> dict[str, Any]:
             "--out",
             str(folder / name),
         ]
-        subprocess.run(
-            command,
-            check=True,
-            env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache")},
-        )
+        subprocess.run(command, check=True, env=environment)
         found[name] = json.loads((folder / name / "starting.jsonl").read_text())
     return {**found, "ratio": found["second"]["total"] / found["first"]["total"]}
 
