@@ -146,6 +146,9 @@ def test_transfer_resumes(recipe, tmp_path, capfd):
     answer = json.loads((tmp_path / "a.json").read_text())
     assert answer["price"]["target"] == "v5e:2x2"
     assert answer["price"]["seconds"] > 0
+    # Losses of another base would be those of other runs.
+    assert main([*args, "--base", "64"]) == 2
+    assert "holds a different sweep" in capfd.readouterr().err
 
 
 @pytest.mark.slow

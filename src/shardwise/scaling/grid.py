@@ -163,6 +163,14 @@ class TransferGrid:
         return result, 0 if code == NumericsError.exit_code else code
 
     @property
+    def _scaled_name(self) -> str:
+        """The name of the recipe, and how it is scaled: what the names of runs do not say."""
+        if self.is_standard:
+            return self.name
+        roles = "".join(f" {path}={role}" for path, role in self.settings.roles.items())
+        return f"{self.name} scaled from {self.settings.base}{roles}"
+
+    @property
     def _axes(self) -> tuple[str, str]:
         """The options that vary."""
         return option_of(self.settings.width_name), option_of(self.rate_name)
@@ -193,7 +201,7 @@ class TransferGrid:
     ) -> int:
         """Train some runs, and return the exit code of the sweep."""
         about = {
-            "recipe": self.name,
+            "recipe": self._scaled_name,
             "fixed": shared,
             "axes": list(axes),
             "source_digest": text_digest(read_source(self.path)),
