@@ -121,6 +121,8 @@ def as_on_accelerators(monkeypatch):
 
 MESHES = ["fsdp=8", "replica=2,fsdp=4", "fsdp=4,model=2", "data=2,fsdp=2,model=2"]
 CASES = list(itertools.product(MODELS, MESHES, [1, 2]))
+# XLA chooses the collectives in the stages, and those of the table are named.
+CASES.append(("scanned", "stage=2,fsdp=4", 1))
 QUICK = [("plain", "replica=2,fsdp=4", 1), ("gpt", "fsdp=4,model=2", 1)]
 
 
