@@ -542,7 +542,7 @@ SECTIONS = [
     ("Chunked loss", "gpu", "chunks", chunks),
     ("Training loop on one GPU", "gpu", "loop", loop),
     ("Comparison with PyTorch on a CPU", "cpu", "torch", torch),
-    ("Comparison with PyTorch on a CPU of Intel", "cpu_intel", "torch", torch),
+    ("Comparison with PyTorch on an Intel CPU", "cpu_intel", "torch", torch),
     ("Training loop on a CPU", "cpu", "loop", cpu_loop),
     ("`nnx.jit` and `jax.jit` on a CPU", "cpu", "nnx_jit", nnx_jit),
     ("Startup time: default recipe on a CPU", "cpu", "start", start),

@@ -133,7 +133,7 @@ def check_matmul_dtype(
     if device.platform not in ("cpu", "gpu") or is_old:
         raise ConfigError(
             f"matmul_dtype='float8': {device.device_kind} has no matmuls of 8-bit floats. Use "
-            "matmul_dtype=None there. Hopper GPUs and newer ones have them, and CPUs emulate them."
+            "matmul_dtype=None there. Ada GPUs and newer ones have them, and CPUs emulate them."
         )
     if num_stages(spec.mesh, spec.rules) > 1:
         raise ConfigError(
