@@ -38,6 +38,8 @@ def main(args: list[str], shared: argparse.Namespace) -> tuple[Json, int]:
     scaling = getattr(run.model, "scaling", None)
     if scaling is not None:
         console.print(scaling.table())
+        for warning in scaling.warnings:
+            console.print(f"warning: {warning}", soft_wrap=True)
     with console.status(f"measuring the optimizer over {run.steps} steps"):
         explanation = explain_state(spec, run.steps)
     console.print(explanation.table())

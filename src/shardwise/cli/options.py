@@ -658,7 +658,7 @@ def _scale(parser: Parser) -> None:
     )
     parser.add_argument(
         "--base",
-        type=int,
+        type=positive,
         metavar="N",
         help="width whose hyperparameters are known (default: the smallest of --sizes)",
     )
@@ -669,7 +669,7 @@ def _scale(parser: Parser) -> None:
     )
     parser.add_argument(
         "--base-depth",
-        type=int,
+        type=positive,
         metavar="N",
         help="with --vary-depth: number of layers whose hyperparameters are known",
     )
@@ -693,7 +693,7 @@ def _scale(parser: Parser) -> None:
     )
     parser.add_argument(
         "--check-steps",
-        type=int,
+        type=positive,
         default=3,
         metavar="N",
         help="with --check: training steps (default: 3)",
@@ -723,7 +723,7 @@ def _scale(parser: Parser) -> None:
     )
     parser.add_argument(
         "--to",
-        type=int,
+        type=positive,
         metavar="N",
         help="with --transfer: the width to predict and to price",
     )

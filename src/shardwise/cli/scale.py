@@ -21,7 +21,7 @@ from shardwise.run import Run
 from shardwise.scaling.check import LIMIT, Check, check_coordinates, plot_checks
 from shardwise.scaling.grid import TransferGrid
 from shardwise.scaling.price import find_price
-from shardwise.scaling.roles import ROLES, Role, find_roles
+from shardwise.scaling.roles import SETTABLE, Role, find_roles
 from shardwise.scaling.scaled import (
     Settings,
     Size,
@@ -134,8 +134,10 @@ def _read_task(target: str, options: argparse.Namespace, words: list[str]) -> _T
     recipe = load_recipe(path, function)
     known = settings_of(recipe)
     recipe = getattr(recipe, "__wrapped__", recipe)
-    arguments = bind_recipe(recipe, words, prog=f"shardwise scale {target}")
     settings = _read_settings(known, options)
+    placeholders = _placeholders(recipe, settings, options, words)
+    prog = f"shardwise scale {target}"
+    arguments = bind_recipe(recipe, [*words, *placeholders], prog=prog)
     given = sorted(set(settings.arguments_of(settings.base)) & set(arguments))
     if settings.width_name in given and _is_given(settings.width_name, words):
         raise ConfigError(
@@ -157,6 +159,24 @@ def _read_task(target: str, options: argparse.Namespace, words: list[str]) -> _T
         options=options,
         sizes=sizes,
     )
+
+
+def _placeholders(
+    recipe: Recipe, settings: Settings, options: argparse.Namespace, words: list[str]
+) -> list[str]:
+    """Return words for required arguments of the recipe that --sizes and --rates set."""
+    varied = {settings.width_name: str(settings.base.width)}
+    if options.transfer:
+        varied[options.rate_name] = "1"
+    parameters = inspect.signature(recipe).parameters
+    return [
+        word
+        for name, value in varied.items()
+        if name in parameters
+        and parameters[name].default is inspect.Parameter.empty
+        and not _is_given(name, words)
+        for word in (option_of(name), value)
+    ]
 
 
 def _is_given(name: str, words: list[str]) -> bool:
@@ -182,7 +202,9 @@ def _read_settings(known: Settings | None, options: argparse.Namespace) -> Setti
     depth_name = options.vary_depth or known.depth_name
     if (options.vary_depth is None) != (options.base_depth is None):
         raise ConfigError("--vary-depth and --base-depth belong together. Give both.")
-    roles = {**_read_roles(options.role), **known.roles}
+    given = _read_roles(options.role)
+    # The first pattern that matches decides.
+    roles = {**given, **known.roles, **given}
     width_name = options.vary or known.width_name
     return Settings(
         base=base, width_name=width_name, depth_name=depth_name, roles=roles
@@ -193,11 +215,11 @@ def _read_roles(words: list[str]) -> dict[str, Role]:
     roles: dict[str, Role] = {}
     for word in words:
         path, _, name = word.rpartition("=")
-        found = next((role for role in ROLES if role == name), None)
+        found = next((role for role in SETTABLE if role == name), None)
         if not path or found is None:
             raise ConfigError(
-                f"--role '{word}' is not PATH=ROLE with one of {', '.join(ROLES)}."
-                f"{did_you_mean(name, ROLES)}"
+                f"--role '{word}' is not PATH=ROLE with one of {', '.join(SETTABLE)}."
+                f"{did_you_mean(name, SETTABLE)}"
             )
         roles[path] = found
     return roles
@@ -221,6 +243,8 @@ def _show_roles(task: _Task) -> tuple[Json, int]:
         )
     console = _console()
     console.print(scaling.table())
+    for warning in scaling.warnings:
+        console.print(f"warning: {warning}", soft_wrap=True)
     coupled = sorted(set(scaling.parameters) - scaling.separable)
     if coupled:
         console.print(

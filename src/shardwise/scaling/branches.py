@@ -6,9 +6,23 @@ from typing import TypeAlias, cast
 from jax.extend import core
 
 from shardwise.scaling.uses import Flow, place_of
-from shardwise.scaling.values import LAYOUT, Value
+from shardwise.scaling.values import Value
 
 Atom: TypeAlias = core.Var | core.Literal
+# Operations that keep all entries of an array. A slice is not the same stream.
+KEEPING = (
+    "broadcast_in_dim",
+    "convert_element_type",
+    "copy",
+    "name",
+    "optimization_barrier",
+    "reduce_precision",
+    "reshape",
+    "sharding_constraint",
+    "squeeze",
+    "stop_gradient",
+    "transpose",
+)
 
 
 class Streams:
@@ -28,6 +42,11 @@ class Streams:
         }
         # For each stream `x + f(x)`, the variable `x`.
         self._before: dict[core.Var, core.Var] = {}
+
+    def is_sum(self, atom: Atom) -> bool:
+        """Return whether a variable is a sum over dims of an array."""
+        equation = self._defined.get(self._original(atom))
+        return equation is not None and equation.primitive.name == "reduce_sum"
 
     def is_stream(
         self,
@@ -63,6 +82,9 @@ class Streams:
                 if x is not None:
                     self._before[equation.outvars[0]] = x
                 self._flow.branches.append(branch.scales)
+                if x is not None:
+                    inside = branch.depends - read(x).depends - branch.scales
+                    self._flow.inside |= inside
                 found = True
             elif x is not None and branch.is_data:
                 others = self._other_inputs(atom, x)
@@ -96,7 +118,7 @@ class Streams:
         """Return the variable that was only moved or cast, for example to another dtype."""
         while atom in self._defined:
             equation = self._defined[atom]
-            if equation.primitive.name not in LAYOUT or len(equation.invars) != 1:
+            if equation.primitive.name not in KEEPING or len(equation.invars) != 1:
                 break
             atom = equation.invars[0]
         return cast(core.Var, atom)

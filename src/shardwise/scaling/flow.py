@@ -13,7 +13,14 @@ from typing import cast
 from jax.extend import core
 
 from shardwise.scaling.branches import Streams
-from shardwise.scaling.uses import Contraction, Flow, Kind, Use, place_of
+from shardwise.scaling.uses import (
+    Contraction,
+    Flow,
+    Kind,
+    Use,
+    is_of_user,
+    place_of,
+)
 from shardwise.scaling.values import (
     JOINS,
     LAYOUT,
@@ -103,10 +110,26 @@ class Walk:
         for equation in jaxpr.eqns:
             operands = [read(atom) for atom in equation.invars]
             results = self.equation(equation, operands)
+            self._note_multiplier(equation, operands, streams)
             if streams.is_stream(equation, operands, read):
                 results = [replace(results[0], is_stream=True)]
             values.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
+
+    def _note_multiplier(
+        self, equation: core.JaxprEqn, operands: Sequence[Value], streams: Streams
+    ) -> None:
+        """Note a number that the model multiplies activations or parameters with."""
+        if equation.primitive.name not in ("mul", "div") or not is_of_user(equation):
+            return
+        for atom, other, value in zip(
+            equation.invars, equation.invars[::-1], operands[::-1], strict=True
+        ):
+            if not isinstance(atom, core.Literal) or shape_of(atom):
+                continue
+            if (value.is_data or value.dims) and not streams.is_sum(other):
+                found = self.flow.multipliers.setdefault(place_of(equation), set())
+                found.add(float(atom.val))
 
     def equation(
         self, equation: core.JaxprEqn, operands: list[Value]

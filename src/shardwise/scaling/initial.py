@@ -16,7 +16,7 @@ from shardwise.tree import named_leaves
 Result = TypeVar("Result")
 
 # Parameters with fewer entries than this are drawn several times, to measure them precisely.
-FEW_ENTRIES = 4096
+FEW_ENTRIES = 2**14
 NUM_DRAWS = 16
 
 

@@ -8,7 +8,7 @@ and an orthogonal one (Muon) show different ratios.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -28,6 +28,11 @@ MAX_ENTRIES = 2**14
 GRADIENT = 1e-4
 # Gradients have this much noise, so that an optimizer that orthogonalizes sees a full rank.
 NOISE = 0.1
+# Larger gradients are tried where an epsilon is not small compared with smaller ones.
+SCALES = (1.0, 1e2, 1e4)
+# The logarithm of the change of an update by a gradient that is 10 times larger is this close to an
+# integer.
+POWER_TOLERANCE = 0.02
 # Updates to carry out. The second number is for optimizers that skip most of them.
 STEPS = (8, 512)
 # A parameter that starts at zero is measured with this size.
@@ -60,11 +65,14 @@ class Updates:
 
     Attributes:
         norms: the mean singular value of the update of each parameter, without weight decay.
+        powers: 1 if an update is proportional to the gradient, 0 if it does not depend on its
+            size, None if neither was found.
         separable: the parameters whose update is the sum of a function of the gradient and a
             function of the weights, such as decoupled weight decay.
     """
 
     norms: Mapping[str, float]
+    powers: Mapping[str, int | None]
     separable: frozenset[str]
 
 
@@ -132,13 +140,84 @@ def measure_updates(
         moved = {path: both[path] - decay[path] for path in both}
         if any(np.any(update) for update in moved.values()):
             break
-    norms = {path: _norm(moved[path], copies[path]) for path in copies}
+
+    def norms_at(scale: float) -> dict[str, float]:
+        with on_cpu():
+            updates = _named(run(jnp.array([scale, 1.0])))
+        return {
+            path: _norm(updates[path] - decay[path], copies[path]) for path in copies
+        }
+
+    norms, powers = _norms_without_eps(norms_at)
     separable = frozenset(
         path
         for path in copies
         if np.allclose(moved[path], alone[path], rtol=TOLERANCE, atol=1e-12)
     )
-    return Updates(norms, separable)
+    return Updates(norms, powers, separable)
+
+
+def _norms_without_eps(
+    norms_at: Callable[[float], dict[str, float]],
+) -> tuple[dict[str, float], dict[str, int | None]]:
+    """Return norms of updates for gradients of scale 1, as if Adam's epsilon was 0, and powers.
+
+    Updates are proportional to the gradient, or do not depend on its scale. If neither is true for
+    a parameter, the epsilon is not small compared with its gradient. Then a larger gradient shows
+    what the update would be without it.
+
+    Args:
+        norms_at: returns the norms of all updates for a scale of the gradients.
+    """
+    first = norms_at(SCALES[0])
+    norms = dict(first)
+    powers: dict[str, int | None] = dict.fromkeys(norms)
+    unknown = set(norms)
+    for scale in SCALES:
+        here = first if scale == SCALES[0] else norms_at(scale)
+        below = norms_at(scale / 10)
+        for path in sorted(unknown):
+            if not (here[path] and below[path]):
+                unknown.discard(path)
+                continue
+            power = math.log10(here[path] / below[path])
+            nearest = round(power)
+            if abs(power - nearest) < POWER_TOLERANCE:
+                norms[path] = here[path] / scale**nearest
+                powers[path] = nearest
+                unknown.discard(path)
+        if not unknown:
+            break
+    return norms, powers
+
+
+def masked_paths(
+    optimizer: optax.GradientTransformation, params: Params
+) -> frozenset[str]:
+    """Return where the state of an optimizer has no leaf because a parameter is masked.
+
+    Args:
+        optimizer: the optimizer.
+        params: the parameters, as shapes.
+    """
+
+    def is_masked(leaf: object) -> bool:
+        return isinstance(leaf, optax.MaskedNode)
+
+    state = jax.eval_shape(optimizer.init, params)
+    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_masked)
+    return frozenset(
+        jax.tree_util.keystr(path) for path, leaf in leaves if is_masked(leaf)
+    )
+
+
+def abstract_params(shapes: Mapping[str, Shape]) -> Params:
+    """Return parameters of these shapes, by path, as a tree of `jax.ShapeDtypeStruct`."""
+    flat = {
+        tuple(path.split("/")): jax.ShapeDtypeStruct(shape, jnp.float32)
+        for path, shape in shapes.items()
+    }
+    return nest(flat)
 
 
 def _gradient(copy: Copy, random: np.random.Generator) -> np.ndarray:

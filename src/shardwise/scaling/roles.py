@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, TypeAlias, get_args
 
@@ -10,13 +10,15 @@ from shardwise.errors import ConfigError
 from shardwise.run import Run
 from shardwise.scaling.trace import Model, abstract_model, follow_run
 from shardwise.scaling.uses import Flow, Use
-from shardwise.scaling.values import Paths
+from shardwise.scaling.values import NONE, Paths
 from shardwise.text import did_you_mean
 from shardwise.tracing.jaxpr import Shape
 from shardwise.tree import matches
 
 Role: TypeAlias = Literal["input", "hidden", "output", "vector", "tied", "finite"]
 ROLES: tuple[Role, ...] = get_args(Role)
+# A tied table needs a norm that carries its output multiplier, which only the trace can find.
+SETTABLE = tuple(role for role in ROLES if role != "tied")
 # Path patterns and the roles of the parameters that they match.
 Overrides: TypeAlias = Mapping[str, Role]
 
@@ -54,12 +56,20 @@ class Roles:
 
     Attributes:
         parameters: the parameters, by path.
+        growing: the dims of each parameter that grow with the width.
         branches: the parameters whose common factor scales a residual branch, for each branch.
+        inside: the other parameters of these branches.
+        multipliers: numbers that the model multiplies with, by file and line.
+        warnings: what the factors of the parameters do not take into account.
         unscaled: file and line of sums with a branch that no parameter scales.
     """
 
     parameters: Mapping[str, Parameter]
+    growing: Mapping[str, tuple[int, ...]]
     branches: tuple[Paths, ...]
+    inside: Paths = NONE
+    multipliers: Mapping[str, set[float]] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
     unscaled: tuple[str, ...] = ()
 
 
@@ -83,7 +93,8 @@ def find_roles(
     small, large = abstract_model(small_run), abstract_model(large_run)
     growing = growing_dims(small, large, (base, 2 * base))
     flow = follow_run(small_run, small, growing)
-    _check_contractions(flow, follow_run(large_run, large, growing), base)
+    wider = follow_run(large_run, large, growing)
+    _check_contractions(flow, wider, base)
     overrides = {} if overrides is None else overrides
     _check_overrides(overrides, small.shapes)
     parameters: dict[str, Parameter] = {}
@@ -97,7 +108,43 @@ def find_roles(
     problems += _shared_folds(parameters, flow)
     if problems:
         raise ConfigError("\n".join(problems))
-    return Roles(parameters, tuple(flow.branches), tuple(dict.fromkeys(flow.unscaled)))
+    return Roles(
+        parameters=parameters,
+        growing=growing,
+        branches=tuple(flow.branches),
+        inside=flow.inside,
+        multipliers=flow.multipliers,
+        warnings=changed_multipliers(
+            flow.multipliers, wider.multipliers, ("width", base, 2 * base)
+        ),
+        unscaled=tuple(dict.fromkeys(flow.unscaled)),
+    )
+
+
+def changed_multipliers(
+    before: Mapping[str, set[float]],
+    after: Mapping[str, set[float]],
+    sizes: tuple[str, int, int],
+) -> tuple[str, ...]:
+    """Return a warning for each number that the model multiplies with and that is not constant.
+
+    Args:
+        before: the numbers of the first model, by file and line.
+        after: those of the second.
+        sizes: what differs between the models, and its two values.
+    """
+    name, first, second = sizes
+    return tuple(
+        f"{place}: the model multiplies by a number that depends on the {name}: "
+        f"{_show_numbers(before[place])} at {name} {first}, {_show_numbers(after[place])} at "
+        f"{second}. The factors do not take it into account. Multiply by a constant."
+        for place in before
+        if place in after and before[place] != after[place]
+    )
+
+
+def _show_numbers(values: set[float]) -> str:
+    return ", ".join(f"{value:.4g}" for value in sorted(values))
 
 
 def growing_dims(
@@ -163,8 +210,14 @@ class _Evidence:
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """The growing dims that a matmul sums over."""
-        summed = {dim for use in self.summing for dim in use.contracted}
+        """The growing dims that a matmul sums over.
+
+        A square kernel that is used as it is and transposed has the inputs of its first use.
+        """
+        found = [use.contracted & set(self.growing) for use in self.summing]
+        summed = frozenset[int]().union(*found)
+        if summed == set(self.growing) and summed not in found:
+            summed = found[0] if found else summed
         return tuple(dim for dim in self.growing if dim in summed)
 
     @property
@@ -240,6 +293,8 @@ def _override_dims(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the input dims and the output dims of a parameter whose role is given."""
     match role:
+        case "finite":
+            return (), ()
         case "output":
             return growing, ()
         case "hidden":
@@ -307,10 +362,15 @@ def _unknown(path: str, shape: Shape, use: Use) -> ConfigError:
 
 def _check_overrides(overrides: Overrides, shapes: Mapping[str, Shape]) -> None:
     for pattern, role in overrides.items():
-        if role not in ROLES:
+        if role == "tied":
             raise ConfigError(
-                f"role '{role}' of '{pattern}' is unknown.{did_you_mean(role, ROLES)} "
-                f"The roles are {', '.join(ROLES)}."
+                f"role 'tied' of '{pattern}' cannot be set: its output multiplier needs a norm "
+                "that carries it, which only the trace can find. Use input or output."
+            )
+        if role not in SETTABLE:
+            raise ConfigError(
+                f"role '{role}' of '{pattern}' is unknown.{did_you_mean(role, SETTABLE)} "
+                f"The roles are {', '.join(SETTABLE)}."
             )
         if not any(matches(pattern, path) for path in shapes):
             raise ConfigError(

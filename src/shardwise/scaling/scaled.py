@@ -4,10 +4,11 @@ import functools
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import ParamSpec, TypeAlias, cast
 
+import optax
 from rich.table import Table
 
 from shardwise.errors import ConfigError
@@ -17,11 +18,19 @@ from shardwise.scaling.probe import (
     GRADIENT,
     SIZE,
     Copy,
+    abstract_params,
     check_state,
+    masked_paths,
     measure_updates,
     small_shapes,
 )
-from shardwise.scaling.roles import Overrides, Parameter, Roles, find_roles
+from shardwise.scaling.roles import (
+    Overrides,
+    Parameter,
+    Roles,
+    changed_multipliers,
+    find_roles,
+)
 from shardwise.scaling.trace import Model, abstract_model
 from shardwise.scaling.transform import scale_init, scale_updates
 from shardwise.text import Json, any_layer, did_you_mean
@@ -80,12 +89,14 @@ class Scaling:
         size: the new size.
         parameters: the parameters, by path.
         separable: the parameters whose weight decay keeps its size.
+        warnings: what the factors do not take into account.
     """
 
     base: Size
     size: Size
     parameters: Mapping[str, Scaled]
     separable: frozenset[str]
+    warnings: tuple[str, ...] = ()
 
     def apply(self, run: Run) -> Run:
         """Return the run with scaled initial weights and updates."""
@@ -141,6 +152,7 @@ class Scaling:
                 }
                 for path, found in self.parameters.items()
             ],
+            "warnings": list(self.warnings),
         }
 
 
@@ -177,8 +189,9 @@ def find_scaling(
     found = find_roles(at_width, base.width, roles)
     run = make_run(size)
     model = abstract_model(run)
+    _check_shapes(found, model, size.width)
     check_state(run.optimizer, model.params)
-    weights = _initial_weights(at_width, base.width, found)
+    weights = _initial_weights(at_width, base.width, size.width, found)
     growth = {
         path: _Growth.of(parameter, model.shapes[path])
         for path, parameter in found.parameters.items()
@@ -186,9 +199,7 @@ def find_scaling(
     growth = _with_folds(growth, found)
     growth = _with_branches(growth, found, make_run, size, base)
     inits = {
-        path: ratio.init / ratio.reference ** weights.slopes[path]
-        if weights.sizes[path]
-        else 1.0
+        path: ratio.init / weights.ratios[path] if weights.sizes[path] else 1.0
         for path, ratio in growth.items()
     }
     rates, separable = _rates(run, found, growth, weights.sizes, model)
@@ -201,7 +212,20 @@ def find_scaling(
         )
         for path, parameter in found.parameters.items()
     }
-    return Scaling(base=base, size=size, parameters=parameters, separable=separable)
+    warnings = found.warnings
+    if size.depth != base.depth:
+        shallow = find_roles(
+            lambda width: make_run(Size(width, base.depth)), base.width, roles
+        )
+        depths = "depth", base.depth, size.depth
+        warnings += changed_multipliers(shallow.multipliers, found.multipliers, depths)
+    return Scaling(
+        base=base,
+        size=size,
+        parameters=parameters,
+        separable=separable,
+        warnings=warnings,
+    )
 
 
 @dataclass(frozen=True)
@@ -291,6 +315,10 @@ def _with_branches(
         )
     slopes = _depth_slopes(make_run, base)
     factor = base.depth / size.depth
+    for path in roles.inside - members:
+        # Gradients pass through the last matrix, which is smaller.
+        before = growth[path]
+        result[path] = replace(before, gradient=before.gradient * factor)
     for path in members:
         before = growth[path]
         # What the user's initialization does already, such as 1 / sqrt(depth).
@@ -316,34 +344,107 @@ def _depth_slopes(make_run: MakeRun, base: Size) -> dict[str, float]:
     return slopes
 
 
+def _check_shapes(roles: Roles, model: Model, width: int) -> None:
+    """Raise if the model of the new width differs in more than the dims that grow.
+
+    Raises:
+        ConfigError: if parameters were added or removed, or other dims grow too.
+    """
+    parameters = roles.parameters
+    different = sorted(parameters.keys() ^ model.shapes.keys())
+    for path in parameters.keys() & model.shapes.keys():
+        parameter, shape = parameters[path], model.shapes[path]
+        growing = roles.growing[path]
+        dims = enumerate(zip(parameter.shape, shape, strict=False))
+        others = [dim for dim, (before, after) in dims if before != after]
+        if len(shape) != len(parameter.shape) or set(others) - {*growing}:
+            different.append(path)
+    if different:
+        raise ConfigError(
+            f"the model of width {width} differs from that of twice the base width in more than "
+            f"the sizes that grow there: {', '.join(different[:4])}. Roles are found at the base "
+            "width and at twice this width. Let the same sizes grow at all widths, in proportion."
+        )
+
+
+# Sizes that are measured at a larger width than twice the base belong to a model with at most this
+# many parameters.
+MAX_MEASURED = 20_000_000
+# A measured exponent this close to a multiple of a quarter is taken for it. That between the base
+# width and twice this width is less precise.
+SAME_SLOPE = 0.03
+
+
 @dataclass(frozen=True)
 class _InitialWeights:
     """Measurements of the user's initialization.
 
     Attributes:
         sizes: the root mean square of each parameter at the base width.
-        slopes: the exponent with which it changes.
+        ratios: its size at the new width, divided by this.
     """
 
     sizes: Mapping[str, float]
-    slopes: Mapping[str, float]
+    ratios: Mapping[str, float]
 
 
 def _initial_weights(
-    make_run: Callable[[int], Run], base: int, roles: Roles
+    make_run: Callable[[int], Run], base: int, width: int, roles: Roles
 ) -> _InitialWeights:
-    small, large = make_run(base), make_run(2 * base)
-    large_model = abstract_model(large)
-    before = initial_sizes(small, abstract_model(small))
-    after = initial_sizes(large, large_model)
-    slopes: dict[str, float] = {}
+    """Measure initial weights at the base width, at twice this width, and at a larger one."""
+    widths = [base, 2 * base, _measurable(make_run, base, width)]
+    runs = {each: make_run(each) for each in {*widths, width}}
+    models = {each: abstract_model(run) for each, run in runs.items()}
+    sizes = {each: initial_sizes(runs[each], models[each]) for each in {*widths}}
+    ratios: dict[str, float] = {}
     for path, parameter in roles.parameters.items():
-        growth = _Growth.of(parameter, large_model.shapes[path]).reference
-        slopes[path] = 0.0
-        if before[path] and after[path] and growth != 1:
-            exponent = math.log(after[path] / before[path]) / math.log(growth)
-            slopes[path] = round(exponent / QUARTER) * QUARTER
-    return _InitialWeights(before, slopes)
+        found = [sizes[each][path] for each in widths]
+        growth = [
+            _Growth.of(parameter, models[each].shapes[path]).reference
+            for each in (*widths, width)
+        ]
+        ratios[path] = _ratio(found, growth) if all(found) else 1.0
+    return _InitialWeights(sizes[base], ratios)
+
+
+def _measurable(make_run: Callable[[int], Run], base: int, width: int) -> int:
+    """Return the largest width up to the new one whose initial weights are quick to draw."""
+    found = 2 * base
+    while found < width:
+        wider = min(2 * found, width)
+        shapes = abstract_model(make_run(wider)).shapes
+        if sum(map(math.prod, shapes.values())) > MAX_MEASURED:
+            break
+        found = wider
+    return found
+
+
+def _ratio(sizes: Sequence[float], growth: Sequence[float]) -> float:
+    """Return the size of initial weights at the new width, divided by that at the base width.
+
+    Usual initializations are powers of the growth. With fixed numbers of inputs, the variance of
+    Glorot's is 2 / (inputs + outputs), whose inverse is linear in the growth.
+
+    Args:
+        sizes: the sizes at the base width, at twice this width, and at a larger one.
+        growth: how much the parameter grows from the base width to these, and to the new one.
+    """
+    _, twice, larger, new = growth
+    if twice == 1 or larger == 1:
+        return 1.0
+    near, far = (
+        math.log(size / sizes[0]) / math.log(ratio)
+        for size, ratio in zip(sizes[1:], (twice, larger), strict=True)
+    )
+    power = round(far / QUARTER) * QUARTER
+    if abs(far - power) < SAME_SLOPE and abs(near - power) < 2 * SAME_SLOPE:
+        return float(new**power)
+    if larger == new:
+        return sizes[2] / sizes[0]
+    # The inverse variance, relative to that at the base width.
+    inverse = (sizes[0] / sizes[2]) ** 2
+    slope = (inverse - 1) / (larger - 1)
+    return float((1 + slope * (new - 1)) ** -0.5)
 
 
 def _rates(
@@ -366,13 +467,42 @@ def _rates(
         large[path] = Copy(shapes[1], *dims, gradient, size * ratio.init)
     before = measure_updates(run.optimizer, small)
     after = measure_updates(run.optimizer, large)
+    _check_masks(run.optimizer, model, small, large)
     rates: dict[str, float] = {}
     for path, ratio in growth.items():
         rates[path] = 1.0
+        if before.powers[path] != after.powers[path]:
+            raise ConfigError(
+                f"updates of '{path}' depend on the size of its gradient in another way than at "
+                f"the base size: for gradients of about {GRADIENT:g}, an epsilon of the optimizer "
+                "is not small. Use a smaller one, such as 1e-8."
+            )
         if before.norms[path] and after.norms[path]:
             obtained = after.norms[path] / before.norms[path]
             rates[path] = _exact(ratio.wanted / obtained, ratio)
     return rates, before.separable & after.separable
+
+
+def _check_masks(
+    optimizer: optax.GradientTransformation,
+    model: Model,
+    *copies: Mapping[str, Copy],
+) -> None:
+    """Raise if the optimizer treats the copies of the parameters differently than these.
+
+    Raises:
+        ConfigError: if other parameters are masked, because a label depends on their sizes.
+    """
+    known = masked_paths(optimizer, model.params)
+    for found in copies:
+        shapes = {path: copy.shape for path, copy in found.items()}
+        different = known ^ masked_paths(optimizer, abstract_params(shapes))
+        if different:
+            raise ConfigError(
+                "the optimizer treats parameters by their sizes: it masks others for smaller "
+                f"copies of them ({min(different)}). Its updates are measured with such copies. "
+                "Choose parameters by their names or their number of dims."
+            )
 
 
 def _exact(factor: float, growth: _Growth) -> float:

@@ -168,10 +168,10 @@ def fit_power_law(compute: Sequence[float], losses: Sequence[float]) -> PowerLaw
 
 
 def _least_squares(powers: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """Return limit and factor, neither of them negative."""
+    """Return limit and factor, neither of them negative unless losses are."""
     columns = np.stack([np.ones_like(powers), powers], axis=1)
     limit, factor = np.linalg.lstsq(columns, y, rcond=None)[0]
-    if limit < 0:
+    if limit < 0 < y.min():
         return 0.0, float(powers @ y / (powers @ powers))
     if factor < 0:
         return float(y.mean()), 0.0
@@ -234,7 +234,7 @@ def predict(
     residuals = np.asarray(losses) - fitted
     freedom = max(1, len(losses) - 3)
     spread = math.sqrt(float(residuals @ residuals) / freedom)
-    spread = max(spread, error * min(losses))
+    spread = max(spread, error * min(map(abs, losses)))
     random = np.random.default_rng(0)
     predictions = []
     for _ in range(NUM_RESAMPLED):

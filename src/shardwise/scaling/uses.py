@@ -67,6 +67,9 @@ class Flow:
         contractions: the matmuls of two activations.
         branches: the parameters that scale a residual branch, for each sum of a stream `x` and a
             branch that is computed from `x`, and for each bias that is added to a stream.
+        inside: the parameters of residual branches, except those that scale them.
+        multipliers: numbers that the model multiplies with or divides by, by file and line, except
+            the sizes that a mean divides by.
         unscaled: file and line of sums with a branch that has parameters, none of which scales it.
     """
 
@@ -75,6 +78,8 @@ class Flow:
     layers: dict[str, set[int]] = field(default_factory=dict)
     contractions: list[Contraction] = field(default_factory=list)
     branches: list[Paths] = field(default_factory=list)
+    inside: Paths = NONE
+    multipliers: dict[str, set[float]] = field(default_factory=dict)
     unscaled: list[str] = field(default_factory=list)
 
     def of(self, path: str) -> list[Use]:
@@ -89,6 +94,12 @@ class Flow:
             for path, dims in value.dims.items()
             for number in numbers
         )
+
+
+def is_of_user(equation: core.JaxprEqn) -> bool:
+    """Return whether the model or the loss of the user computes something, and not a library."""
+    outside = (f.file_name for f in frames_of(equation) if "/jax/" not in f.file_name)
+    return not any(part in next(outside, "") for part in HIDDEN)
 
 
 def place_of(equation: core.JaxprEqn) -> str:
