@@ -24,11 +24,11 @@ from shardwise.scaling.price import find_price
 from shardwise.scaling.roles import SETTABLE, Role, find_roles
 from shardwise.scaling.scaled import (
     Settings,
-    Size,
     find_scaling,
     scale_recipe,
     settings_of,
 )
+from shardwise.scaling.size import Size
 from shardwise.scaling.trace import training_flops
 from shardwise.scaling.transfer import (
     Best,

@@ -32,7 +32,8 @@ RECIPE_TEXT = '''\
 from pathlib import Path
 
 from shardwise.recipe import load_recipe
-from shardwise.scaling.scaled import Settings, Size, scale_recipe
+from shardwise.scaling.scaled import Settings, scale_recipe
+from shardwise.scaling.size import Size
 
 standard = load_recipe(Path({path!r}), {function!r})
 standard = getattr(standard, "__wrapped__", standard)

@@ -11,7 +11,8 @@ from flax import nnx
 
 from shardwise import optim
 from shardwise.errors import ConfigError
-from shardwise.scaling.scaled import Size, find_scaling
+from shardwise.scaling.scaled import find_scaling
+from shardwise.scaling.size import Size
 from tests.helpers.sizes import gpt_run, image_run, perceptron_run, token_run
 
 
@@ -98,7 +99,7 @@ def test_initializations_that_are_no_powers_are_measured():
     def make_run(size):
         return image_run(lambda rngs: Layers(size.width, rngs, kernel_init=glorot))
 
-    for width in (64, 2**14):
+    for width in (16, 64, 2**14):
         found = factors(make_run, Size(width), Size(32))
         # Glorot's variance is 2 / (64 + width).
         init = np.sqrt((64 + width) / (64 + 32))

@@ -13,7 +13,8 @@ from shardwise import fit, init_state, optim, scaled
 from shardwise.errors import ConfigError
 from shardwise.run import prepare
 from shardwise.scaling.probe import small_shapes
-from shardwise.scaling.scaled import Size, find_scaling
+from shardwise.scaling.scaled import find_scaling
+from shardwise.scaling.size import Size
 from shardwise.scaling.transform import scale_init, scale_updates
 from shardwise.tree import named_leaves
 from tests.helpers.sizes import (
