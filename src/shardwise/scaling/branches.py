@@ -79,10 +79,9 @@ class Streams:
                 x = self._source(atom, stream_atom)
                 is_branch = x is not None and bool(branch.scales)
             if is_branch:
-                if x is not None:
-                    self._before[equation.outvars[0]] = x
                 self._flow.branches.append(branch.scales)
                 if x is not None:
+                    self._before[equation.outvars[0]] = x
                     inside = branch.depends - read(x).depends - branch.scales
                     self._flow.inside |= inside
                 found = True

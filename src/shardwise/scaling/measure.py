@@ -22,15 +22,13 @@ from shardwise.scaling.probe import (
 from shardwise.scaling.roles import Roles
 from shardwise.scaling.trace import Model, abstract_model
 
-# Sizes that are measured at a larger width than twice the base belong to a model with at most this
-# many parameters.
+# Initial weights of wider models than twice the base are only drawn up to this many parameters.
 MAX_MEASURED = 20_000_000
-# A measured exponent this close to a multiple of a quarter is taken for it. That between the base
-# width and twice this width is less precise.
+# A measured exponent of initial weights this close to a multiple of a quarter is taken for it.
+# Between the base width and twice this width, measurements are less precise.
 SAME_SLOPE = 0.03
-# Measured exponents of updates are multiples of this, if they are close to one.
+# A measured exponent of updates this close to a multiple of a half is taken for it.
 HALF = 0.5
-# A measured exponent this close to a multiple of a half is taken for it.
 CLOSE = 0.2
 
 
@@ -112,6 +110,9 @@ def _ratio(sizes: Sequence[float], growth: Sequence[float]) -> float:
     # The inverse variance, relative to that at the base width.
     inverse = (sizes[0] / sizes[2]) ** 2
     slope = (inverse - 1) / (third - 1)
+    if slope < 0:
+        # It cannot stay linear, because it would become negative.
+        return float(new**far)
     return float((1 + slope * (new - 1)) ** -0.5)
 
 
