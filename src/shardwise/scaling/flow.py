@@ -13,6 +13,7 @@ from typing import cast
 from jax.extend import core
 
 from shardwise.scaling.branches import Streams
+from shardwise.scaling.products import SummedProduct, summed_products
 from shardwise.scaling.uses import (
     Contraction,
     Flow,
@@ -101,6 +102,7 @@ class Walk:
         """Return the values of the outputs of a jaxpr."""
         values: dict[core.Var, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
         streams = Streams(jaxpr, self.flow)
+        products = summed_products(jaxpr)
 
         def read(atom: core.Var | core.Literal) -> Value:
             if isinstance(atom, core.Literal):
@@ -111,6 +113,9 @@ class Walk:
             operands = [read(atom) for atom in equation.invars]
             results = self.equation(equation, operands)
             self._note_multiplier(equation, operands, streams)
+            for product in (products[v] for v in equation.outvars if v in products):
+                factors = [read(factor) for factor in product.factors]
+                self._note_product(equation, product, factors)
             if streams.is_stream(equation, operands, read):
                 results = [replace(results[0], is_stream=True)]
             values.update(zip(equation.outvars, results, strict=True))
@@ -130,6 +135,21 @@ class Walk:
             if (value.is_data or value.dims) and not streams.is_sum(other):
                 found = self.flow.multipliers.setdefault(place_of(equation), set())
                 found.add(float(atom.val))
+
+    def _note_product(
+        self, equation: core.JaxprEqn, product: SummedProduct, factors: list[Value]
+    ) -> None:
+        """Note the use of parameters in a sum over a product, as in a matmul."""
+        axes = product.axes
+        left, right = factors
+        if self._are_activations(factors, (axes, axes)):
+            contraction = Contraction(product.size, place_of(equation))
+            self.flow.contractions.append(contraction)
+        for own, other in ((left, right), (right, left)):
+            is_activation = other.is_data and not other.dims
+            if is_activation and self.flow.grows(own, axes):
+                kind: Kind = "selected" if own.is_data else "matmul"
+                self._add_uses(equation, own, kind, axes, other.scales)
 
     def equation(
         self, equation: core.JaxprEqn, operands: list[Value]
@@ -251,12 +271,30 @@ class Walk:
                 has_rows = _num_free(equation, 1 - side) > 1
                 is_data = has_rows and not self.flow.grows(own, dims[side])
                 result = replace(result, is_data=is_data)
-        if left.is_data and right.is_data and not (left.dims or right.dims):
+        if self._are_activations(operands, dims):
             size = _size(shape_of(equation.invars[0]), dims[0])
             contraction = Contraction(size, place_of(equation))
             self.flow.contractions.append(contraction)
             scales = scales_of("mul", [left, right])
         return [_composed(equation, operands, replace(result, scales=scales))]
+
+    def _are_activations(
+        self, operands: Sequence[Value], dims: tuple[Sequence[int], Sequence[int]]
+    ) -> bool:
+        """Return whether a matmul or a sum of products has two activations, and no kernel.
+
+        Entries of tables that the data select, such as embeddings of users and of items, are
+        activations here. The kernel of an expert is also selected, and its outputs may grow.
+        """
+        left, right = operands[:2]
+        if not (left.is_data and right.is_data):
+            return False
+        if not (left.dims and right.dims):
+            return not (left.dims or right.dims)
+        return not any(
+            self.flow.grows(own, own.other_dims(summed))
+            for own, summed in zip((left, right), dims, strict=True)
+        )
 
     def _matmul_of_parameters(
         self, equation: core.JaxprEqn, operands: list[Value]

@@ -379,7 +379,7 @@ def _check_overrides(overrides: Overrides, shapes: Mapping[str, Shape]) -> None:
 
 
 def _check_contractions(small: Flow, large: Flow, base: int) -> None:
-    """Raise if a matmul of two activations sums over a dim that grows."""
+    """Raise if products of two activations are summed over a dim that grows."""
     pairs = zip(small.contractions, large.contractions, strict=False)
     for before, after in pairs:
         if before.size != after.size:

@@ -45,7 +45,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Contraction:
-    """A matmul of two activations, such as queries and keys.
+    """A matmul of two activations, such as queries and keys, or a sum over their product.
 
     Attributes:
         size: the number of entries that it sums over.

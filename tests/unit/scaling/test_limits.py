@@ -216,3 +216,83 @@ def test_muon_is_not_refused_for_what_it_masks():
         return replace(run, optimizer=optim.muon(1e-3, adam=("first/*", "head/*")))
 
     assert factors(make_run, Size(512), Size(64))["hidden/kernel"][1] == 8**-0.5
+
+
+class Additive(nnx.Module):
+    """Scores of positions as sums over elementwise products, as in additive attention."""
+
+    def __init__(self, width, rngs):
+        self.embed = nnx.Embed(32, width, rngs=rngs)
+        self.keys = nnx.Linear(width, width, rngs=rngs)
+        self.query = nnx.Param(jax.random.normal(rngs.params(), (width,)) / width)
+        self.gain = nnx.Param(jnp.ones((width,)))
+        self.head = nnx.Linear(width, 32, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        # A norm by hand: squares and means do not count.
+        x = x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) / x.shape[-1] + 1e-6)
+        x = x * self.gain[...] - jnp.mean(x * self.gain[...], -1, keepdims=True)
+        scores = (jnp.tanh(self.keys(x)) * self.query[...]).sum(-1)
+        pooled = (nnx.softmax(scores)[..., None] * x).sum(1, keepdims=True)
+        return self.head(x + pooled)
+
+
+def test_a_vector_whose_products_are_summed_is_an_output():
+    def make_run(size):
+        return token_run(lambda rngs: Additive(size.width, rngs))
+
+    found = factors(make_run, Size(128), Size(32))
+    # Initialized like 1 / width by the model itself, so only its updates get a factor.
+    assert found["query"] == (pytest.approx(1, rel=0.1), 0.25)
+    assert found["gain"] == (1, 1)
+    assert found["keys/kernel"] == (1, 0.25)
+    by_hand = find_scaling(make_run, Size(128), Size(32)).parameters["query"]
+    assert by_hand.parameter.role == "output"
+
+
+class Towers(nnx.Module):
+    """Users and items, whose embeddings are compared."""
+
+    def __init__(self, width, rngs, *, compare, hidden=True):
+        self.users, self.items = (nnx.Embed(32, width, rngs=rngs) for _ in range(2))
+        self.layers = nnx.List(
+            [nnx.Linear(width, width, rngs=rngs) for _ in range(2 * hidden)]
+        )
+        self.compare = compare
+
+    def __call__(self, tokens):
+        towers = [self.users(tokens), self.items(tokens[:, ::-1])]
+        if self.layers:
+            towers = [f(x) for f, x in zip(self.layers, towers, strict=True)]
+        score = self.compare(*towers)
+        return jnp.stack([score] * 32, axis=-1)
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+@pytest.mark.parametrize(
+    "compare",
+    [
+        lambda a, b: (a * b).sum(-1),
+        lambda a, b: (a * b).astype(jnp.float32).sum(axis=-1, keepdims=True)[..., 0],
+        lambda a, b: jnp.einsum("bld,bld->bl", a, b),
+    ],
+)
+def test_growing_embeddings_that_are_compared_are_refused(compare, hidden):
+    def make_run(size):
+        return token_run(
+            lambda rngs: Towers(size.width, rngs, compare=compare, hidden=hidden)
+        )
+
+    with pytest.raises(ConfigError, match=r"test_limits.py:\d+.* over 32 .* 64 at"):
+        factors(make_run, Size(128), Size(32))
+
+
+def test_means_of_products_are_not_refused():
+    def make_run(size):
+        def compare(a, b):
+            return jnp.mean(a * b, axis=-1)
+
+        return token_run(lambda rngs: Towers(size.width, rngs, compare=compare))
+
+    assert factors(make_run, Size(128), Size(32))["layers/0/kernel"] == (1, 0.25)
