@@ -374,10 +374,7 @@ def _float8_backward(residuals: Residuals, g: Array) -> tuple[Array, Array, None
         features.dtype,
         precision=jax.lax.Precision.HIGHEST,
     )
-    # If an exponential was saturated, that token usually has nearly all of the probability, so the
-    # sum is saturated too. Where several are, the gradient of this token is too large.
-    largest = float(jnp.finfo(GRADIENTS).max) / EXPONENTIAL_SCALE
-    scale = g / jnp.minimum(total, largest)
+    scale = g / _sum_of_narrow(others8, total, nats)
     # The probability of the label, minus 1.
     of_label = g * jnp.expm1(-nats)
     # The row of the label is rounded as all others are. If only the others were, their rounding
@@ -389,6 +386,30 @@ def _float8_backward(residuals: Residuals, g: Array) -> tuple[Array, Array, None
 
 
 _float8_linear.defvjp(_float8_forward, _float8_backward)
+
+
+def _sum_of_narrow(others8: Array, total: Array, nats: Array) -> Array:
+    """Return the sum of the exponentials of each token, (N,), as they are in 8 bits.
+
+    It is their sum in 32 bits, unless one of them may be saturated. That is rare: the reference
+    logit of a token is about its largest one. But all likely tokens may be missing among the labels
+    of a batch. Then the array is read once more, to keep the sum of the probabilities.
+
+    Args:
+        others8: (N, V), times `EXPONENTIAL_SCALE`, and 0 at the label.
+        total: their sum in 32 bits, with the label.
+        nats: the losses (N,).
+    """
+    largest = float(jnp.finfo(GRADIENTS).max) / EXPONENTIAL_SCALE
+    may_be_saturated = total > largest
+
+    def read_again() -> Array:
+        others = others8.astype(jnp.float32).sum(1) / EXPONENTIAL_SCALE
+        of_label = total * jnp.exp(-nats)
+        return jnp.where(may_be_saturated, others + of_label, total)
+
+    sums: Array = jax.lax.cond(may_be_saturated.any(), read_again, lambda: total)
+    return sums
 
 
 def _float8_exponentials(

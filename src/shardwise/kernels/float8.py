@@ -18,7 +18,7 @@ the option nothing here is called. CPUs emulate the same rounding, so that tests
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, cast
@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
-from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 from jax.typing import DTypeLike
 
 from shardwise.errors import ConfigError
@@ -40,6 +40,7 @@ from shardwise.tracing.jaxpr import (
     shape_of,
     with_inner_jaxprs,
 )
+from shardwise.tracing.reach import reached
 from shardwise.tree import DType, PyTree
 
 Array = jax.Array
@@ -57,12 +58,12 @@ GRADIENTS = jnp.float8_e5m2
 # The dtype of the operands of matmuls: "float8", or None for that of the arrays.
 matmul_dtype = jax.make_user_context(default_value=None)
 
-# The scale of a gradient comes from one of this many tokens. Its format has room for
+# A kernel takes the scale of a gradient from one of this many tokens. Its format has room for
 # values that are 2**11 times as large as the largest one that is found, and 2**20 times as small.
-SAMPLED = 64
+SAMPLED = 8
 SAMPLED_EXPONENT = 4
-# The exponent of the largest value of a complete array in e4m3, whose largest number is 448.
-EXACT_EXPONENT = 8
+# The exponent of the largest value of a complete array: that of the largest number of its format.
+EXACT_EXPONENT = {WEIGHTS: 8, GRADIENTS: 15}
 
 # cuBLAS multiplies matrices of 8 bits if all their sizes are multiples of this.
 MULTIPLE = 16
@@ -106,18 +107,27 @@ def narrow(x: Array, scale: Array | float = 1.0, dtype: DType = WEIGHTS) -> Arra
     return jnp.clip(x.astype(jnp.float32) * scale, -limit, limit).astype(dtype)
 
 
-def narrow_exactly(x: Array) -> tuple[Array, Array]:
-    """Return an array in e4m3 and its scale, for which the largest value is just in range."""
-    scale = _power_of_two(jnp.max(jnp.abs(x)), EXACT_EXPONENT)
-    return narrow(x, scale), scale
+def narrow_exactly(x: Array, dtype: DType = WEIGHTS) -> tuple[Array, Array]:
+    """Return an array in 8 bits and its scale, for which the largest value is just in range."""
+    scale = _power_of_two(jnp.max(jnp.abs(x)), EXACT_EXPONENT[dtype])
+    return narrow(x, scale, dtype), scale
 
 
 def gradient_scale(g: Array) -> Array:
-    """Return a scale for gradients of tokens (N, ...) in e5m2, from some of the tokens."""
+    """Return a scale for gradients of tokens (N, D) in e5m2, from some of the tokens.
+
+    Many tokens may have no gradient: those of a prompt or of padding, at the same places of all
+    sequences. So the place of the token that is read differs between groups of tokens.
+    """
     sample = g
     if g.shape[0] % SAMPLED == 0:
         # Not a slice with a stride: on a mesh this one moves nothing.
-        sample = g.reshape(-1, SAMPLED, *g.shape[1:])[:, 0]
+        groups = g.reshape(-1, SAMPLED, *g.shape[1:])
+        # Multiples of the golden ratio: any regular choice of groups has all places.
+        number = jnp.arange(len(groups), dtype=jnp.uint32)
+        place = (number * jnp.uint32(2654435769)) >> (32 - SAMPLED.bit_length() + 1)
+        place = place.astype(jnp.int32).reshape(-1, *(1,) * g.ndim)
+        sample = jnp.take_along_axis(groups, place, axis=1, mode="promise_in_bounds")
     return _power_of_two(jnp.max(jnp.abs(sample)), SAMPLED_EXPONENT)
 
 
@@ -160,36 +170,39 @@ def matmul8(
     return (product * factor).astype(dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def float8_matmul(x: Array, weights: Array, contracted: Contracted) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def float8_matmul(
+    x: Array, weights: Array, contracted: Contracted, dtype: DType
+) -> Array:
     """Return a matmul whose forward pass and whose gradient of `x` use 8 bits.
 
     Args:
         x: activations.
-        weights: weights; their gradient uses the dtype of `x`.
+        weights: weights; their gradient uses the dtypes of the arrays.
         contracted: the contracted dims of both.
+        dtype: the dtype of the result.
     """
-    return _float8_forward(x, weights, contracted)[0]
+    return _float8_forward(x, weights, contracted, dtype)[0]
 
 
 def _float8_forward(
-    x: Array, weights: Array, contracted: Contracted
+    x: Array, weights: Array, contracted: Contracted, dtype: DType
 ) -> tuple[Array, tuple[Array, Array]]:
     (x8, x_scale), (w8, w_scale) = narrow_exactly(x), narrow_exactly(weights)
-    y = matmul8(x8, w8, contracted, 1 / (x_scale * w_scale), x.dtype)
+    y = matmul8(x8, w8, contracted, 1 / (x_scale * w_scale), dtype)
     return y, (x, weights)
 
 
 def _float8_backward(
-    contracted: Contracted, residuals: tuple[Array, Array], g: Array
+    contracted: Contracted, dtype: DType, residuals: tuple[Array, Array], g: Array
 ) -> tuple[Array, Array]:
     x, weights = residuals
 
-    def dot(x: Array, weights: Array) -> Array:
-        return lax.dot_general(x, weights, (contracted, ((), ())))
+    def dot(weights: Array) -> Array:
+        dims = (contracted, ((), ()))
+        return lax.dot_general(x, weights, dims, preferred_element_type=dtype)
 
-    (w8, w_scale), g_scale = narrow_exactly(weights), gradient_scale(g)
-    g8 = narrow(g, g_scale, GRADIENTS)
+    (w8, w_scale), (g8, g_scale) = narrow_exactly(weights), narrow_exactly(g, GRADIENTS)
     # The gradient of x contracts all dims of the weights that the matmul left.
     left = tuple(i for i in range(weights.ndim) if i not in contracted[1])
     num_kept = x.ndim - len(contracted[0])
@@ -200,14 +213,16 @@ def _float8_backward(
     kept = [i for i in range(x.ndim) if i not in contracted[0]]
     dims = [*kept, *(contracted[0][i] for i in order)]
     dx = product.transpose([dims.index(i) for i in range(x.ndim)])
-    (dweights,) = jax.linear_transpose(partial(dot, x), weights)(g)
+    (dweights,) = jax.linear_transpose(dot, weights)(g)
     return dx, dweights
 
 
 float8_matmul.defvjp(_float8_forward, _float8_backward)
 
 
-def with_float8_matmuls(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+def with_float8_matmuls(
+    function: Callable[..., PyTree], weights: Sequence[int]
+) -> Callable[..., PyTree]:
     """Return a function whose large matmuls use 8 bits.
 
     Functions with custom gradients are left as they are: they ask `uses_float8()`, before they
@@ -216,19 +231,28 @@ def with_float8_matmuls(function: Callable[..., PyTree]) -> Callable[..., PyTree
     Args:
         function: a function of pytrees of arrays. While it is called, it raises `ConfigError` if
             no matmul is changed.
+        weights: the numbers of the arguments that are parameters. A matmul of what depends on them
+            alone, and of anything else, has weights and activations.
     """
-
-    def change(equation: JaxprEqn, visit: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
-        name = equation.primitive.name
-        if name == "dot_general" and not why_not_float8(equation):
-            return replace_equation(equation, _as_float8(equation))
-        if name.startswith("custom_") or name == "pallas_call":
-            return equation
-        return with_inner_jaxprs(equation, visit)
 
     def changed(*args: PyTree) -> PyTree:
         with matmul_dtype("float8"):
             closed, output = jax.make_jaxpr(function, return_shape=True)(*args)
+        is_weights = [
+            number in weights
+            for number, arg in enumerate(args)
+            for _ in jax.tree.leaves(arg)
+        ]
+        activations = reached(closed, [not flag for flag in is_weights])
+
+        def change(equation: JaxprEqn, visit: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
+            name = equation.primitive.name
+            if name == "dot_general" and not why_not_float8(equation):
+                return replace_equation(equation, _as_float8(equation, activations))
+            if name.startswith("custom_") or name == "pallas_call":
+                return equation
+            return with_inner_jaxprs(equation, visit)
+
         converted = rewrite(closed, change)
         if converted is closed and not has_float8(closed.jaxpr):
             raise ConfigError(
@@ -354,26 +378,45 @@ def conversion_seconds(rows: int, depth: int, columns: int) -> float:
     """Return the time that it takes to convert the operands; arguments as in `saved_seconds`."""
     # The smaller operand is the weights, and costs little to convert.
     tokens, columns = max(rows, columns), min(rows, columns)
-    # Activations of 16 bits are read twice and written once; gradients are read and written once.
-    return tokens * (5 * depth + 3 * columns) / CONVERSION_RATE
+    # Activations and gradients of 16 bits are read twice and written once.
+    return tokens * 5 * (depth + columns) / CONVERSION_RATE
 
 
-def _as_float8(equation: JaxprEqn) -> Callable[..., Array]:
+def _as_float8(
+    equation: JaxprEqn, activations: Collection[Var]
+) -> Callable[..., Array]:
     """Return a function of the operands of a `dot_general` that multiplies with 8 bits.
 
-    The smaller operand counts as the weights. Its gradient uses 16 bits.
+    Args:
+        equation: the `dot_general`.
+        activations: the variables that depend on more than parameters.
     """
     (left, right), _ = equation.params["dimension_numbers"]
-    a, b = _operands(equation)
+    _, b = _operands(equation)
     dtype = cast(ShapedArray, equation.outvars[0].aval).dtype
 
     def multiply(args: tuple[Array, Array]) -> Array:
-        if b.size <= a.size:
-            return float8_matmul(*args, (left, right)).astype(dtype)
-        product = float8_matmul(args[1], args[0], (right, left))
+        if _has_weights_on_the_right(equation, activations):
+            return float8_matmul(*args, (left, right), dtype)
+        product = float8_matmul(args[1], args[0], (right, left), dtype)
         # The dims of `b` come first: exchange them with those of `a`.
         num_b = b.ndim - len(right)
         order = (*range(num_b, product.ndim), *range(num_b))
-        return product.transpose(order).astype(dtype)
+        return product.transpose(order)
 
     return multiply
+
+
+def _has_weights_on_the_right(equation: JaxprEqn, activations: Collection[Var]) -> bool:
+    """Return whether the right operand of a matmul is the weights, whose gradient uses 16 bits.
+
+    If both depend on the data, as in a layer whose weights another layer computes, or none, the
+    smaller operand counts as the weights.
+    """
+    is_activation = [
+        isinstance(atom, Var) and atom in activations for atom in equation.invars
+    ]
+    if is_activation[0] != is_activation[1]:
+        return is_activation[0]
+    a, b = _operands(equation)
+    return bool(b.size <= a.size)

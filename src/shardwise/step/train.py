@@ -260,7 +260,8 @@ class _StepFunctions:
         is_part = self.accumulate > 1 and not self.is_separate
         objective: Callable[..., PyTree] = partial(self.objective, is_part=is_part)
         if self.matmul_dtype is not None:
-            objective = with_float8_matmuls(objective)
+            # The arguments `params` and `frozen`.
+            objective = with_float8_matmuls(objective, weights=(0, 1))
         checked = failure_as_aux(objective, self.has_checks)
         gradient = scatter_gradients(jax.grad(checked, has_aux=True), self.spec)
         gradient = sums_in_float32(gradient, self.own_sum)
