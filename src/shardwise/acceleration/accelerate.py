@@ -2,22 +2,22 @@
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
 import numpy as np
 from flax import nnx
 from jax.extend import core
 
-from shardwise.acceleration.graph import Calls, Graph
+from shardwise.acceleration.graph import Calls, Graph, dtype_of
 from shardwise.acceleration.options import Options
 from shardwise.acceleration.rules import RULES
 from shardwise.kernels.platform import is_analyzed
 from shardwise.sharding import has_explicit_axes
-from shardwise.tracing.jaxpr import with_inner_jaxprs
-from shardwise.tree import PyTree
+from shardwise.tracing.jaxpr import shape_of, with_inner_jaxprs
+from shardwise.tree import KeyPath, PyTree
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -55,10 +55,10 @@ def accelerate(function: Callable[Parameters, Result]) -> Callable[Parameters, R
     - `optax.softmax_cross_entropy_with_integer_labels`, together with the output layer
     - `nnx.Linear` for sequences (B, T, D), also if its output is split into several arrays
 
-    Everything else stays as it is. Results and gradients agree with those of the function within
-    rounding. The bias of keys gets a gradient of exactly zero instead of rounding errors. The
-    kernels depend on the platform, see `kernels/README.md`. They have first derivatives in reverse
-    mode only, and on GPUs no `jax.vmap`.
+    Everything else stays as it is, and so do layers in float64. Results and gradients agree with
+    those of the function within rounding. The bias of keys gets a gradient of exactly zero instead
+    of rounding errors. The kernels depend on the platform, see `kernels/README.md`. They have first
+    derivatives in reverse mode only, and on GPUs no `jax.vmap`.
 
     Args:
         function: a loss for `Run`, `make_train_step` or `make_eval_step`, or another function of
@@ -105,10 +105,41 @@ def accelerate(function: Callable[Parameters, Result]) -> Callable[Parameters, R
         rewritten = rewrite_calls(closed, sizes)
         outputs = core.jaxpr_as_fun(rewritten)(*jax.tree.leaves((state, arrays)))
         values, new_state = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
-        nnx.update(objects, new_state)
+        before = _by_path(state, closed.jaxpr.invars)
+        after = _by_path(shapes[1], closed.jaxpr.outvars[len(values) :])
+        changed = {path for path, atom in after.items() if before.get(path) is not atom}
+        _update(objects, new_state, changed)
         return cast(Result, results.join(values))
 
     return accelerated
+
+
+def _by_path(
+    tree: PyTree, atoms: Sequence[core.Var | core.Literal]
+) -> dict[KeyPath, core.Var | core.Literal]:
+    """Return the variable of a trace for each array of a pytree; there may be further variables."""
+    paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
+    return dict(zip(paths, atoms, strict=False))
+
+
+def _update(
+    objects: list[nnx.Pytree],
+    new_state: nnx.State[Any, Any],
+    changed: Collection[KeyPath],
+) -> None:
+    """Change the variables of modules that a function has changed, and no others.
+
+    The others may belong to a trace around this one, where NNX refuses to change them.
+    """
+    is_changed = jax.tree.map_with_path(lambda path, _: path in changed, new_state)
+    flags = dict(nnx.to_flat_state(is_changed))
+    kept = [
+        (path, variable)
+        for path, variable in nnx.to_flat_state(new_state)
+        if any(jax.tree.leaves(flags[path]))
+    ]
+    if kept:
+        nnx.update(objects, nnx.from_flat_state(kept))
 
 
 class _Results:
@@ -150,7 +181,7 @@ def rewrite_calls(
         key = jaxpr, options
         if key not in rewritten:
             graph = Graph(jaxpr, calls)
-            for rule in RULES:
+            for rule in () if _has_float64(jaxpr) else RULES:
                 rule(graph, options)
             added = {id(call.params["jaxpr"]) for call in calls.values()}
             equations = [
@@ -172,3 +203,11 @@ def rewrite_calls(
 
     jaxpr = visit(closed.jaxpr, Options(batch_sizes))
     return closed if jaxpr is closed.jaxpr else closed.replace(jaxpr=jaxpr)
+
+
+def _has_float64(jaxpr: core.Jaxpr) -> bool:
+    """Return whether layers compute in 64 bits, which the kernels do not: they sum in 32."""
+    results = (var for equation in jaxpr.eqns for var in equation.outvars)
+    return any(
+        len(shape_of(var)) > 1 and dtype_of(var) == np.float64 for var in results
+    )

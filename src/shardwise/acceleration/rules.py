@@ -3,6 +3,7 @@
 Each rule is a function that edits a graph. `RULES` lists them in the order in which they run.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -306,12 +307,19 @@ def _with_bias_after(
         return value
     if shape_of(heads)[:2] != shape_of(attention)[:2]:
         return value
+    # A layer for each head, or for some of them, has another use for the bias.
+    if _num_inputs(out) != math.prod(shape_of(found.bias)):
+        return value
     if graph.depends_on([found.bias], [attention]):
         return value
     operands = [found.bias, out.kernel, out.bias]
     (bias,) = graph.splice([None], _output_bias, operands)
     graph.splice([out.output], _add_bias, [out.product, bias])
     return _as_heads(graph, found.product, shape_of(value))
+
+
+def _num_inputs(layer: Linear) -> int:
+    return math.prod(shape_of(layer.kernel)[: layer.num_in])
 
 
 def _output_bias(value_bias: Array, kernel: Array, bias: Array) -> list[Array]:

@@ -257,3 +257,99 @@ def test_signature_and_other_results_are_kept():
     result = accelerated(None, {"x": jnp.ones(2), "name": "x"}, scale=4)
     np.testing.assert_array_equal(result.pop("value"), [4, 4])
     assert result == {"text": "no array", "count": 3}
+
+
+class Adapted(nnx.Module):
+    """A layer with an adapter, with statistics and a random stream that a loss may change."""
+
+    def __init__(self, rngs):
+        self.base = nnx.Linear(8, 8, rngs=rngs)
+        self.adapter = nnx.LoRA(8, 2, 8, b_initializer=nnx.initializers.ones, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.base(x) + self.adapter(x)
+
+
+def test_variables_of_another_trace_that_stay_the_same():
+    """As in `jax.grad` of a part of the model: NNX refuses to change the rest."""
+    x = jnp.ones((4, 8))
+    definition, adapter, rest = nnx.split(Adapted(nnx.Rngs(0)), nnx.LoRAParam, ...)
+
+    def loss(model, x):
+        return (model(x) ** 2).mean()
+
+    def of_adapter(loss):
+        return lambda adapter: loss(nnx.merge(definition, adapter, rest), x)
+
+    expected = jax.grad(of_adapter(loss))(adapter)
+    for compiled in (lambda f: f, jax.jit):
+        found = compiled(jax.grad(of_adapter(accelerate(loss))))(adapter)
+        for left, right in zip(*map(jax.tree.leaves, (expected, found)), strict=True):
+            np.testing.assert_allclose(left, right, rtol=1e-5)
+
+
+def test_variables_that_the_function_changes_are_changed():
+    class Counting(nnx.Module):
+        def __init__(self):
+            self.calls = nnx.Variable(jnp.zeros(()))
+            self.last = nnx.Variable(jnp.ones(3))
+            self.source = nnx.Variable(jnp.arange(3.0))
+
+        def __call__(self, x):
+            self.calls[...] += 1
+            # A copy of another variable is a change too.
+            self.last[...] = self.source[...]
+            return x.sum()
+
+    model = Counting()
+    function = accelerate(lambda model, x: model(x))
+    assert [float(function(model, jnp.ones(2))) for _ in range(2)] == [2, 2]
+    assert float(model.calls[...]) == 2
+    np.testing.assert_array_equal(model.last[...], [0, 1, 2])
+
+
+def test_models_in_float64_stay_as_they_are():
+    with jax.enable_x64(True):
+        rngs = nnx.Rngs(0)
+        options = {"param_dtype": jnp.float64, "rngs": rngs}
+        model = nnx.Sequential(
+            nnx.LayerNorm(8, **options),
+            nnx.Linear(8, 16, **options),
+            nnx.gelu,
+            nnx.Linear(16, 8, **options),
+        )
+        x = jax.random.normal(rngs(), (2, 4, 8), jnp.float64)
+
+        def loss(model, x):
+            return (model(x) ** 2).mean()
+
+        expected, found = (nnx.grad(f)(model, x) for f in (loss, accelerate(loss)))
+        for left, right in zip(*map(jax.tree.leaves, (expected, found)), strict=True):
+            np.testing.assert_array_equal(left, right)
+
+
+def test_attention_before_a_layer_for_each_head():
+    class PerHead(nnx.Module):
+        def __init__(self, rngs):
+            self.heads = nnx.List(
+                [nnx.LinearGeneral(32, (4, 8), rngs=rngs) for _ in range(3)]
+            )
+            self.out = nnx.Linear(8, 8, rngs=rngs)
+            for layer in (*self.heads, self.out):
+                layer.bias[...] += 1
+
+        def __call__(self, x):
+            q, k, v = (layer(x) for layer in self.heads)
+            return self.out(jax.nn.dot_product_attention(q, k, v, is_causal=True))
+
+    model = PerHead(nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (2, 8, 32))
+
+    def loss(model, x):
+        return (model(x) ** 2).mean()
+
+    compute = [nnx.value_and_grad(f)(model, x) for f in (loss, accelerate(loss))]
+    for left, right in zip(*map(jax.tree.leaves, compute), strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-6)
