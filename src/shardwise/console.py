@@ -5,7 +5,7 @@ This module imports no JAX at its top, because the launcher uses it before any p
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,19 +34,27 @@ def warn(console: Console, text: str) -> None:
 
 
 @contextmanager
-def working(console: Console, text: str) -> Iterator[None]:
-    """Show a spinner on a terminal, or print one line elsewhere, while something takes long.
+def working(console: Console, text: str = "") -> Iterator[Callable[[str], None]]:
+    """Show a spinner on a terminal, or print lines elsewhere, while something takes long.
 
     Args:
         console: where to show it.
         text: the operation, for example "compiling the step".
+
+    Yields:
+        A function that shows another text, for an operation of several parts.
     """
     if console.is_terminal:
-        with console.status(text):
-            yield
+        with console.status(escape(text)) as status:
+            yield lambda text: status.update(escape(text))
         return
-    console.print(text, highlight=False)
-    yield
+
+    def show(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    if text:
+        show(text)
+    yield show
 
 
 def progress_bar(console: Console) -> Progress:

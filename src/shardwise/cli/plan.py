@@ -22,6 +22,7 @@ from shardwise.cli.plan_tables import (
 )
 from shardwise.cli.recipes import split_recipe
 from shardwise.cluster.signals import Stop, stop_on_signals
+from shardwise.console import working
 from shardwise.data import as_batches
 from shardwise.errors import ConfigError, ExitCode
 from shardwise.mesh import make_mesh, mesh_text, parse_mesh, show_sizes, use_cpu_devices
@@ -287,9 +288,8 @@ class Planner:
     def plan_as_given(self) -> Choice:
         """Plan the recipe as it is. If it does not fit, also show what would make it fit."""
         candidate = self._candidate_as_given()
-        with self.progress.status(
-            f"compiling for {self.target.name}, mesh {candidate.mesh}"
-        ):
+        text = f"compiling for {self.target.name}, mesh {candidate.mesh}"
+        with working(self.progress, text):
             plan = self.compile(candidate)
         show_plan(self.console, plan)
         for finding in find_idle_axes(plan, self.recipe.run(candidate).rules):
@@ -311,9 +311,8 @@ class Planner:
         unit = num_batch_shards(mesh, run.rules) * run.accumulate
 
         def compile_size(size: int) -> Plan:
-            with self.progress.status(
-                f"compiling for {self.target.name}, batch size {size}"
-            ):
+            text = f"compiling for {self.target.name}, batch size {size}"
+            with working(self.progress, text):
                 plan = self.compile(given.with_option("batch_size", size))
             verdict = "" if plan.fits else ", too large"
             line = f"batch size {size}: {plan.line()}{verdict}"
@@ -352,7 +351,7 @@ class Planner:
         }
         if remats := self.recipe.choices("remat"):
             options["remat"] = remats
-        with self.progress.status("counting candidates") as status:
+        with working(self.progress, "counting candidates") as show:
 
             def show_progress(result: Search, candidate: Candidate) -> None:
                 limit = budget or math.ceil(result.num_candidates / 3)
@@ -360,9 +359,7 @@ class Planner:
                     f", best so far {result.best.candidate.mesh}" if result.best else ""
                 )
                 progress = f"{result.num_compiled + 1}, at most {limit} of {result.num_candidates}"
-                status.update(
-                    f"compiling {show_candidate(candidate)} ({progress}{best})"
-                )
+                show(f"compiling {show_candidate(candidate)} ({progress}{best})")
 
             search(
                 self.recipe.run,
@@ -397,7 +394,7 @@ class Planner:
         """Yield the changes that are possible, with their plans."""
         for change, other in _remedies(self.recipe, candidate):
             try:
-                with self.progress.status(f"compiling with {change}"):
+                with working(self.progress, f"compiling with {change}"):
                     plan = self.compile(other)
             except ConfigError:
                 continue

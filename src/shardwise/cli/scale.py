@@ -4,7 +4,6 @@ import argparse
 import inspect
 import itertools
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import jax
 from rich.console import Console
 
 from shardwise.cli.recipes import split_recipe
+from shardwise.console import working
 from shardwise.errors import ConfigError, NumericsError
 from shardwise.files.durable import check_writable
 from shardwise.files.lock import lock_directory
@@ -234,7 +234,7 @@ def _show_roles(task: _Task) -> tuple[Json, int]:
     """Print the role of each parameter, and how it is scaled to the largest size."""
     progress = Console(stderr=True)
     size = Size(task.sizes[-1], task.depth)
-    with progress.status("tracing the model and measuring the optimizer"):
+    with working(progress, "tracing the model and measuring the optimizer"):
         scaling = find_scaling(
             lambda size: task.run_at(task.recipe, size),
             size,
@@ -279,8 +279,7 @@ def _check(task: _Task) -> tuple[Json, int]:
     def run_at(width: int) -> Run:
         return task.run_at(recipe, Size(width, task.depth), **changes)
 
-    with progress.status("") as status:
-        report = _reporter(progress, status.update)
+    with working(progress) as report:
         arguments = (run_at, task.sizes, steps, task.options.seeds or 3, title, report)
         check = check_coordinates(*arguments, _outputs(task))
     picture = task.out / f"coordinate_check_{title}.png"
@@ -302,20 +301,6 @@ def _outputs(task: _Task) -> set[str]:
         for path, parameter in roles.parameters.items()
         if parameter.role in ("output", "tied")
     }
-
-
-def _reporter(
-    progress: Console, update: Callable[[str], None]
-) -> Callable[[str], None]:
-    """Return a function that shows what is being done."""
-
-    def report(text: str) -> None:
-        if progress.is_terminal:
-            update(text)
-        else:
-            progress.print(text, highlight=False)
-
-    return report
 
 
 def _print_check(check: Check, picture: Path) -> None:

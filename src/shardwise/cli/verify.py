@@ -8,6 +8,7 @@ from rich.console import Console
 
 from shardwise.cli.recipes import split_recipe
 from shardwise.cluster.signals import stop_on_signals
+from shardwise.console import working
 from shardwise.errors import ConfigError, NumericsError
 from shardwise.mesh import use_cpu_devices
 from shardwise.recipe import bind_recipe, find_recipe, load_recipe, make_run
@@ -54,15 +55,8 @@ def _verify(
         return make_run(recipe, {**arguments, **changes})
 
     progress = Console(stderr=True)
-    with progress.status("") as status:
-
-        def tell(text: str) -> None:
-            if progress.is_terminal:
-                status.update(text)
-            else:
-                progress.print(text, highlight=False)
-
-        verification = verify(make, meshes, options.verify_steps, tell)
+    with working(progress) as show:
+        verification = verify(make, meshes, options.verify_steps, show)
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(verification.table())
     for line in verification.lines():
