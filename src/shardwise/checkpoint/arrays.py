@@ -178,12 +178,13 @@ class SavedArrays:
         import tensorstore
 
         problems = []
+        stored = _stored_names(self.tree)
         with orbax_errors(self.directory), plain_alias(self.directory) as place:
             base = {"driver": "file", "path": f"{place}/"}
             store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
             keys = sorted(key.decode() for key in store.list().result())
             for name in names:
-                prefix = _stored_name(name) + "/"
+                prefix = stored[name] + "/"
                 key = _first_content(keys, prefix)
                 # The last byte: the file may be shorter than the store says.
                 byte = slice(-1, None)
@@ -244,7 +245,7 @@ def open_arrays(directory: Path) -> SavedArrays:
         stored = {
             name: leaf for name, leaf in named_leaves(tree).items() if _is_array(leaf)
         }
-        leaves = {**stored, **_key_leaves(directory, stored)}
+        leaves = {**stored, **_key_leaves(directory, stored, _stored_names(tree))}
     return SavedArrays(directory, tree, leaves)
 
 
@@ -276,14 +277,28 @@ def find_same_name(tree: "PyTree") -> tuple[str, str] | None:
     seen: dict[str, str] = {}
     for path, _ in jax.tree_util.tree_leaves_with_path(tree):
         name = leaf_name(path)
-        if _stored_name(name) in seen:
-            return seen[_stored_name(name)], name
-        seen[_stored_name(name)] = name
+        # Names of leaves join the keys with slashes, so these must differ too.
+        joined = name.replace("/", ".")
+        if joined in seen:
+            return seen[joined], name
+        seen[joined] = name
     return None
 
 
-def _stored_name(name: str) -> str:
-    return name.replace("/", ".")
+def _stored_names(tree: "PyTree") -> dict[str, str]:
+    """Return the name under which Orbax stores each leaf, by the name of the leaf.
+
+    Orbax joins the keys of a path with dots. A key may contain a slash, as the label `head/*` of a
+    parameter group does.
+    """
+    import jax
+
+    from shardwise.tree import leaf_name
+
+    return {
+        leaf_name(path): jax.tree_util.keystr(path, simple=True, separator=".")
+        for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+    }
 
 
 def _first_content(keys: list[str], prefix: str) -> str | None:
@@ -297,9 +312,15 @@ def _first_content(keys: list[str], prefix: str) -> str | None:
 
 
 def _key_leaves(
-    directory: Path, stored: Mapping[str, ArrayLike]
+    directory: Path, stored: Mapping[str, ArrayLike], names: Mapping[str, str]
 ) -> "dict[str, jax.ShapeDtypeStruct]":
-    """Return the leaves that are typed random keys. Orbax lists them as arrays of uint32."""
+    """Return the leaves that are typed random keys. Orbax lists them as arrays of uint32.
+
+    Args:
+        directory: the directory that Orbax wrote.
+        stored: all leaves.
+        names: the names under which Orbax stores them.
+    """
     import jax
 
     from shardwise.tree import key_bits
@@ -316,7 +337,7 @@ def _key_leaves(
     }
     keys = {}
     for name, leaf in stored.items():
-        implementation = implementations.get(_stored_name(name))
+        implementation = implementations.get(names[name])
         if implementation is None:
             continue
         key = jax.eval_shape(partial(jax.random.key, impl=implementation), 0)

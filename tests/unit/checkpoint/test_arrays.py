@@ -24,6 +24,7 @@ from shardwise import (
     init_state,
     load_initial,
     make_mesh,
+    optim,
 )
 from shardwise.checkpoint.arrays import leaf_bytes, open_arrays, show_leaf
 from shardwise.checkpoint.reader import open_step
@@ -273,3 +274,30 @@ def test_a_damaged_list_of_keys_is_refused(saved):
         file.write_text(good.replace(old, new))
         with pytest.raises(CheckpointError, match="cannot be read"):
             open_arrays(saved)
+
+
+def test_groups_whose_labels_have_slashes(tmp_path):
+    """The label of a group is its pattern, which Orbax stores with the slash."""
+
+    def run(steps):
+        groups = [optim.Group("kernel/*", lr_scale=0.1), optim.Group("*")]
+        return Run(
+            model=lambda rngs: nnx.Dict(
+                kernel=nnx.Linear(4, 4, rngs=rngs), other=nnx.Linear(4, 4, rngs=rngs)
+            ),
+            loss=lambda model, batch: (
+                model["other"](model["kernel"](batch["x"])) ** 2
+            ).mean(),
+            optimizer=optim.adam(1e-2, groups=groups),
+            data=lambda n: {"x": np.full((8, 4), n, np.float32)},
+            steps=steps,
+            out=tmp_path / "run",
+        )
+
+    fit(run(2), console=QUIET)
+    assert int(fit(run(3), console=QUIET).state.step) == 3
+    arrays = open_arrays(tmp_path / "run" / "checkpoints" / "3" / "state")
+    labels = [name for name in arrays.leaves if "kernel/*" in name]
+    assert labels
+    assert arrays.unreadable() == []
+    assert set(arrays.read(labels)) == set(labels)
