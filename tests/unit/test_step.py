@@ -384,3 +384,28 @@ def test_only_the_barriers_of_our_models_are_kept(make, options, monkeypatch):
     step = make()
     assert passed == [options]
     assert ("opt-barrier" in step.compile().program.as_text()) == (options is not None)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("coupled_examples", ["exact", "separate"])
+def test_gradients_of_16_bits_are_accumulated_in_32(dtype, coupled_examples):
+    """The weight of this batch, 66,560 tokens, is beyond the range of float16."""
+
+    class Small(nnx.Module):
+        def __init__(self, rngs):
+            self.weights = nnx.Param(jnp.zeros(4, dtype))
+
+    def loss(model, batch):
+        y = (batch["x"].astype(dtype) @ model.weights[...]).astype(jnp.float32)
+        return Mean((y - batch["x"].sum(-1)) ** 2)
+
+    x = 0.02 * np.random.default_rng(0).normal(size=(64, 1040, 4)).astype("f4")
+    mesh = make_mesh("data=1", jax.devices()[:1])
+    spec = abstract_state(Small, optax.sgd(0.1), mesh)
+    norms = []
+    for accumulate in (1, 4, 64):
+        options = {"accumulate": accumulate, "coupled_examples": coupled_examples}
+        step = make_train_step(spec, loss, {"x": x}, **options)
+        _, metrics = step(init_state(spec, 0), step.place({"x": x}))
+        norms.append(float(metrics["grad_norm"]))
+    np.testing.assert_allclose(norms[1:], norms[0], rtol=5e-3)

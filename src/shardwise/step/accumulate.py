@@ -12,7 +12,7 @@ from shardwise.metrics import Mask
 from shardwise.module import Pure, path_name
 from shardwise.state import StateSpec
 from shardwise.tracing.assertions import Failure, first_failure
-from shardwise.tree import Batch, Params, PyTree, leaf_name
+from shardwise.tree import Batch, DType, Params, PyTree, leaf_name
 
 
 def accumulated(
@@ -79,6 +79,8 @@ def accumulated(
                 variables,
                 new,
             )
+            # Sums of 16 bits would be rounded in every micro-batch, and overflow.
+            grads = jax.tree.map(lambda g: g.astype(_sum_dtype(g)), grads)
             if is_separate:
                 weight = means["loss"].weight
                 grads = jax.tree.map(lambda g: g * weight.astype(g.dtype), grads)
@@ -89,23 +91,33 @@ def accumulated(
         grads, ((means, _), _) = jax.eval_shape(
             gradient, params, frozen, other, *first, key, step
         )
-        zeros = jax.tree.map(
-            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (grads, means)
+        zero_grads, zero_means = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, _sum_dtype(leaf)), (grads, means)
         )
-        zero_grads = with_sharding_constraint(zeros[0], spec.shardings.params)
+        zero_grads = with_sharding_constraint(zero_grads, spec.shardings.params)
         start = jax.tree.map(
             lambda averaged, x: jnp.zeros_like(x) if averaged else x,
             is_averaged,
             other,
         )
-        ((grads, means), variables), failures = jax.lax.scan(
+        ((sums, means), variables), failures = jax.lax.scan(
             add_micro_batch,
-            ((zero_grads, zeros[1]), start),
+            ((zero_grads, zero_means), start),
             micro_batches,
         )
         weight = means["loss"].weight
-        grads = jax.tree.map(lambda g: g / weight.astype(g.dtype), grads)
+        grads = jax.tree.map(
+            lambda total, g: (total / weight.astype(total.dtype)).astype(g.dtype),
+            sums,
+            grads,
+        )
         failure = None if failures is None else first_failure(failures)
         return grads, ((means, variables), failure)
 
     return compute
+
+
+def _sum_dtype(leaf: jax.Array | jax.ShapeDtypeStruct) -> DType:
+    """Return the dtype in which values of micro-batches are added: at least 32 bits."""
+    is_narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
+    return jnp.dtype(jnp.float32) if is_narrow else leaf.dtype
