@@ -360,6 +360,57 @@ class Centered(Small):
         self.layers = Stack(CenteredLayer, 4, rngs)
 
 
+class NumberedLayer(Layer):
+    def __call__(self, x, segment_ids, scale):
+        return super().__call__(x, segment_ids, scale / len(x))
+
+
+class Numbered(Small):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.layers = Stack(NumberedLayer, 4, rngs)
+
+
+class WithTable(Small):
+    """Passes a table of positions as if it had an entry per example."""
+
+    def __call__(self, tokens, segment_ids):
+        return self.head(self.layers(self.embed(tokens), jnp.ones((LENGTH, 16)), 0.5))
+
+
+class SometimesLayer(nnx.Module):
+    """A layer that is skipped for some examples, with a key for each of them."""
+
+    def __init__(self, rngs):
+        self.mix = nnx.Linear(16, 16, rngs=rngs)
+        self.rngs = rngs.fork()
+
+    def __call__(self, x, segment_ids, scale):
+        keys = jax.random.split(self.rngs.dropout(), len(x))
+        kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.5))(keys)
+        return x + kept[:, None, None] * nnx.gelu(self.mix(x))
+
+
+class Sometimes(Small):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.layers = Stack(SometimesLayer, 4, rngs)
+
+
+def test_keys_of_examples_do_not_depend_on_the_microbatch():
+    found = [
+        fit(run_of(Sometimes, packed_loss, mesh=mesh, steps=2)).metrics["loss"]
+        for mesh in ("data=8", "stage=4,data=2")
+    ]
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("mesh", ["data=8", "stage=4,data=2"])
+def test_an_argument_of_a_stack_without_examples_is_refused(mesh):
+    with pytest.raises(ConfigError, match=r"shape \[32, 16\], .* each of the 16 examp"):
+        fit(run_of(WithTable, packed_loss, mesh=mesh))
+
+
 @pytest.mark.parametrize(
     ("run", "message"),
     [
@@ -385,6 +436,7 @@ class Centered(Small):
             "variable 'norm/mean' of type BatchStat",
         ),
         (run_of(Centered, packed_loss), "sub of .* combines examples"),
+        (run_of(Numbered, packed_loss), "loss of an example depends on their number"),
     ],
 )
 def test_what_a_pipeline_cannot_do_is_refused(run, message):

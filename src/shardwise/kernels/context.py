@@ -56,7 +56,7 @@ def context_attention(
     segment_ids: Array | None,
     mask: Mask | None,
 ) -> Array | None:
-    """Return attention over sharded tokens, or None if no mesh axis shards tokens.
+    """Return attention over sharded tokens, or None if no mesh axis shards them alike.
 
     Args:
         kernel: computes attention over all tokens, for some of the heads.
@@ -73,7 +73,8 @@ def context_attention(
     """
     tiles = token_tiles(*q.shape[:2])
     layout = step_layout()
-    if tiles is None or layout is None:
+    # Keys of another sequence, as in cross attention, are not sharded like the queries.
+    if tiles is None or layout is None or q.shape[1] != k.shape[1]:
         return None
     mesh, rules = layout
     heads = logical_axes("heads", mesh, rules)

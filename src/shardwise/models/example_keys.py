@@ -8,7 +8,7 @@ batch can compute their bits alone.
 """
 
 import math
-from collections.abc import Collection
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias, cast
 
@@ -28,14 +28,31 @@ Shape: TypeAlias = tuple[int, ...]
 WORDS = 2
 
 
-def drawn_shapes(jaxpr: Jaxpr) -> frozenset[Shape]:
-    """Return the shapes of all draws of random numbers in a traced function."""
+@dataclass(frozen=True)
+class Draws:
+    """The random operations of a function.
+
+    Attributes:
+        bits: the shapes of all draws of random numbers.
+        splits: the shapes of all arrays of keys that are split from a key.
+    """
+
+    bits: frozenset[Shape] = frozenset()
+    splits: frozenset[Shape] = frozenset()
+
+
+def find_draws(jaxpr: Jaxpr) -> Draws:
+    """Return the random operations of a traced function."""
+    return Draws(_shapes(jaxpr, "random_bits"), _shapes(jaxpr, "random_split"))
+
+
+def _shapes(jaxpr: Jaxpr, primitive: str) -> frozenset[Shape]:
     shapes: set[Shape] = set()
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "random_bits":
+        if equation.primitive.name == primitive:
             shapes.add(tuple(equation.params["shape"]))
         for inner in inner_jaxprs(equation.params):
-            shapes |= drawn_shapes(inner)
+            shapes |= _shapes(inner, primitive)
     return frozenset(shapes)
 
 
@@ -46,7 +63,7 @@ def is_positional(key: Array) -> bool:
 
 
 def example_key(
-    key_data: Array, examples: Array, batch_size: int, drawn: Collection[Shape]
+    key_data: Array, examples: Array, batch_size: int, draws: Draws
 ) -> Array:
     """Return a key for some examples of a batch.
 
@@ -54,9 +71,9 @@ def example_key(
         key_data: the words of the key for the complete batch, uint32.
         examples: the position of each example in the batch, (b,), uint32.
         batch_size: the number B of examples in the batch.
-        drawn: the shapes that are drawn for the complete batch. A draw of shape (b, ...) has the
-            numbers of these examples if the shape (B, ...) is one of them. Any other draw is the
-            same for all microbatches.
+        draws: what is drawn for the complete batch. A draw of shape (b, ...), or keys of this
+            shape, are those of these examples if the shape (B, ...) is one of them. Any other draw
+            is the same for all microbatches.
 
     Returns:
         A random key.
@@ -65,15 +82,21 @@ def example_key(
         ConfigError: if a shape (b, ...) is drawn for the complete batch as well.
     """
     count = len(examples)
-    rests = frozenset(shape[1:] for shape in drawn if shape[:1] == (batch_size,))
-    both = [rest for rest in rests if (count, *rest) in drawn and count != batch_size]
-    if both:
-        raise ConfigError(
-            f"a layer draws random numbers of shape {(batch_size, *both[0])} and of shape "
-            f"{(count, *both[0])}. With {count} examples in a microbatch, a pipeline cannot tell "
-            "them apart. Use another number of microbatches."
-        )
-    generator = _generator(count, rests)
+    rests = [
+        frozenset(shape[1:] for shape in shapes if shape[:1] == (batch_size,))
+        for shapes in (draws.bits, draws.splits)
+    ]
+    for shapes, found in zip((draws.bits, draws.splits), rests, strict=True):
+        both = [
+            rest for rest in found if (count, *rest) in shapes and count != batch_size
+        ]
+        if both:
+            raise ConfigError(
+                f"a layer draws random numbers or keys of shape {(batch_size, *both[0])} and of "
+                f"shape {(count, *both[0])}. With {count} examples in a microbatch, a pipeline "
+                "cannot tell them apart. Use another number of microbatches."
+            )
+    generator = _generator(batch_size, count, *rests)
     words = jnp.concatenate([key_data, examples])
     key: Array = jax.random.wrap_key_data(words, impl=cast(str, generator))
     return key
@@ -81,12 +104,19 @@ def example_key(
 
 # One generator for equal arguments, because JAX compares the types of keys.
 @lru_cache(maxsize=256)
-def _generator(num_examples: int, rests: frozenset[Shape]) -> object:
+def _generator(
+    batch_size: int,
+    num_examples: int,
+    bits: frozenset[Shape],
+    splits: frozenset[Shape],
+) -> object:
     """Return a generator whose keys are the words of a key and the positions of examples.
 
     Args:
+        batch_size: the number B of examples in the batch.
         num_examples: the number b of examples.
-        rests: the shapes of draws with one entry per example, without their first dimension.
+        bits: the shapes of draws with one entry per example, without their first dimension.
+        splits: the shapes of arrays of keys with one entry per example, without theirs.
     """
 
     def seed(_: Array) -> Array:
@@ -98,15 +128,20 @@ def _generator(num_examples: int, rests: frozenset[Shape]) -> object:
         return joined
 
     def split(key: Array, shape: Shape) -> Array:
-        return with_examples(threefry_prng_impl.split(key[:WORDS], shape), key)
+        is_of_examples = shape[:1] == (num_examples,) and shape[1:] in splits
+        if not is_of_examples:
+            return with_examples(threefry_prng_impl.split(key[:WORDS], shape), key)
+        # Those of the complete batch: two words for each example.
+        keys = threefry_prng_impl.split(key[:WORDS], (batch_size, *shape[1:]))
+        return with_examples(keys[key[WORDS:]], key)
 
     def fold_in(key: Array, data: int) -> Array:
         return with_examples(threefry_prng_impl.fold_in(key[:WORDS], data), key)
 
     def random_bits(key: Array, bit_width: int, shape: Shape) -> Array:
-        if shape[:1] != (num_examples,) or shape[1:] not in rests:
-            bits: Array = threefry_prng_impl.random_bits(key[:WORDS], bit_width, shape)
-            return bits
+        if shape[:1] != (num_examples,) or shape[1:] not in bits:
+            plain: Array = threefry_prng_impl.random_bits(key[:WORDS], bit_width, shape)
+            return plain
         high, low = _positions(key[WORDS:], shape[1:])
         words: list[Array] = threefry2x32_p.bind(key[0], key[1], high, low)
         first, second = words

@@ -273,7 +273,7 @@ class _Plan:
             )
             if shown < limit and not has_cache and not accepts():
                 shown = limit
-        decode, extend = _programs(graphdef, structure, shown)
+        decode, extend = _programs_of(graphdef, structure, shown)
         return _Plan(length, total, visible, shown, has_cache, leaves, decode, extend)
 
     @property
@@ -436,6 +436,17 @@ def _merge(
     model = nnx.merge(graphdef, jax.tree.unflatten(structure, leaves))
     model.eval()
     return cast(_LanguageModel, model)
+
+
+def _programs_of(
+    graphdef: _GraphDef, structure: jax.tree_util.PyTreeDef, window: int
+) -> tuple[Callable[..., tuple[Array, Cache]], Callable[..., tuple[Array, Array]]]:
+    """Return `_programs`, which are built again if an attribute of the model has no hash."""
+    try:
+        hash(graphdef)
+    except TypeError:
+        return _programs.__wrapped__(graphdef, structure, window)
+    return _programs(graphdef, structure, window)
 
 
 @lru_cache(maxsize=8)

@@ -31,7 +31,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from shardwise.errors import ConfigError
 from shardwise.kernels.platform import step_mesh
-from shardwise.models.example_keys import drawn_shapes, example_key, is_positional
+from shardwise.models.example_keys import Draws, example_key, find_draws, is_positional
 from shardwise.sharding import (
     STACKED,
     MeshAxes,
@@ -137,6 +137,7 @@ def run_layers(
     Raises:
         ConfigError: if a pipeline cannot run these layers.
     """
+    _check_rows(x, examples)
     if is_pipelined():
         return _run_pipeline(stack, apply, x, *examples)
 
@@ -145,6 +146,24 @@ def run_layers(
 
     scan = nnx.scan(apply_layer, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
     return scan(stack, x)
+
+
+def _check_rows(x: PyTree, examples: PyTree) -> None:
+    """Raise if an array that should have an entry per example has another number of entries.
+
+    Only a pipeline would need them, but a model should not depend on the mesh.
+    """
+    rows = jnp.shape(jax.tree.leaves(x)[0])[:1]
+    for number, argument in enumerate(examples, start=2):
+        for leaf in jax.tree.leaves(argument):
+            shape = jnp.shape(leaf)
+            if shape[:1] != rows:
+                raise ConfigError(
+                    f"argument {number} of a stack of layers has shape {list(shape)}, but "
+                    f"positional arguments need an entry for each of the {rows[0]} examples: a "
+                    "pipeline divides them. Pass values that all examples share by name, as in "
+                    "`layers(x, table=table)`."
+                )
 
 
 def is_pipelined() -> bool:
@@ -400,7 +419,7 @@ def _run_pipeline(
     schedule = _make_schedule(len(jax.tree.leaves(x)[0]))
     layers = _split_stack(stack)
     with mapped_over((*schedule.stage, *schedule.shards)):
-        drawn = _drawn_shapes(layers, apply, x, examples)
+        draws = _draws(layers, apply, x, examples)
 
         def run_stage(
             weights: PyTree,
@@ -417,7 +436,7 @@ def _run_pipeline(
 
                 def key_of(words: Array, key: Array) -> Array:
                     if is_positional(key):
-                        return example_key(words, positions, schedule.batch_size, drawn)
+                        return example_key(words, positions, schedule.batch_size, draws)
                     # The bits of other generators depend on the shape of a draw anyway.
                     plain = jax.random.wrap_key_data(
                         words, impl=jax.random.key_impl(key)
@@ -436,19 +455,17 @@ def _run_pipeline(
     return x
 
 
-def _drawn_shapes(
-    layers: _Layers, apply: ApplyLayer, x: PyTree, examples: PyTree
-) -> frozenset[tuple[int, ...]]:
-    """Return the shapes of the random numbers that a layer draws for the complete batch."""
+def _draws(layers: _Layers, apply: ApplyLayer, x: PyTree, examples: PyTree) -> Draws:
+    """Return the random numbers and keys that a layer draws for the complete batch."""
     if not jax.tree.leaves(layers.key_types):
-        return frozenset()
+        return Draws()
 
     def run_layer(arrays: PyTree, x: PyTree, examples: PyTree) -> PyTree:
         weights, keys, counts = jax.tree.map(lambda leaf: leaf[0], arrays)
         return apply(nnx.merge(layers.graphdef, keys, counts, weights), x, *examples)
 
     arrays = (layers.weights, layers.key_types, layers.counts)
-    return drawn_shapes(jax.make_jaxpr(run_layer)(arrays, x, examples).jaxpr)
+    return find_draws(jax.make_jaxpr(run_layer)(arrays, x, examples).jaxpr)
 
 
 def _ticks(

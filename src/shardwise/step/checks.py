@@ -85,18 +85,19 @@ def train_layout(
 
 
 def check_pipeline(
-    spec: StateSpec, traced: TracedLoss, coupled_examples: CoupledExamples
+    spec: StateSpec, loss: Loss, traced: TracedLoss, coupled_examples: CoupledExamples
 ) -> None:
     """Check that the layers of a pipeline may compute microbatches instead of the batch.
 
     Args:
         spec: the abstract state.
+        loss: the loss.
         traced: the loss, traced with the complete batch.
         coupled_examples: see `Run.coupled_examples`.
 
     Raises:
-        ConfigError: if examples meet each other, maybe in a layer, and the loss must be exact.
-            Operations of which this is unknown are accepted.
+        ConfigError: if examples meet each other or depend on their number, maybe in a layer, and
+            the loss must be exact. Operations of which this is unknown are accepted.
     """
     if num_stages(spec.mesh, spec.rules) == 1 or coupled_examples == "separate":
         return
@@ -106,6 +107,14 @@ def check_pipeline(
             "on a mesh with a stage axis, the layers of a stack see the examples of one "
             f"microbatch, and {metric.reason}. Use a mesh without a stage axis. If examples are "
             'combined outside of the stack only, use coupled_examples="separate".'
+        )
+    larger = trace_loss(spec, loss, traced.shapes, rows=2 * num_rows(traced.shapes))
+    if size_dependent(traced, larger):
+        raise ConfigError(
+            "on a mesh with a stage axis, the layers of a stack see the examples of one "
+            "microbatch, and the loss of an example depends on their number. Use a mesh without a "
+            "stage axis. If the number is used outside of the stack only, use "
+            'coupled_examples="separate".'
         )
 
 

@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.models.example_keys import _positions, drawn_shapes, example_key
+from shardwise.models.example_keys import Draws, _positions, example_key, find_draws
 
 BATCH_SIZE, REST = 12, (5, 3)
 KEY = jax.random.key(7)
 EXAMPLES = jnp.array([3, 7, 11], jnp.uint32)
 
 
-def key_of(examples, drawn=frozenset({(BATCH_SIZE, *REST)})):
-    return example_key(jax.random.key_data(KEY), examples, BATCH_SIZE, drawn)
+def key_of(examples, bits=((BATCH_SIZE, *REST),), splits=()):
+    draws = Draws(frozenset(bits), frozenset(splits))
+    return example_key(jax.random.key_data(KEY), examples, BATCH_SIZE, draws)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -55,13 +56,30 @@ def test_positions_have_64_bits():
 
 
 def test_draws_that_cannot_be_told_apart_are_refused():
-    drawn = frozenset({(BATCH_SIZE, *REST), (3, *REST)})
+    shapes = (BATCH_SIZE, *REST), (3, *REST)
     with pytest.raises(ConfigError, match="cannot tell them apart"):
-        key_of(EXAMPLES, drawn)
+        key_of(EXAMPLES, bits=shapes)
+    with pytest.raises(ConfigError, match="cannot tell them apart"):
+        key_of(EXAMPLES, splits=shapes)
+
+
+@pytest.mark.parametrize("rest", [(), (2,)])
+def test_keys_of_examples_are_those_of_the_batch(rest):
+    """As in stochastic depth: one key for each example, from `split(key, len(x))`."""
+
+    def draw(key, count):
+        keys = jax.random.split(jax.random.fold_in(key, 5), (count, *rest))
+        return jax.vmap(lambda key: jax.random.normal(key, (4,)))(keys.reshape(-1))
+
+    drawn = draw(key_of(EXAMPLES, splits=((BATCH_SIZE, *rest),)), 3)
+    complete = draw(KEY, BATCH_SIZE).reshape(BATCH_SIZE, -1)
+    np.testing.assert_array_equal(drawn.reshape(3, -1), complete[EXAMPLES])
 
 
 def test_draws_in_inner_functions_are_found():
     def draw(key):
+        key = jax.random.split(key, 3)[0]
         return jax.jit(lambda key: jax.random.normal(key, (4, 2)))(key)
 
-    assert drawn_shapes(jax.make_jaxpr(draw)(KEY).jaxpr) == {(4, 2)}
+    found = find_draws(jax.make_jaxpr(draw)(KEY).jaxpr)
+    assert found == Draws(bits=frozenset({(4, 2)}), splits=frozenset({(3,)}))

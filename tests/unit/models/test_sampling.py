@@ -311,6 +311,15 @@ def test_any_language_model_can_be_sampled():
     ).tolist() == [[1, 1, 1, 1]]
 
 
+def test_models_with_attributes_without_a_hash_can_be_sampled():
+    prompt = jnp.array([[1, 2]])
+    expected = generate(Plain(nnx.Rngs(0)), prompt, 4, KEY, temperature=0.0)
+    model = Plain(nnx.Rngs(0))
+    model.settings = {"a": 1}
+    found = generate(model, prompt, 4, KEY, temperature=0.0)
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_other_models_are_rejected():
     with pytest.raises(
         ValueError,
