@@ -14,7 +14,11 @@ from shardwise.recipe import bind_recipe, load_recipe
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(ROOT.glob("recipes/*.py"))
-PARAMS = {"layer": {"kernel": jnp.ones((4, 3))}, "tokens": jnp.ones((4, 3))}
+PARAMS = {
+    "layer": {"kernel": jnp.ones((4, 3))},
+    "tokens": jnp.ones((4, 3)),
+    "positions": jnp.ones((2, 3)),
+}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -78,7 +78,8 @@ def label_fn(groups: Sequence[Group]) -> Callable[[Params], PyTree]:
 
     Returns:
         A function from parameters to a tree of labels of the same structure. It raises a
-        `ConfigError` if a pattern matches no parameter or if no group claims a parameter.
+        `ConfigError` if a pattern matches no parameter, if no group claims a parameter, or if a
+        group claims none because of the groups before it. `Group("*")` at the end may be empty.
 
     Raises:
         ConfigError: if two groups have the same name.
@@ -102,6 +103,7 @@ def label_fn(groups: Sequence[Group]) -> Callable[[Params], PyTree]:
         ]
         if problems := [
             *_unused_patterns(groups, paths),
+            *_shadowed_groups(groups, paths),
             *_unclaimed_parameters(groups, paths),
         ]:
             raise ConfigError("\n".join(problems))
@@ -118,6 +120,18 @@ def _unused_patterns(groups: Sequence[Group], paths: Sequence[str]) -> Iterable[
                     f"pattern '{pattern}' of group '{group.label}' matches no parameter."
                     f"{did_you_mean(pattern, paths)}"
                 )
+
+
+def _shadowed_groups(groups: Sequence[Group], paths: Sequence[str]) -> Iterable[str]:
+    claimed = {_group_of(path, groups) for path in paths}
+    for group in groups:
+        matched = [path for path in paths if group.matches(path)]
+        if matched and group.label not in claimed and "*" not in group.patterns:
+            first = _group_of(matched[0], groups)
+            yield (
+                f"group '{group.label}' claims no parameter: the group '{first}' before it matches "
+                f"'{matched[0]}' too. Put '{group.label}' first."
+            )
 
 
 def _unclaimed_parameters(

@@ -10,7 +10,7 @@ decay is decoupled, multiplied by the learning rate, and applies to kernels and 
 only, unless `decay` says otherwise.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias, TypedDict, Unpack
 
@@ -28,6 +28,7 @@ from shardwise.optim.groups import (
     label_fn,
     map_with_path,
     mask_fn,
+    param_path,
 )
 from shardwise.optim.matrices import normalize_neurons, orthogonalize
 from shardwise.optim.parts import (
@@ -41,6 +42,7 @@ from shardwise.optim.parts import (
     with_master,
 )
 from shardwise.optim.schedules import Schedule, as_schedule, cosine, scaled
+from shardwise.text import did_you_mean
 from shardwise.tree import Leaf, OptState, Params, PyTree, matches
 
 Transformation: TypeAlias = optax.GradientTransformation
@@ -297,7 +299,9 @@ def muon(
         orthogonalize(rms=rms, stacked=tuple(stacked), dtype=iterate_in),
     )
     others = _adam_part(b1, b2, eps, moment_dtype, adam_lr_scale)
-    direction = partial(_by_shape, "muon", matrices, others, tuple(adam))
+    direction = partial(
+        _by_shape, "muon", matrices, others, tuple(adam), tuple(stacked)
+    )
     return assemble(
         _descend(direction), lr, weight_decay=weight_decay, clip=clip, **options
     )
@@ -357,7 +361,9 @@ def normuon(
         normalize_neurons(neuron_b2, rms, tuple(stacked), eps),
     )
     others = _adam_part(b1, b2, eps, moment_dtype, adam_lr_scale)
-    direction = partial(_by_shape, "normuon", matrices, others, tuple(adam))
+    direction = partial(
+        _by_shape, "normuon", matrices, others, tuple(adam), tuple(stacked)
+    )
     return assemble(
         _descend(direction), lr, weight_decay=weight_decay, clip=clip, **options
     )
@@ -404,7 +410,9 @@ def soap(
     """
     matrices = scale_by_soap(b1, b2, every, largest, tuple(stacked), moment_dtype)
     others = _adam_part(b1, b2, eps, moment_dtype, 1.0)
-    direction = partial(_by_shape, "soap", matrices, others, tuple(adam))
+    direction = partial(
+        _by_shape, "soap", matrices, others, tuple(adam), tuple(stacked)
+    )
     return assemble(
         _descend(direction), lr, weight_decay=weight_decay, clip=clip, **options
     )
@@ -728,6 +736,8 @@ def assemble(
         if group.frozen:
             return optax.set_to_zero()
         tx = group.tx
+        if tx is not None:
+            _check_settings_of_tx(group)
         if tx is None:
             rate = lr if group.lr is None else as_schedule(group.lr)
             strength = (
@@ -762,6 +772,21 @@ def assemble(
     return tx
 
 
+def _check_settings_of_tx(group: Group) -> None:
+    """Raise if a group has settings that its own transformation would ignore."""
+    settings = {
+        "lr": group.lr is not None,
+        "lr_scale": group.lr_scale != 1,
+        "weight_decay": group.weight_decay is not None,
+    }
+    ignored = [name for name, is_set in settings.items() if is_set]
+    if ignored:
+        raise ConfigError(
+            f"group '{group.label}' has {', '.join(ignored)} and tx=. These settings are those of "
+            "the optimizer that tx replaces. Set them in tx."
+        )
+
+
 def _is_in(labels: Sequence[str], groups: Sequence[Group]) -> Mask:
     """Return a mask function that selects the parameters of the groups with these labels."""
     label_params = label_fn(groups)
@@ -793,6 +818,7 @@ def _by_shape(
     matrices: Transformation,
     others: Transformation,
     adam: tuple[str, ...],
+    stacked: tuple[str, ...],
 ) -> Transformation:
     """Return a direction for matrices, and another for all other parameters.
 
@@ -801,6 +827,7 @@ def _by_shape(
         matrices: the direction of matrices.
         others: the direction of the group "adam".
         adam: patterns of matrices that belong to that group too.
+        stacked: patterns of parameters whose first dim counts layers.
     """
 
     def label(path: str, leaf: Leaf) -> str:
@@ -808,8 +835,31 @@ def _by_shape(
         uses_adam = not is_matrix or any(matches(pattern, path) for pattern in adam)
         return "adam" if uses_adam else name
 
-    transformations = {name: matrices, "adam": others}
-    return optax.partition(transformations, partial(map_with_path, label))
+    def label_all(params: Params) -> PyTree:
+        _check_patterns({"adam": adam, "stacked": stacked}, params)
+        return map_with_path(label, params)
+
+    return optax.partition({name: matrices, "adam": others}, label_all)
+
+
+def _check_patterns(patterns: Mapping[str, tuple[str, ...]], params: Params) -> None:
+    """Raise if a pattern of an argument matches no parameter."""
+    masked = jax.tree.leaves(
+        params, is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode)
+    )
+    if any(isinstance(leaf, optax.MaskedNode) for leaf in masked):
+        # Only the parameters of one group are here. The pattern may match others.
+        return
+    paths = [
+        param_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)
+    ]
+    for name, found in patterns.items():
+        for pattern in found:
+            if not any(matches(pattern, path) for path in paths):
+                raise ConfigError(
+                    f"pattern '{pattern}' in {name}= matches no parameter."
+                    f"{did_you_mean(pattern, paths)}"
+                )
 
 
 RECIPES: dict[str, Callable[..., Transformation]] = {

@@ -1,5 +1,6 @@
 """Optax transformations that Optax lacks, and functions that read values from their states."""
 
+import inspect
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
@@ -146,6 +147,34 @@ def clip_by_norm(max_norm: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
+def update_with(
+    tx: optax.GradientTransformation,
+    grads: Params,
+    state: OptState,
+    params: Params,
+    value: jax.Array,
+) -> tuple[Params, OptState]:
+    """Return the updates and the new state of an optimizer.
+
+    Optimizers such as `optax.polyak_sgd` also read the value of the loss. Some, such as
+    `optax.contrib.sam`, do not accept arguments that they do not read.
+
+    Args:
+        tx: the optimizer.
+        grads: the gradients.
+        state: the state of the optimizer.
+        params: the parameters.
+        value: the loss.
+    """
+    update = optax.with_extra_args_support(tx).update
+    extra = {"value": value, "grad": grads}
+    parameters = inspect.signature(update).parameters
+    if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        extra = {name: each for name, each in extra.items() if name in parameters}
+    updates, state = update(grads, state, params, **extra)
+    return updates, state
+
+
 def state_changes(tx: optax.GradientTransformation, params: Params) -> list[str]:
     """Return the leaves of the optimizer state whose shape or dtype an update changes.
 
@@ -160,10 +189,9 @@ def state_changes(tx: optax.GradientTransformation, params: Params) -> list[str]
     Returns:
         A description of each change, empty if there is none.
     """
-    update = optax.with_extra_args_support(tx).update
 
     def state_after_update(params: Params, state: OptState) -> OptState:
-        return update(params, state, params, value=jnp.float32(1), grad=params)[1]
+        return update_with(tx, params, state, params, jnp.float32(1))[1]
 
     before = jax.eval_shape(tx.init, params)
     return leaf_changes(before, jax.eval_shape(state_after_update, params, before))

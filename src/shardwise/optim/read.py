@@ -73,12 +73,13 @@ class ChainPart:
     def __str__(self) -> str:
         if self.is_unread:
             return f"{self.name}(unknown)"
-        numbers = [
-            f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
-            for name, value in self.settings.items()
-            if isinstance(value, int | float | str) and not isinstance(value, bool)
+        settings = [
+            f"{name}={value:.12g}" if isinstance(value, float) else f"{name}={value}"
+            for name, value in map(_as_number, self.settings, self.settings.values())
+            # Flags are shown where they are set.
+            if isinstance(value, int | float | str) and value is not False
         ]
-        return f"{self.name}({', '.join(numbers)})" if numbers else self.name
+        return f"{self.name}({', '.join(settings)})" if settings else self.name
 
     @property
     def factor(self) -> Schedule | None:
@@ -489,6 +490,14 @@ class _Reader:
         full = jax.tree.map(spread, tree, self.params)
         leaves = jax.tree_util.tree_leaves_with_path(full)
         return {param_path(path): label for path, label in leaves}
+
+
+def _as_number(name: str, value: object) -> tuple[str, object]:
+    """Return a setting with its name; an array of one number as this number."""
+    if isinstance(value, np.ndarray | np.generic | jax.Array) and not value.ndim:
+        is_known = not isinstance(value, jax.core.Tracer)
+        return name, value.item() if is_known else None
+    return name, value
 
 
 def _check_part(part: ChainPart) -> None:

@@ -13,7 +13,7 @@ from shardwise import optim
 from shardwise.errors import ConfigError
 from shardwise.optim import Group
 from shardwise.optim.matrices import matrix_shape
-from shardwise.optim.parts import keep_average, norm, with_master
+from shardwise.optim.parts import keep_average, norm, update_with, with_master
 
 PARAMS = {
     "a": {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)},
@@ -60,10 +60,46 @@ def test_mistakes_in_groups_are_all_listed_with_the_closest_match():
     )
     assert "no group claims these parameters" in text
     assert "  a/bias" in text
+    with pytest.raises(
+        ConfigError, match=r"'b/\*' claims no parameter: .* 'rest' before"
+    ):
+        optim.adam(1e-2, groups=(Group("*", name="rest"), Group("b/*"))).init(PARAMS)
+    # The rest may be empty.
+    optim.adam(1e-2, groups=(Group("a/*"), Group("b/*"), Group("*"))).init(PARAMS)
+    both = Group("a/*", tx=optax.sgd(1.0), lr=0.1, weight_decay=0.1)
+    with pytest.raises(ConfigError, match=r"'a/\*' has lr, weight_decay and tx="):
+        optim.adam(1e-2, groups=(both, Group("*")))
     with pytest.raises(ConfigError, match="two parameter groups have the same name"):
         optim.adam(1e-2, groups=(Group("a/*", name="x"), Group("*", name="x"))).init(
             PARAMS
         )
+
+
+@pytest.mark.parametrize("recipe", [optim.muon, optim.normuon, optim.soap])
+@pytest.mark.parametrize("argument", ["adam", "stacked"])
+def test_patterns_of_matrices_that_match_nothing_are_refused(recipe, argument):
+    with pytest.raises(ConfigError, match=rf"'c/kernal' in {argument}= matches no"):
+        recipe(1e-2, **{argument: ("c/kernal",)}).init(PARAMS)
+    # Below a group, the other parameters are not known.
+    groups = (Group("a/*"), Group("*"))
+    recipe(1e-2, adam=("b/kernel",), groups=groups).init(PARAMS)
+
+
+def test_optimizers_that_read_the_loss_and_others_that_do_not():
+    adversary = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
+    sam = optax.contrib.sam(optax.sgd(0.1), adversary, sync_period=2)
+    state = sam.init(PARAMS)
+    expected = sam.update(GRADS, state, PARAMS)
+    found = update_with(sam, GRADS, state, PARAMS, jnp.float32(1))
+    for left, right in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_array_equal(left, right)
+    polyak = optax.polyak_sgd()
+    updates, _ = update_with(
+        polyak, GRADS, polyak.init(PARAMS), PARAMS, jnp.float32(0.2)
+    )
+    # The loss over the squared norm of the gradients, times the gradients.
+    squares = sum(float((g**2).sum()) for g in jax.tree.leaves(GRADS))
+    np.testing.assert_allclose(updates["a"]["bias"], -0.2 / squares * 0.1, rtol=1e-4)
 
 
 def test_schedule_free_refuses_a_second_average():

@@ -296,3 +296,20 @@ def test_scaled_updates():
     # The rate that is logged is that of the optimizer.
     rates = sample_rates(tx, params, np.array([0]))
     assert rates == {"all": {"0": pytest.approx(1e-2)}}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (optax.sgd(0.1, momentum=0.9), optax.sgd(0.1, momentum=0.9, nesterov=True)),
+        (optax.adam(0.1), optax.adam(0.1, nesterov=True)),
+        (optax.adam(0.1, b1=jnp.float32(0.5)), optax.adam(0.1, b1=jnp.float32(0.75))),
+        (optax.ema(0.99996), optax.ema(0.99999)),
+    ],
+)
+def test_descriptions_show_every_setting(one, other):
+    parts = [
+        [str(part) for part in read_chains(tx, {"w": jnp.ones(2)})["w"].parts]
+        for tx in (one, other)
+    ]
+    assert parts[0] != parts[1]
