@@ -397,6 +397,20 @@ class Sometimes(Small):
         self.layers = Stack(SometimesLayer, 4, rngs)
 
 
+class FoldedLayer(SometimesLayer):
+    def __call__(self, x, segment_ids, scale):
+        key = self.rngs.dropout()
+        keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(len(x)))
+        kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.5))(keys)
+        return x + kept[:, None, None] * nnx.gelu(self.mix(x))
+
+
+class Folded(Small):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.layers = Stack(FoldedLayer, 4, rngs)
+
+
 def test_keys_of_examples_do_not_depend_on_the_microbatch():
     found = [
         fit(run_of(Sometimes, packed_loss, mesh=mesh, steps=2)).metrics["loss"]
@@ -436,6 +450,7 @@ def test_an_argument_of_a_stack_without_examples_is_refused(mesh):
             "variable 'norm/mean' of type BatchStat",
         ),
         (run_of(Centered, packed_loss), "sub of .* combines examples"),
+        (run_of(Folded, packed_loss), "keys from the numbers of the examples"),
         (run_of(Numbered, packed_loss), "loss of an example depends on their number"),
     ],
 )

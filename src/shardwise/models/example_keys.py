@@ -8,6 +8,7 @@ batch can compute their bits alone.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias, cast
@@ -15,11 +16,12 @@ from typing import TypeAlias, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.extend.random import define_prng_impl, threefry2x32_p, threefry_prng_impl
 
 from shardwise.errors import ConfigError
-from shardwise.tracing.jaxpr import inner_jaxprs
+from shardwise.tracing.jaxpr import inner_jaxprs, shape_of
+from shardwise.tracing.reach import reached
 
 Array = jax.Array
 Shape: TypeAlias = tuple[int, ...]
@@ -54,6 +56,35 @@ def _shapes(jaxpr: Jaxpr, primitive: str) -> frozenset[Shape]:
         for inner in inner_jaxprs(equation.params):
             shapes |= _shapes(inner, primitive)
     return frozenset(shapes)
+
+
+def folds_numbers(
+    closed: ClosedJaxpr, is_example: Sequence[bool], batch_size: int
+) -> bool:
+    """Return whether keys are derived from the numbers of the examples, 0 to B - 1.
+
+    As in `jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(len(x)))`. Each microbatch would
+    count its examples from 0.
+
+    Args:
+        closed: a traced layer.
+        is_example: for each input, whether it has an entry per example.
+        batch_size: the number B of examples.
+    """
+    from_examples = reached(closed, is_example)
+
+    def folds(jaxpr: Jaxpr) -> bool:
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "random_fold_in":
+                data = equation.invars[1]
+                is_per_example = shape_of(data)[:1] == (batch_size,)
+                if is_per_example and data not in from_examples:
+                    return True
+            if any(map(folds, inner_jaxprs(equation.params))):
+                return True
+        return False
+
+    return folds(closed.jaxpr)
 
 
 def is_positional(key: Array) -> bool:

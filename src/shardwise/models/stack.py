@@ -31,7 +31,13 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from shardwise.errors import ConfigError
 from shardwise.kernels.platform import step_mesh
-from shardwise.models.example_keys import Draws, example_key, find_draws, is_positional
+from shardwise.models.example_keys import (
+    Draws,
+    example_key,
+    find_draws,
+    folds_numbers,
+    is_positional,
+)
 from shardwise.sharding import (
     STACKED,
     MeshAxes,
@@ -464,8 +470,18 @@ def _draws(layers: _Layers, apply: ApplyLayer, x: PyTree, examples: PyTree) -> D
         weights, keys, counts = jax.tree.map(lambda leaf: leaf[0], arrays)
         return apply(nnx.merge(layers.graphdef, keys, counts, weights), x, *examples)
 
-    arrays = (layers.weights, layers.key_types, layers.counts)
-    return find_draws(jax.make_jaxpr(run_layer)(arrays, x, examples).jaxpr)
+    args = (layers.weights, layers.key_types, layers.counts), x, examples
+    closed = jax.make_jaxpr(run_layer)(*args)
+    is_example = [
+        number > 0 for number, arg in enumerate(args) for _ in jax.tree.leaves(arg)
+    ]
+    if folds_numbers(closed, is_example, len(jax.tree.leaves(x)[0])):
+        raise ConfigError(
+            "a layer derives random keys from the numbers of the examples, and each microbatch of "
+            "a pipeline would count its examples from 0. Use jax.random.split(key, len(x)), whose "
+            "keys are those of the complete batch."
+        )
+    return find_draws(closed.jaxpr)
 
 
 def _ticks(
