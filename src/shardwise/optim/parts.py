@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
+from shardwise.errors import ConfigError, ShardwiseError, where
 from shardwise.optim.groups import map_with_path, param_path, without_value
 from shardwise.optim.schedules import Schedule
 from shardwise.tree import (
@@ -165,13 +166,26 @@ def update_with(
         state: the state of the optimizer.
         params: the parameters.
         value: the loss.
+
+    Raises:
+        ConfigError: if the optimizer needs anything else.
     """
     update = optax.with_extra_args_support(tx).update
     extra = {"value": value, "grad": grads}
     parameters = inspect.signature(update).parameters
     if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         extra = {name: each for name, each in extra.items() if name in parameters}
-    updates, state = update(grads, state, params, **extra)
+    try:
+        updates, state = update(grads, state, params, **extra)
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"the optimizer fails in a step: {where(error)}. It gets the gradients, the "
+            "parameters, and the loss as `value`. Line searches also need `value_fn`, so use "
+            "optax.lbfgs(linesearch=None). Pairs of parameters, as those of optax.lookahead, are "
+            "not supported."
+        ) from error
     return updates, state
 
 

@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from shardwise.data.layout import BatchLayout, num_rows
-from shardwise.errors import CheckError, ConfigError, ShardwiseError, where
+from shardwise.errors import CheckError, ConfigError, where
 from shardwise.kernels.float8 import with_float8_matmuls
 from shardwise.loss import Loss, LossValue, TracedLoss, as_means, call_loss, settle_loss
 from shardwise.metrics import Mask, Mean
@@ -66,7 +66,7 @@ from shardwise.tracing.assertions import (
     describe_failure,
     failure_as_aux,
 )
-from shardwise.tree import Batch, OptState, Params, PyTree, named_leaves
+from shardwise.tree import Batch, Params, PyTree, named_leaves
 
 Metrics: TypeAlias = dict[str, jax.Array]
 Means: TypeAlias = dict[str, Mean]
@@ -293,7 +293,9 @@ class _StepFunctions:
         grad_norm = norm(grads)
         value = means["loss"].value
         with parameters_stored_as(self.spec.shardings.params):
-            updates, opt_state = self._updates(state, grads, value)
+            updates, opt_state = update_with(
+                self.optimizer, grads, state.opt_state, state.params, value
+            )
         _check_opt_state(state.opt_state, opt_state)
         params = optax.apply_updates(state.params, updates)
 
@@ -319,24 +321,6 @@ class _StepFunctions:
             # place.
             metrics |= _group_norms(grads, updates, params, self.groups)
         return new_state, metrics
-
-    def _updates(
-        self, state: TrainState, grads: Params, value: jax.Array
-    ) -> tuple[Params, OptState]:
-        """Return the updates and the new state of the optimizer."""
-        try:
-            return update_with(
-                self.optimizer, grads, state.opt_state, state.params, value
-            )
-        except ShardwiseError:
-            raise
-        except Exception as error:
-            raise ConfigError(
-                f"the optimizer fails in a step: {where(error)}. It gets the gradients, the "
-                "parameters, and the loss as `value`. Line searches also need `value_fn`, so use "
-                "optax.lbfgs(linesearch=None). Pairs of parameters, as those of optax.lookahead, "
-                "are not supported."
-            ) from error
 
     def step(self, state: TrainState, batch: Batch) -> StepResult:
         """Run one training step: gradients, then update."""

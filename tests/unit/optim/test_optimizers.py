@@ -329,3 +329,9 @@ def test_imaginary_parts_are_kept():
         assert moved.tolist() == [3 + 3j, -1]
         (copy,) = (leaf for leaf in jax.tree.leaves(state) if leaf.shape == (2,))
         assert copy.tolist() == moved.tolist()
+
+
+def test_a_line_search_is_refused_with_what_it_needs():
+    lbfgs = optax.lbfgs()
+    with pytest.raises(ConfigError, match=r"value_fn.*use optax.lbfgs\(linesearch=No"):
+        update_with(lbfgs, GRADS, lbfgs.init(PARAMS), PARAMS, jnp.float32(1))
