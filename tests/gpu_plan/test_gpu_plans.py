@@ -191,4 +191,5 @@ def test_a_command_prints_the_plan_and_nothing_else(tmp_path):
     words = ["--preset", "gpt2", "--batch-size", "8", "--on", "h200"]
     done = run("plan", ROOT / "recipes" / "gpt2.py", *words, cwd=tmp_path)
     assert "1 x H200, mesh data=1: memory per device" in done.stdout
-    assert done.stderr == ""
+    # The progress, without messages of native libraries.
+    assert done.stderr == "compiling for h200, mesh data=1\n"
