@@ -360,15 +360,20 @@ class Centered(Small):
         self.layers = Stack(CenteredLayer, 4, rngs)
 
 
+def small_with(layer):
+    """Return a function that builds the small model with another kind of layers."""
+
+    def build(rngs):
+        model = Small(rngs)
+        model.layers = Stack(layer, 4, rngs)
+        return model
+
+    return build
+
+
 class NumberedLayer(Layer):
     def __call__(self, x, segment_ids, scale):
         return super().__call__(x, segment_ids, scale / len(x))
-
-
-class Numbered(Small):
-    def __init__(self, rngs):
-        super().__init__(rngs)
-        self.layers = Stack(NumberedLayer, 4, rngs)
 
 
 class WithTable(Small):
@@ -391,12 +396,6 @@ class SometimesLayer(nnx.Module):
         return x + kept[:, None, None] * nnx.gelu(self.mix(x))
 
 
-class Sometimes(Small):
-    def __init__(self, rngs):
-        super().__init__(rngs)
-        self.layers = Stack(SometimesLayer, 4, rngs)
-
-
 class FoldedLayer(SometimesLayer):
     def __call__(self, x, segment_ids, scale):
         key = self.rngs.dropout()
@@ -405,15 +404,11 @@ class FoldedLayer(SometimesLayer):
         return x + kept[:, None, None] * nnx.gelu(self.mix(x))
 
 
-class Folded(Small):
-    def __init__(self, rngs):
-        super().__init__(rngs)
-        self.layers = Stack(FoldedLayer, 4, rngs)
-
-
 def test_keys_of_examples_do_not_depend_on_the_microbatch():
     found = [
-        fit(run_of(Sometimes, packed_loss, mesh=mesh, steps=2)).metrics["loss"]
+        fit(
+            run_of(small_with(SometimesLayer), packed_loss, mesh=mesh, steps=2)
+        ).metrics["loss"]
         for mesh in ("data=8", "stage=4,data=2")
     ]
     assert found[1] == pytest.approx(found[0], rel=1e-6)
@@ -450,8 +445,14 @@ def test_an_argument_of_a_stack_without_examples_is_refused(mesh):
             "variable 'norm/mean' of type BatchStat",
         ),
         (run_of(Centered, packed_loss), "sub of .* combines examples"),
-        (run_of(Folded, packed_loss), "keys from the numbers of the examples"),
-        (run_of(Numbered, packed_loss), "loss of an example depends on their number"),
+        (
+            run_of(small_with(FoldedLayer), packed_loss),
+            "keys from the numbers of the examples",
+        ),
+        (
+            run_of(small_with(NumberedLayer), packed_loss),
+            "an example depends on their number",
+        ),
     ],
 )
 def test_what_a_pipeline_cannot_do_is_refused(run, message):

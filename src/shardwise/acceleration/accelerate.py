@@ -2,9 +2,9 @@
 
 import functools
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
 
 import jax
 import numpy as np
@@ -21,6 +21,7 @@ from shardwise.tree import KeyPath, PyTree
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+_State: TypeAlias = nnx.State[Any, Any]
 
 # Operations whose inner functions are rewritten. Not those with a custom gradient, which a
 # derivative does not use, and not `shard_map`, where a device has only a part of each array.
@@ -84,6 +85,7 @@ def accelerate(function: Callable[Parameters, Result]) -> Callable[Parameters, R
         results = _Results()
 
         def on_arrays(state: PyTree, arrays: list[jax.Array]) -> PyTree:
+            before = _arrays_of(state)
             new_objects = nnx.merge(definition, state)
             values = iter(new_objects), iter(arrays)
             new_args, new_kwargs = jax.tree.unflatten(
@@ -98,48 +100,38 @@ def accelerate(function: Callable[Parameters, Result]) -> Callable[Parameters, R
                 ],
             )
             output = function(*new_args, **new_kwargs)
-            return results.split(output), nnx.state(new_objects)
+            return results.split(output), _changed(before, nnx.state(new_objects))
 
         closed, shapes = jax.make_jaxpr(on_arrays, return_shape=True)(state, arrays)
         sizes = frozenset(np.shape(array)[0] for array in arrays if np.ndim(array))
         rewritten = rewrite_calls(closed, sizes)
         outputs = core.jaxpr_as_fun(rewritten)(*jax.tree.leaves((state, arrays)))
         values, new_state = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
-        before = _by_path(state, closed.jaxpr.invars)
-        after = _by_path(shapes[1], closed.jaxpr.outvars[len(values) :])
-        changed = {path for path, atom in after.items() if before.get(path) is not atom}
-        _update(objects, new_state, changed)
+        if new_state:
+            nnx.update(objects, new_state)
         return cast(Result, results.join(values))
 
     return accelerated
 
 
-def _by_path(
-    tree: PyTree, atoms: Sequence[core.Var | core.Literal]
-) -> dict[KeyPath, core.Var | core.Literal]:
-    """Return the variable of a trace for each array of a pytree; there may be further variables."""
-    paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
-    return dict(zip(paths, atoms, strict=False))
+def _arrays_of(state: _State) -> dict[KeyPath, list[jax.Array]]:
+    """Return the arrays of each variable."""
+    return {path: jax.tree.leaves(x) for path, x in nnx.to_flat_state(state)}
 
 
-def _update(
-    objects: list[nnx.Pytree],
-    new_state: nnx.State[Any, Any],
-    changed: Collection[KeyPath],
-) -> None:
-    """Change the variables of modules that a function has changed, and no others.
+def _changed(before: dict[KeyPath, list[jax.Array]], after: _State) -> _State:
+    """Return the variables that a function has changed or added.
 
     The others may belong to a trace around this one, where NNX refuses to change them.
     """
-    is_changed = jax.tree.map_with_path(lambda path, _: path in changed, new_state)
-    flags = dict(nnx.to_flat_state(is_changed))
-    kept = [
-        (path, variable)
-        for path, variable in nnx.to_flat_state(new_state)
-        if any(jax.tree.leaves(flags[path]))
-    ]
-    if kept:
-        nnx.update(objects, nnx.from_flat_state(kept))
+    arrays = _arrays_of(after)
+    return nnx.from_flat_state(
+        [
+            (path, x)
+            for path, x in nnx.to_flat_state(after)
+            if list(map(id, arrays[path])) != list(map(id, before.get(path, ())))
+        ]
+    )
 
 
 class _Results:
@@ -181,8 +173,9 @@ def rewrite_calls(
         key = jaxpr, options
         if key not in rewritten:
             graph = Graph(jaxpr, calls)
-            for rule in () if _has_float64(jaxpr) else RULES:
-                rule(graph, options)
+            if not _has_float64(jaxpr):
+                for rule in RULES:
+                    rule(graph, options)
             added = {id(call.params["jaxpr"]) for call in calls.values()}
             equations = [
                 visit_inner(equation, options)

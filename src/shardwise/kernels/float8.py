@@ -125,7 +125,7 @@ def gradient_scale(g: Array) -> Array:
         groups = g.reshape(-1, SAMPLED, *g.shape[1:])
         # Multiples of the golden ratio: any regular choice of groups has all places.
         number = jnp.arange(len(groups), dtype=jnp.uint32)
-        place = (number * jnp.uint32(2654435769)) >> (32 - SAMPLED.bit_length() + 1)
+        place = (number * jnp.uint32(2654435769)) >> (32 - int(math.log2(SAMPLED)))
         place = place.astype(jnp.int32).reshape(-1, *(1,) * g.ndim)
         sample = jnp.take_along_axis(groups, place, axis=1, mode="promise_in_bounds")
     return _power_of_two(jnp.max(jnp.abs(sample)), SAMPLED_EXPONENT)
@@ -231,19 +231,19 @@ def with_float8_matmuls(
     Args:
         function: a function of pytrees of arrays. While it is called, it raises `ConfigError` if
             no matmul is changed.
-        weights: the numbers of the arguments that are parameters. A matmul of what depends on them
-            alone, and of anything else, has weights and activations.
+        weights: the numbers of the arguments that are parameters. An operand of a matmul that
+            depends on them alone counts as weights, and the other one as activations.
     """
 
     def changed(*args: PyTree) -> PyTree:
         with matmul_dtype("float8"):
             closed, output = jax.make_jaxpr(function, return_shape=True)(*args)
-        is_weights = [
-            number in weights
+        is_activation = [
+            number not in weights
             for number, arg in enumerate(args)
             for _ in jax.tree.leaves(arg)
         ]
-        activations = reached(closed, [not flag for flag in is_weights])
+        activations = reached(closed, is_activation)
 
         def change(equation: JaxprEqn, visit: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
             name = equation.primitive.name

@@ -148,7 +148,7 @@ def clip_by_norm(max_norm: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def update_with(
+def compute_updates(
     tx: optax.GradientTransformation,
     grads: Params,
     state: OptState,
@@ -205,7 +205,7 @@ def state_changes(tx: optax.GradientTransformation, params: Params) -> list[str]
     """
 
     def state_after_update(params: Params, state: OptState) -> OptState:
-        return update_with(tx, params, state, params, jnp.float32(1))[1]
+        return compute_updates(tx, params, state, params, jnp.float32(1))[1]
 
     before = jax.eval_shape(tx.init, params)
     return leaf_changes(before, jax.eval_shape(state_after_update, params, before))

@@ -75,7 +75,9 @@ class ChainPart:
             return f"{self.name}(unknown)"
         settings = [
             f"{name}={value:.12g}" if isinstance(value, float) else f"{name}={value}"
-            for name, value in map(_as_number, self.settings, self.settings.values())
+            for name, value in zip(
+                self.settings, map(_as_number, self.settings.values()), strict=True
+            )
             # Flags are shown where they are set.
             if isinstance(value, int | float | str) and value is not False
         ]
@@ -492,12 +494,11 @@ class _Reader:
         return {param_path(path): label for path, label in leaves}
 
 
-def _as_number(name: str, value: object) -> tuple[str, object]:
-    """Return a setting with its name; an array of one number as this number."""
+def _as_number(value: object) -> object:
+    """Return a setting; an array of one number as this number, unless it is traced."""
     if isinstance(value, np.ndarray | np.generic | jax.Array) and not value.ndim:
-        is_known = not isinstance(value, jax.core.Tracer)
-        return name, value.item() if is_known else None
-    return name, value
+        return None if isinstance(value, jax.core.Tracer) else value.item()
+    return value
 
 
 def _check_part(part: ChainPart) -> None:

@@ -1,16 +1,14 @@
 """Residual streams: sums `x + f(x)`, and the parameters that scale the branch `f`."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TypeAlias, cast
+from collections.abc import Callable, Sequence
+from typing import cast
 
 from jax.extend import core
 
 from shardwise.scaling.uses import Flow, place_of
 from shardwise.scaling.values import Value
+from shardwise.tracing.jaxpr import Atom, definitions, original
 
-Atom: TypeAlias = core.Var | core.Literal
-# The equation that computes each variable of a jaxpr.
-Definitions: TypeAlias = Mapping[core.Var, core.JaxprEqn]
 # Operations that keep all entries of an array. A slice is not the same stream.
 KEEPING = (
     "broadcast_in_dim",
@@ -117,7 +115,7 @@ class Streams:
 
     def _original(self, atom: Atom) -> core.Var:
         """Return the variable that was only moved or cast, for example to another dtype."""
-        return cast(core.Var, original(atom, self._defined))
+        return cast(core.Var, original(atom, self._defined, KEEPING))
 
     def _uses(self, atom: core.Var, x: core.Var) -> dict[core.Var, bool]:
         """Return whether a variable, and all that it is computed from, use `x`."""
@@ -136,29 +134,6 @@ class Streams:
             pending.pop()
             uses.setdefault(var, any(uses[each] for each in variables))
         return uses
-
-
-def definitions(jaxpr: core.Jaxpr) -> Definitions:
-    """Return the equation that computes each variable of a jaxpr, except its inputs."""
-    return {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-
-
-def original(
-    atom: Atom, defined: Definitions, keeping: Collection[str] = KEEPING
-) -> Atom:
-    """Return what was only moved or cast, for example to another dtype.
-
-    Args:
-        atom: a variable or a constant.
-        defined: the equations of its jaxpr.
-        keeping: the operations that keep all entries.
-    """
-    while not isinstance(atom, core.Literal) and atom in defined:
-        equation = defined[atom]
-        if equation.primitive.name not in keeping or len(equation.invars) != 1:
-            break
-        atom = equation.invars[0]
-    return atom
 
 
 def _variables(equation: core.JaxprEqn) -> list[core.Var]:

@@ -113,7 +113,8 @@ class Walk:
             operands = [read(atom) for atom in equation.invars]
             results = self.equation(equation, operands)
             self._note_multiplier(equation, operands, streams)
-            for product in (products[v] for v in equation.outvars if v in products):
+            product = products.get(equation.outvars[0]) if equation.outvars else None
+            if product is not None:
                 factors = [read(factor) for factor in product.factors]
                 self._note_product(equation, product, factors)
             if streams.is_stream(equation, operands, read):

@@ -7,10 +7,10 @@ from typing import cast
 
 from jax.extend import core
 
-from shardwise.scaling.branches import Atom, definitions, original
-from shardwise.tracing.jaxpr import shape_of
+from shardwise.scaling.branches import KEEPING
+from shardwise.tracing.jaxpr import Atom, definitions, original, shape_of
 
-# The order of the dims must stay.
+# Operations between a product and its sum, which keep the dims where they are.
 CASTS = ("convert_element_type", "copy", "name", "reduce_precision", "stop_gradient")
 
 
@@ -47,7 +47,8 @@ def summed_products(jaxpr: core.Jaxpr) -> Mapping[core.Var, SummedProduct]:
         left, right = product.invars
         if not shape_of(left) or not shape_of(right):
             continue
-        if original(left, defined) is original(right, defined):
+        sources = [original(factor, defined, KEEPING) for factor in (left, right)]
+        if sources[0] is sources[1]:
             continue
         axes = tuple(equation.params["axes"])
         shape = shape_of(equation.invars[0])
@@ -58,7 +59,7 @@ def summed_products(jaxpr: core.Jaxpr) -> Mapping[core.Var, SummedProduct]:
         divided = _divided(equation)
         if divided is not None:
             atom, size = divided
-            total = cast(core.Var, original(atom, defined))
+            total = cast(core.Var, original(atom, defined, KEEPING))
             # In 16 bits, the inverse of a size is not exact.
             if total in found and math.isclose(found[total].size, size, rel_tol=1e-2):
                 del found[total]

@@ -36,7 +36,7 @@ from shardwise.metrics import Mask, Mean
 from shardwise.module import AccessHook, Pure
 from shardwise.optim.finite import all_finite, representative_leaves, stays_finite
 from shardwise.optim.matrices import parameters_stored_as
-from shardwise.optim.parts import leaf_changes, live_values, norm, update_with
+from shardwise.optim.parts import compute_updates, leaf_changes, live_values, norm
 from shardwise.optim.read import read_chains
 from shardwise.precision import OwnSum, sums_in_float32
 from shardwise.state import StateSpec, TrainState
@@ -293,7 +293,7 @@ class _StepFunctions:
         grad_norm = norm(grads)
         value = means["loss"].value
         with parameters_stored_as(self.spec.shardings.params):
-            updates, opt_state = update_with(
+            updates, opt_state = compute_updates(
                 self.optimizer, grads, state.opt_state, state.params, value
             )
         _check_opt_state(state.opt_state, opt_state)

@@ -1,7 +1,7 @@
 """Read and rewrite a traced function: its inner functions, and the lines that it came from."""
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeAlias, cast
 
@@ -11,6 +11,9 @@ from jax.extend import core
 from shardwise.errors import is_library
 
 Shape: TypeAlias = tuple[int, ...]
+Atom: TypeAlias = core.Var | core.Literal
+# The equation that computes each variable of a jaxpr.
+Definitions: TypeAlias = Mapping[core.Var, core.JaxprEqn]
 
 JAX = str(Path(jax.__file__).parent)
 # Operations that call a function once, so that its equations can take their place.
@@ -166,6 +169,27 @@ def _without_side_effects(
     kept.reverse()
     is_same = len(kept) == len(jaxpr.eqns) and all(map(operator.is_, kept, jaxpr.eqns))
     return jaxpr if is_same else jaxpr.replace(eqns=kept)
+
+
+def definitions(jaxpr: core.Jaxpr) -> Definitions:
+    """Return the equation that computes each variable of a jaxpr, except its inputs."""
+    return {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+
+
+def original(atom: Atom, defined: Definitions, keeping: Collection[str]) -> Atom:
+    """Return what was only moved or cast, for example to another dtype.
+
+    Args:
+        atom: a variable or a constant.
+        defined: the equations of its jaxpr.
+        keeping: the operations that keep all entries.
+    """
+    while not isinstance(atom, core.Literal) and atom in defined:
+        equation = defined[atom]
+        if equation.primitive.name not in keeping or len(equation.invars) != 1:
+            break
+        atom = equation.invars[0]
+    return atom
 
 
 def calls_function(jaxpr: core.Jaxpr, name: str) -> bool:

@@ -13,7 +13,7 @@ from shardwise import optim
 from shardwise.errors import ConfigError
 from shardwise.optim import Group
 from shardwise.optim.matrices import matrix_shape
-from shardwise.optim.parts import keep_average, norm, update_with, with_master
+from shardwise.optim.parts import compute_updates, keep_average, norm, with_master
 
 PARAMS = {
     "a": {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)},
@@ -90,11 +90,11 @@ def test_optimizers_that_read_the_loss_and_others_that_do_not():
     sam = optax.contrib.sam(optax.sgd(0.1), adversary, sync_period=2)
     state = sam.init(PARAMS)
     expected = sam.update(GRADS, state, PARAMS)
-    found = update_with(sam, GRADS, state, PARAMS, jnp.float32(1))
+    found = compute_updates(sam, GRADS, state, PARAMS, jnp.float32(1))
     for left, right in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         np.testing.assert_array_equal(left, right)
     polyak = optax.polyak_sgd()
-    updates, _ = update_with(
+    updates, _ = compute_updates(
         polyak, GRADS, polyak.init(PARAMS), PARAMS, jnp.float32(0.2)
     )
     # The loss over the squared norm of the gradients, times the gradients.
@@ -334,4 +334,4 @@ def test_imaginary_parts_are_kept():
 def test_a_line_search_is_refused_with_what_it_needs():
     lbfgs = optax.lbfgs()
     with pytest.raises(ConfigError, match=r"value_fn.*use optax.lbfgs\(linesearch=No"):
-        update_with(lbfgs, GRADS, lbfgs.init(PARAMS), PARAMS, jnp.float32(1))
+        compute_updates(lbfgs, GRADS, lbfgs.init(PARAMS), PARAMS, jnp.float32(1))
